@@ -1,0 +1,102 @@
+"""Every public name is documented: arguments, results, errors, and what it communicates."""
+
+import inspect
+import re
+import types
+from typing import Any, NamedTuple
+
+import pytest
+
+import jaxslowmo
+
+
+def public_names(module: types.ModuleType) -> dict[str, Any]:
+    """What `module` re-exports, and what its re-exported packages do, by dotted name."""
+    found = {}
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        if not isinstance(value, types.ModuleType):
+            found[name] = value
+        elif value.__name__ == f"{module.__name__}.{name}" and name in TOPICS:
+            found |= {f"{name}.{key}": inner for key, inner in public_names(value).items()}
+    return found
+
+
+# Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
+TOPICS = {"topology"}
+PUBLIC = public_names(jaxslowmo)
+
+
+def lacks(value: Any) -> list[str]:
+    """What the docstring of a class or function should say and does not."""
+    doc = value.__doc__ or ""
+    if inspect.isclass(value):
+        generated = not doc or doc.startswith(f"{value.__name__}(")
+        return ["a docstring"] if generated else []
+    if not inspect.isfunction(value):
+        return []  # a constant or a type alias
+    if not doc:
+        return ["a docstring"]
+    signature = inspect.signature(value)
+    wanted = []
+    if signature.parameters:
+        wanted.append("Args:")
+    if signature.return_annotation not in (None, "None"):
+        wanted.append("Returns:")
+    if re.search(r"^\s+raise \w*Error\(", inspect.getsource(value), re.MULTILINE):
+        wanted.append("Raises:")
+    if "axis_name" in signature.parameters:
+        wanted.append("Communication:")
+    described = doc.partition("Args:")[2]
+    return [section for section in wanted if section not in doc] + [
+        f"argument `{name}`"
+        for name in signature.parameters
+        if "Args:" in doc and not re.search(rf"^\s+(.*, )?\**{name}\b.*:", described, re.MULTILINE)
+    ]
+
+
+def test_there_is_a_public_surface():
+    assert PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_are_documented(name):
+    assert lacks(PUBLIC[name]) == []
+
+
+def test_what_is_missing_is_found():
+    def bare(x): ...
+
+    def partly(x, axis_name) -> int:
+        """Does it.
+
+        Args:
+          x: something.
+        """
+        raise ValueError("no")
+
+    def fully(x, axis_name) -> int:
+        """Does it.
+
+        Args:
+          x: something.
+          axis_name: the replica axis.
+
+        Returns:
+          One.
+
+        Raises:
+          ValueError: always.
+
+        Communication: none.
+        """
+        raise ValueError("no")
+
+    class State(NamedTuple):
+        step: int
+
+    assert lacks(bare) == ["a docstring"]
+    assert lacks(partly) == ["Returns:", "Raises:", "Communication:", "argument `axis_name`"]
+    assert lacks(fully) == []
+    assert lacks(State) == ["a docstring"]

@@ -1,0 +1,78 @@
+"""Eight CPU devices for every test, set up before anything asks jax for one."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+NUM_DEVICES = 8
+# Set it (for example to "cuda") to run the tests marked `hardware` on that backend.
+PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")
+
+# In the environment, not only in jax's configuration: commands that tests start inherit it.
+os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+# libtpu compiles for TPU topologies here; without this it first asks a metadata server for a TPU.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# Eight device threads of each worker share few cores, so one may arrive late at a collective; the
+# defaults (20 s to complain, 40 s to abort the process) are for machines with a core per device.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+    ]
+).strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+# A cache on disk would hide what a change does to compilation.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# One example compiles a program or two: few examples, no deadline, and the same ones every time.
+# `HYPOTHESIS_PROFILE=explore make test` looks further.
+hypothesis.settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", max_examples=200, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def require_devices() -> None:
+    """Fail every test, rather than skip some, where the devices are missing."""
+    wanted = NUM_DEVICES if PLATFORM == "cpu" else 1
+    found = jax.devices(PLATFORM)
+    if len(found) < wanted:
+        pytest.fail(
+            f"the tests need {wanted} {PLATFORM} devices and jax found {len(found)}: something "
+            "used a device before tests/conftest.py set their number",
+            pytrace=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def mesh_of() -> Callable[..., jax.sharding.Mesh]:
+    """`mesh_of({"replica": 4, "device": 2})`: a mesh with Auto or, on request, Explicit axes."""
+
+    def build(sizes: Mapping[str, int], *, explicit: bool = False) -> jax.sharding.Mesh:
+        count = math.prod(sizes.values())
+        devices = jax.devices()
+        if len(devices) < count:
+            pytest.fail(f"this test needs {count} devices, found {len(devices)}", pytrace=False)
+        kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+        return jax.sharding.Mesh(
+            np.array(devices[:count]).reshape(tuple(sizes.values())),
+            tuple(sizes),
+            axis_types=(kind,) * len(sizes),
+        )
+
+    return build
+
+
+@pytest.fixture
+def strict_promotion() -> Iterator[None]:
+    """Refuse implicit dtype promotion; not for all tests, since optax and flax rely on it."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
