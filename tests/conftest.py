@@ -12,6 +12,9 @@ PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")
 os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 # libtpu compiles for TPU topologies here; without this it first asks a metadata server for a TPU.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+# It locks the machine for one process, to guard a TPU; several workers may compile at a time.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+os.environ["TPU_LOG_DIR"] = "disabled"
 # Eight device threads of each worker share few cores, so one may arrive late at a collective; the
 # defaults (20 s to complain, 40 s to abort the process) are for machines with a core per device.
 os.environ["XLA_FLAGS"] = " ".join(
