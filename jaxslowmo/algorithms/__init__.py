@@ -1,0 +1,19 @@
+"""The optax transforms: one algorithm, one file, one state class."""
+
+from ._base import ParameterTransform as ParameterTransform
+from ._base import phase_name as phase_name
+from ._base import run_if as run_if
+from ._blocks import replica_mean as replica_mean
+from ._diloco import diloco as diloco
+from ._grad_sync import AllReduceGradientsState as AllReduceGradientsState
+from ._grad_sync import all_reduce_gradients as all_reduce_gradients
+from ._local_sgd import LocalSGDState as LocalSGDState
+from ._local_sgd import local_sgd as local_sgd
+from ._outer import OuterState as OuterState
+from ._outer import read_anchor as read_anchor
+from ._schedule import Every as Every
+from ._schedule import as_schedule as as_schedule
+from ._schedule import every as every
+from ._slow_momentum import SlowMomentumState as SlowMomentumState
+from ._slow_momentum import slow_momentum as slow_momentum
+from ._slowmo import slowmo as slowmo

@@ -1,0 +1,187 @@
+"""The protocol of parameter transforms, and the decision whether an exchange runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._typing import AxisName, Phase, PyTree
+from ..mesh import axis_names, axis_size, match_varying, require_axes, uniform
+from ._schedule import Every, horizon
+
+Communicate = bool | jax.Array
+
+
+class ParameterTransform(optax.GradientTransformationExtraArgs):
+    """An optax transform that comes last in a chain and moves the parameters themselves.
+
+    With y = params + updates, `update` returns the update that lands on the new parameters: y where
+    nothing is due. `update(updates, state, params, communicate=True, phase=None)`:
+
+    * `communicate`: False, or an array that is False on all replicas, skips what is due.
+    * `phase=None` decides inside the program (`lax.cond` on the counter in the state); a given
+      phase is static, and the program holds that phase's collectives only.
+
+    Beside optax's pair it has what other transforms and the step builder need:
+
+    Attributes:
+      phase: `phase(t)` on the host: the events of update t = 1, 2, ... as a hashable tuple of
+        names; `()` exchanges nothing.
+      due: `due(t)`: whether update t exchanges anything, for an int or an array.
+      numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
+        sums over replicas give the exact mean; w is None where it is always 1.
+      reset: `reset(state)`: the state after all replicas were set to one mean.
+      schedules: when it exchanges by itself, then the schedules of its base.
+
+    The state is a NamedTuple with a field `count`: () int32, updates so far.
+    """
+
+    phase: Callable[[int], Phase]
+    due: Callable[[Any], Any]
+    numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]]
+    reset: Callable[[PyTree], PyTree]
+    schedules: tuple[Every, ...]
+
+    def __new__(
+        cls,
+        init: Callable[[PyTree], PyTree],
+        update: Callable[..., tuple[PyTree, PyTree]],
+        *,
+        phase: Callable[[int], Phase],
+        due: Callable[[Any], Any],
+        schedules: tuple[Every, ...],
+        numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] | None = None,
+        reset: Callable[[PyTree], PyTree] | None = None,
+    ) -> "ParameterTransform":
+        """Make one from its functions; `numerator` and `reset` default to plain parameters."""
+        self = super().__new__(cls, init, update)
+        self.phase = phase
+        self.due = due
+        self.schedules = schedules
+        self.numerator = numerator or (lambda state, y: (y, None))
+        self.reset = reset or (lambda state: state)
+        return self
+
+    def phases(self) -> list[Phase]:
+        """All phases that occur, in order of first appearance."""
+        return list(dict.fromkeys(self.phase(t) for t in range(1, horizon(self.schedules) + 1)))
+
+
+def phase_name(phase: Phase) -> str:
+    """Name of a phase in reports: `"local"`, `"average"`, `"slow"`, `"average+slow"`, ...
+
+    Example:
+      >>> phase_name(()), phase_name(("average", "slow"))
+      ('local', 'average+slow')
+
+    Communication: none.
+    """
+    return "+".join(phase) or "local"
+
+
+def phase_scope(event: str) -> Any:
+    """Named scope around the exchange of `event`, by which `js.comm_report` knows it."""
+    return jax.named_scope(f"phase:{event}")
+
+
+def is_due(
+    event: str,
+    schedule: Every,
+    count: jax.Array,
+    communicate: Communicate,
+    phase: Phase | None,
+) -> bool | jax.Array:
+    """Whether `event` runs in this update: a bool where that is static, else a () bool array."""
+    if communicate is False:
+        return False
+    due = schedule(count) if phase is None else event in phase
+    if communicate is True or due is False:
+        return due
+    return jnp.logical_and(due, communicate)
+
+
+def run_if(
+    due: bool | jax.Array,
+    exchange: Callable[[PyTree], PyTree],
+    otherwise: Callable[[PyTree], PyTree],
+    operand: PyTree,
+) -> PyTree:
+    """`exchange(operand)` if `due` else `otherwise(operand)`, as a `lax.cond` where undecided.
+
+    The predicate is equal on all replicas, since it comes from the counter, so it is safe to have
+    collectives in a branch; under vmap it stays a cond.
+    """
+    if isinstance(due, bool):
+        return exchange(operand) if due else otherwise(operand)
+    # Branches must agree in what their results vary over: a mean varies over less than its input.
+    types = jax.eval_shape(exchange, operand), jax.eval_shape(otherwise, operand)
+
+    def alike(branch: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+        return lambda x: match_varying(match_varying(branch(x), types[0]), types[1])
+
+    return lax.cond(uniform(due), alike(exchange), alike(otherwise), operand)
+
+
+def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
+    """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(
+            f"{owner}: `{argument}` must be the name of a mapped axis or a tuple of names, "
+            f"got {axis_name!r}."
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
+
+
+def check_axes(
+    owner: str, axis_name: AxisName, local_axis_name: AxisName | None, warn: Callable[[str], None]
+) -> None:
+    """At trace time: both axes are bound and distinct; warn about a replica axis of size 1."""
+    require_axes(owner, "axis_name", axis_name)
+    if local_axis_name is not None:
+        require_axes(owner, "local_axis_name", local_axis_name)
+        both = set(axis_names(axis_name)) & set(axis_names(local_axis_name))
+        if both:
+            raise ValueError(
+                f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
+            )
+    if axis_size(axis_name) == 1:
+        warn(f"{owner}: axis {axis_name!r} has size 1, so there is nothing to communicate.")
+
+
+def check_update_arguments(
+    owner: str,
+    params: PyTree | None,
+    weight: object,
+    phase: object,
+    events: tuple[str, ...] | None,
+) -> None:
+    """Raise `ValueError` for missing parameters, a weight, or a phase of something else.
+
+    `events` are the names that a phase may hold; None leaves that to a base transform.
+    """
+    if params is None:
+        raise ValueError(
+            f"{owner} moves parameters and needs them: call `update(updates, state, params)`."
+        )
+    check_no_weight(owner, weight)
+    if phase is None:
+        return
+    if not isinstance(phase, tuple) or (events is not None and not set(phase) <= set(events)):
+        raise ValueError(
+            f"{owner}: `phase` must come from `transform.phase(t)`, a tuple of event names"
+            f"{'' if events is None else f' out of {list(events)}'}, got {phase!r}."
+        )
+
+
+def check_no_weight(owner: str, weight: object) -> None:
+    """Raise `ValueError` if a weight was given: averages here are unweighted."""
+    if weight is not None:
+        raise ValueError(
+            f"{owner}: `weight` must be None in this version, averages are unweighted; "
+            f"got {type(weight).__name__}."
+        )

@@ -1,0 +1,82 @@
+"""DiLoCo: an outer optimizer on rarely averaged replicas."""
+
+import optax
+
+from .._typing import AxisName, PyTree
+from .._warn import warn_once
+from ._anchor import sharded_anchor, whole_anchor
+from ._base import ParameterTransform, check_axis_argument
+from ._blocks import check_bucket_bytes
+from ._outer import outer_transform
+from ._schedule import Every, as_schedule
+
+
+def diloco(
+    axis_name: AxisName,
+    *,
+    sync_every: int | Every = 500,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    shard_state: bool = True,
+    local_axis_name: AxisName | None = None,
+    param_specs: PyTree | None = None,
+    bucket_bytes: int | None = None,
+) -> ParameterTransform:
+    """Train alone for `sync_every` updates, then one outer step; comes last in a chain.
+
+    The pseudo-gradient is D = anchor - mean of the replicas' y = params + updates; the outer
+    optimizer steps the anchor with it, and all parameters become the anchor.
+
+    Args:
+      axis_name: mapped axis of the replicas.
+      sync_every: inner steps per outer step, or `js.every(...)`.
+      outer_optimizer: any optax transform that is complete in itself (learning rate and sign
+        included); default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `shard_state=True` it
+        sees flat shards, so it must be element-wise (SGD, Adam, ...; no global norm, no
+        per-layer scaling, no masks by leaf).
+      shard_state: True keeps 1/R of the anchor and of the outer state per replica; False keeps
+        trees like the parameters, for outer optimizers that are not element-wise.
+      local_axis_name, param_specs, bucket_bytes: as in `js.slowmo`.
+
+    Returns:
+      A `ParameterTransform` with state `OuterState`; exchange and outer state are float32.
+
+    Raises:
+      ValueError: sync_every < 1, an outer optimizer that is no optax transform; at trace time an
+        unbound axis, missing params, non-float leaves.
+      UserWarning: once, if the axis has size 1.
+
+    Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
+      all-gather of N bytes each (sharded), or one all-reduce of N bytes; nothing in others.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+      2023, algorithm 1.
+    """
+    owner = "diloco"
+    check_axis_argument(owner, "axis_name", axis_name)
+    check_bucket_bytes(owner, bucket_bytes)
+    if local_axis_name is not None:
+        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    if outer_optimizer is None:
+        outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
+        outer_optimizer, ParameterTransform
+    ):
+        raise ValueError(
+            "diloco: `outer_optimizer` must be an optax gradient transform such as optax.sgd(...), "
+            f"got {type(outer_optimizer).__name__}."
+        )
+    layout = (sharded_anchor if shard_state else whole_anchor)(
+        axis_name, local_axis_name, param_specs, bucket_bytes
+    )
+    return outer_transform(
+        owner,
+        axis_name,
+        base=None,
+        schedule=as_schedule(sync_every),
+        outer_optimizer=outer_optimizer,
+        learning_rate=optax.constant_schedule(1.0),
+        layout=layout,
+        exact_average=True,
+        local_axis_name=local_axis_name,
+        warn=warn_once(),
+    )

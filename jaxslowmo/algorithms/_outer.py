@@ -1,0 +1,179 @@
+"""An outer optimizer over what the replicas have done since the last slow step.
+
+SlowMo and DiLoCo are this machinery with different outer optimizers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._typing import AxisName, Phase, PyTree
+from ..mesh import require_axes
+from ..tree import check_floating, exchange_dtype, landing, plan_buffers, updates_to, widen_updates
+from ._anchor import AnchorLayout
+from ._base import (
+    Communicate,
+    ParameterTransform,
+    check_axes,
+    check_update_arguments,
+    is_due,
+    phase_scope,
+    run_if,
+)
+from ._schedule import Every
+
+SLOW = "slow"
+
+
+class OuterState(NamedTuple):
+    """State of `slowmo` and `diloco`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) per buffer, else like the parameters
+    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
+    base: PyTree  # state of the base transform; () without one
+
+
+def outer_transform(
+    owner: str,
+    axis_name: AxisName,
+    *,
+    base: ParameterTransform | None,
+    schedule: Every,
+    outer_optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[jax.Array], jax.Array | float],
+    layout: AnchorLayout,
+    exact_average: bool,
+    local_axis_name: AxisName | None,
+    warn: Callable[[str], None],
+) -> ParameterTransform:
+    """Assemble the parameter transform; arguments are checked by its callers.
+
+    When due: D = anchor - average, one step of `outer_optimizer` on the anchor with gradient D, and
+    params = anchor. With an exact average the base's own exchange is skipped in that update.
+    """
+    outer_optimizer = optax.with_extra_args_support(outer_optimizer)
+
+    def base_phase(phase: Phase | None) -> Phase | None:
+        return None if phase is None else tuple(e for e in phase if e != SLOW)
+
+    def phase_of(t: int) -> Phase:
+        slow = bool(schedule(t))
+        own = base.phase(t) if base is not None and not (slow and exact_average) else ()
+        return (*own, SLOW) if slow else own
+
+    def due(t: Any) -> Any:
+        return schedule(t) if base is None else schedule(t) | base.due(t)
+
+    def init_fn(params: PyTree) -> OuterState:
+        check_floating(owner, params)
+        require_axes(owner, "axis_name", axis_name)
+        anchor = layout.store(params)
+        return OuterState(
+            count=jnp.zeros([], jnp.int32),
+            anchor=anchor,
+            outer=outer_optimizer.init(anchor),
+            base=() if base is None else base.init(params),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: OuterState,
+        params: PyTree | None = None,
+        *,
+        communicate: Communicate = True,
+        weight: Any = None,
+        phase: Phase | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, OuterState]:
+        events = (SLOW,) if base is None else None  # a base checks its own part of the phase
+        check_update_arguments(owner, params, weight, phase, events)
+        check_floating(owner, params)
+        check_axes(owner, axis_name, local_axis_name, warn)
+        count = optax.safe_increment(state.count)
+        gamma = learning_rate(state.count)
+
+        def step_base(updates: PyTree, base_state: PyTree, talk: Communicate):
+            if base is None:
+                return widen_updates(updates), base_state
+            return base.update(
+                updates,
+                base_state,
+                params,
+                communicate=talk,
+                phase=base_phase(phase),
+                **extra,
+            )
+
+        def slow_step(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
+            u, s = operand
+            base_state = s.base
+            if exact_average:  # the base only counts on: its exchange would be wasted
+                u, base_state = step_base(u, base_state, False)
+            with phase_scope(SLOW):
+                y = landing(params, u)
+                if base is not None:
+                    y, _ = base.numerator(base_state, y)
+                average = layout.average(y)
+                displacement = jax.tree.map(jnp.subtract, s.anchor, average)
+                step, outer = outer_optimizer.update(
+                    displacement, s.outer, s.anchor, learning_rate=gamma
+                )
+                anchor = jax.tree.map(jnp.add, s.anchor, step)
+                target = layout.restore(anchor, params)
+                rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
+                if base is not None and exact_average:
+                    base_state = base.reset(base_state)
+                return updates_to(params, rounded), OuterState(count, anchor, outer, base_state)
+
+        def base_only(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
+            u, s = operand
+            u, base_state = step_base(u, s.base, communicate)
+            return u, s._replace(count=count, base=base_state)
+
+        def counted(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
+            u, s = operand
+            return widen_updates(u), s._replace(count=count)
+
+        slow_due = is_due(SLOW, schedule, count, communicate, phase)
+        if exact_average:
+            return run_if(slow_due, slow_step, base_only, (updates, state))
+        return run_if(slow_due, slow_step, counted, base_only((updates, state)))
+
+    schedules = (schedule, *(base.schedules if base is not None else ()))
+    return ParameterTransform(init_fn, update_fn, phase=phase_of, due=due, schedules=schedules)
+
+
+def read_anchor(state: OuterState, params: PyTree) -> PyTree:
+    """The anchor as a float32 tree like the parameters, on the host.
+
+    Args:
+      state: stacked state of `slowmo` or `diloco`, as it stands in a train state.
+      params: the stacked parameters, leaves `(replicas, *s)`; only shapes and dtypes are read.
+
+    Returns:
+      Tree of NumPy arrays: of shape `s` where the anchor is sharded, else `(replicas, *s)`: every
+      replica's own.
+
+    Raises:
+      ValueError: the anchor was made with `bucket_bytes` or other parameters, so its size differs.
+
+    Communication: none over devices; the anchor is copied to the host.
+    """
+    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+    if jax.tree.structure(state.anchor) == jax.tree.structure(params):
+        return jax.tree.map(np.asarray, state.anchor)
+    plan = plan_buffers(one, dtype_of=exchange_dtype)
+    flats = [np.asarray(shard).reshape(-1) for shard in state.anchor]
+    if len(flats) != len(plan.buffers) or any(
+        flat.size < b.num_elements for flat, b in zip(flats, plan.buffers, strict=True)
+    ):
+        raise ValueError(
+            f"state.anchor holds {[f.size for f in flats]} elements, which does not fit the "
+            f"parameters ({[b.num_elements for b in plan.buffers]} with one buffer per dtype)."
+        )
+    return plan.unpack(flats)

@@ -1,0 +1,91 @@
+"""When an exchange is due: one object, read on the host and inside the program."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Every:
+    """Every `k`-th update. Made by `every`; call it with t, the 1-based number of the update.
+
+    Attributes:
+      k: period in updates.
+      start: updates before the schedule begins.
+      offset: shift of the first due update after `start`.
+      before: whether updates up to `start` are due, `"none"` or `"all"`.
+    """
+
+    k: int
+    start: int = 0
+    offset: int = 0
+    before: Literal["none", "all"] = "none"
+
+    def __call__(self, t: Any) -> Any:
+        """Whether update `t` is due: a bool for an int, an array for an array."""
+        running = (t > self.start) & ((t - self.start - self.offset) % self.k == 0)
+        if self.before == "all":
+            running = running | (t <= self.start)
+        return running
+
+    @property
+    def is_plain(self) -> bool:
+        """Due exactly when t is a multiple of k."""
+        return self.before == "none" and (self.start + self.offset) % self.k == 0 == self.start
+
+
+def every(
+    k: int, start: int = 0, offset: int = 0, before: Literal["none", "all"] = "none"
+) -> Every:
+    """A schedule for `sync_every`: due when t > start and (t - start - offset) % k == 0.
+
+    Args:
+      k: period in updates, >= 1.
+      start: number of updates before it begins, >= 0. Post-local SGD is
+        `every(k, start=s, before="all")`: exchange at every update up to s, then every k-th.
+      offset: shifts the due updates after `start` by this many.
+      before: `"none"` or `"all"` updates up to `start` are due.
+
+    Returns:
+      An `Every`: callable with t = 1, 2, ..., as int on the host or as array in a program;
+      hashable.
+
+    Raises:
+      ValueError: k < 1, start < 0, or another `before`; TypeError-like values are named too.
+
+    Example:
+      >>> [t for t in range(1, 10) if every(3)(t)]
+      [3, 6, 9]
+      >>> [t for t in range(1, 10) if every(3, start=2, before="all")(t)]
+      [1, 2, 5, 8]
+
+    Communication: none.
+    """
+    _check_int("k", k, 1)
+    _check_int("start", start, 0)
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise ValueError(f"`offset` counts updates and must be an int, got {offset!r}.")
+    if before not in ("none", "all"):
+        raise ValueError(f'`before` must be "none" or "all", got {before!r}.')
+    return Every(k, start, offset, before)
+
+
+def as_schedule(sync_every: int | Every) -> Every:
+    """`sync_every` as a schedule; `ValueError` for periods below 1."""
+    if isinstance(sync_every, Every):
+        return sync_every
+    _check_int("sync_every", sync_every, 1)
+    return Every(sync_every)
+
+
+def horizon(schedules: Iterable[Every]) -> int:
+    """Number of updates after which every combination of due events has appeared."""
+    known = list(schedules)
+    longest = max((s.start + abs(s.offset) for s in known), default=0)
+    return longest + math.lcm(1, *(s.k for s in known))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{name}` counts updates and must be an int >= {least}, got {value!r}.")

@@ -1,0 +1,9 @@
+"""Collectives on flat buffers, each stating what it sends."""
+
+from ._reduce import all_mean as all_mean
+from ._reduce import all_mean_in_slices as all_mean_in_slices
+from ._scatter import all_gather_shards as all_gather_shards
+from ._scatter import mean_to_shards as mean_to_shards
+from ._scatter import own_shard as own_shard
+from ._shard_layout import ShardLayout as ShardLayout
+from ._shard_layout import shard_layout as shard_layout

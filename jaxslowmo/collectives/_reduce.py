@@ -1,0 +1,65 @@
+"""Mean of one flat buffer over replicas."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._typing import AxisName
+from ..mesh import axis_names, axis_size
+from ._local import gather_slices, own_slice
+
+
+def _overflows_when_summed(dtype: jnp.dtype) -> bool:
+    """float16 ends at 65504, so a sum may overflow where the mean would not."""
+    return dtype == jnp.float16
+
+
+def all_mean(flat: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Mean of `flat` over `axis_name`, in its dtype.
+
+    Args:
+      flat: any shape.
+      axis_name: mapped axis, or several.
+
+    Returns:
+      The mean, equal (and typed as unvarying) over `axis_name`. The sum is divided, so replicas
+      that agree keep their value; float16 is divided first, so it cannot overflow.
+
+    Communication: one all-reduce of `flat` over `axis_name`; none where its size is 1.
+    """
+    count = axis_size(axis_name)
+    if count == 1 or flat.size == 0:
+        return flat
+    if _overflows_when_summed(flat.dtype):
+        return lax.psum(flat / count, axis_name)
+    return lax.psum(flat, axis_name) / count
+
+
+def all_mean_in_slices(
+    flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName
+) -> jax.Array:
+    """`all_mean` of a buffer that all devices along `local_axis_name` hold alike.
+
+    Each of the L devices reduces only its 1/L of the buffer between replicas; an all-gather inside
+    the replica restores the whole.
+
+    Args:
+      flat: `(n,)`, equal over `local_axis_name`.
+      axis_name: axis between replicas (slow network).
+      local_axis_name: axis inside a replica (fast network).
+
+    Returns:
+      The mean over `axis_name`, `(n,)`.
+
+    Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica,
+    and one all-gather of n over `local_axis_name`.
+    """
+    parts = axis_size(local_axis_name)
+    if axis_size(axis_name) == 1 or flat.size == 0:
+        return flat
+    if parts == 1:
+        return all_mean(flat, axis_name)
+    size = flat.size
+    padded = jnp.pad(flat, (0, -size % parts))
+    mean = all_mean(own_slice(padded, local_axis_name), axis_name)
+    return gather_slices(mean, axis_names(local_axis_name), like=flat)[:size]

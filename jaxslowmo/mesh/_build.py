@@ -1,0 +1,95 @@
+"""Meshes from axis names and sizes: of devices, or of virtual replicas on one device."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+
+@dataclass(frozen=True)
+class VirtualMesh:
+    """Axes without devices: replicas run under `vmap(axis_name=...)` on the default device.
+
+    Takes the place of a `jax.sharding.Mesh` in every function of this library that has a `mesh`
+    argument. Nothing is sent; collectives become reductions over a batch dimension.
+
+    Attributes:
+      axes: `(name, size)` pairs, outermost first.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def shape(self) -> Mapping[str, int]:
+        """Size of each axis by name."""
+        return MappingProxyType(dict(self.axes))
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+
+def _check_axes(axes: Mapping[str, int]) -> None:
+    if not axes:
+        raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
+    for name, size in axes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}.")
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of real devices with Auto axes.
+
+    `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;
+    meshes of either kind work with the rest of this library.
+
+    Args:
+      axes: size by name, outermost (slowest network) first: `{"replica": 4, "device": 2}`.
+      devices: devices to use; default all of `jax.devices()`, of which the first ones are taken.
+
+    Returns:
+      A `jax.sharding.Mesh`; device order follows the hardware topology, as in `jax.make_mesh`.
+
+    Raises:
+      ValueError: an empty mapping, a size below 1, or fewer devices than the sizes' product.
+
+    Communication: none.
+    """
+    _check_axes(axes)
+    found = list(jax.devices() if devices is None else devices)
+    needed = math.prod(axes.values())
+    if len(found) < needed:
+        raise ValueError(
+            f"`axes` {dict(axes)} need {needed} devices, found {len(found)} "
+            f"({found[0].platform if found else 'none'}). On CPU, more can be made with "
+            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
+            "`js.virtual_mesh` runs replicas on one device."
+        )
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=found[:needed],
+    )
+
+
+def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
+    """A mesh of virtual replicas, `vmap`ped on the default device.
+
+    Args:
+      axes: size by name, outermost first: `{"replica": 4}`.
+
+    Returns:
+      A `VirtualMesh`, usable wherever this library takes `mesh`.
+
+    Raises:
+      ValueError: an empty mapping or a size below 1.
+
+    Communication: none, ever.
+    """
+    _check_axes(axes)
+    return VirtualMesh(tuple(axes.items()))

@@ -1,0 +1,188 @@
+"""One copy of a tree to stacked replicas and back, and stacked states of transforms."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._typing import AxisName, PyTree
+from ..tree import leaf_names
+from ._axes import axis_names, vary_over
+from ._build import VirtualMesh
+from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
+from ._verify import check_same_tree_everywhere
+
+
+def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
+    """Leaves on `mesh`, whole on every device unless they are sharded over it already."""
+    if isinstance(mesh, VirtualMesh):
+        return jax.tree.map(jnp.asarray, tree)
+
+    def put(x: Any) -> jax.Array:
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return x
+        return jax.device_put(x, NamedSharding(mesh, P()))
+
+    return jax.tree.map(put, tree)
+
+
+def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
+    """Number of replicas; `ValueError` naming every leaf without that leading axis."""
+    count = replica_count(owner, mesh, axis_name)
+    wrong = [
+        f"{name} {tuple(np.shape(leaf))}"
+        for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+        if np.ndim(leaf) < 1 or np.shape(leaf)[0] != count
+    ]
+    if wrong:
+        raise ValueError(
+            f"{owner}: every leaf needs a leading axis of {count} replicas (`axis_name` "
+            f"{axis_name!r}), as `js.replicate` makes it; got {', '.join(wrong)}."
+        )
+    return count
+
+
+@functools.lru_cache(maxsize=64)
+def _replicate_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
+    def per_replica(tree: PyTree) -> PyTree:
+        return vary_over(jax.tree.map(jnp.copy, tree), axis_names(axis_name))
+
+    return jax.jit(
+        map_replicas(
+            per_replica,
+            mesh=mesh,
+            axis_name=axis_name,
+            in_roles=("shared",),
+            automatic=automatic,
+        )
+    )
+
+
+def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica") -> PyTree:
+    """Stack one copy of `params` for every replica.
+
+    Args:
+      params: tree of arrays of shapes `s`; leaves already sharded over other axes of `mesh` stay
+        so.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`.
+      axis_name: the replica axis, or several.
+
+    Returns:
+      Tree of arrays `(replicas, *s)`, split over `axis_name`: each replica holds one copy. Equal on
+      all replicas, and never an alias of `params`.
+
+    Raises:
+      ValueError: `axis_name` is not an axis of `mesh`.
+
+    Communication: none between replicas; host to device, each device receives one copy.
+    """
+    replica_count("replicate", mesh, axis_name)
+    placed = _place(params, mesh)
+    automatic = model_axes(placed, mesh, axis_name)
+    return _replicate_fn(mesh, axis_name, automatic)(placed)
+
+
+@functools.lru_cache(maxsize=64)
+def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
+    def average(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            index = lax.axis_index(axis_name)
+            return lax.psum(jnp.where(index == 0, x, jnp.zeros_like(x)), axis_name)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return (lax.psum(wide, axis_name) / lax.axis_size(axis_name)).astype(x.dtype)
+
+    return jax.jit(
+        map_replicas(
+            lambda tree: jax.tree.map(average, tree),
+            mesh=mesh,
+            axis_name=axis_name,
+            in_roles=("stacked",),
+            out_roles="shared",
+            automatic=automatic,
+        )
+    )
+
+
+def consensus(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica") -> PyTree:
+    """The mean over replicas as one exact copy: the model to evaluate, export or save.
+
+    Args:
+      params: stacked tree, leaves `(replicas, *s)`.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`.
+      axis_name: the replica axis, or several.
+
+    Returns:
+      Tree of `s`, in the leaves' dtypes, summed in at least float32, the same bits on all devices.
+      Integer leaves (counters of model state) are replica 0's.
+
+    Raises:
+      ValueError: unknown axis, or leaves without the leading axis (all named).
+
+    Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge
+    the leaves).
+    """
+    check_stacked("consensus", params, mesh, axis_name)
+    return _consensus_fn(mesh, axis_name, model_axes(params, mesh, axis_name))(params)
+
+
+def init(
+    tx: optax.GradientTransformation,
+    stacked_params: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+) -> PyTree:
+    """The state of `tx` for stacked parameters, made inside the mapped axes.
+
+    Transforms that shard their state over replicas cannot be initialised outside of the axis;
+    here they can.
+
+    Args:
+      tx: any optax transform or chain.
+      stacked_params: tree of `(replicas, *s)`, as `js.replicate` returns it.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`; its other axes are bound too.
+      axis_name: the replica axis, or several.
+
+    Returns:
+      The state with a leading replica axis on every leaf; copies, so the parameters can be donated.
+
+    Raises:
+      ValueError: leaves without the leading axis, or trees that differ between processes (every
+        difference listed with the process that has it).
+
+    Communication: none over devices; with several processes one exchange of the trees' names,
+    shapes and dtypes (a few KiB) through the host.
+    """
+    check_stacked("init", stacked_params, mesh, axis_name)
+    check_same_tree_everywhere(stacked_params)
+
+    def per_replica(params: PyTree) -> PyTree:
+        return jax.tree.map(jnp.copy, tx.init(params))
+
+    mapped = map_replicas(
+        per_replica,
+        mesh=mesh,
+        axis_name=axis_name,
+        in_roles=("stacked",),
+        automatic=model_axes(stacked_params, mesh, axis_name),
+    )
+    return jax.jit(mapped)(_on_mesh(stacked_params, mesh, axis_name))
+
+
+def _on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+    """Stacked leaves that are not placed yet, split over the replica axis."""
+    if not isinstance(mesh, Mesh):
+        return tree
+    sharding = NamedSharding(mesh, P(axis_names(axis_name)))
+    return jax.tree.map(
+        lambda x: x if isinstance(getattr(x, "sharding", None), NamedSharding)
+        else jax.device_put(x, sharding),
+        tree,
+    )

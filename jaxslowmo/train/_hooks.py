@@ -1,0 +1,106 @@
+"""Hooks of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from .._typing import AxisName, PyTree
+from ..algorithms import Every, as_schedule
+from ..mesh import AnyMesh, consensus
+
+if TYPE_CHECKING:
+    from ._loop import StepResult
+
+
+class Hook(Protocol):
+    """Something that happens every few steps.
+
+    Attributes:
+      every: an int k (steps k, 2k, ...) or a `js.every` schedule.
+    """
+
+    @property
+    def every(self) -> int | Every:
+        """When it is due."""
+        ...
+
+    def __call__(self, result: StepResult) -> Mapping[str, Any] | None:
+        """Called after a due step; a returned mapping is merged into `result.reports`."""
+        ...
+
+
+def is_hook_due(hook: Hook, step: int) -> bool:
+    """Whether `hook` runs after step 1, 2, ...; `ValueError` for a period below 1."""
+    return bool(as_schedule(hook.every)(step))
+
+
+def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Metrics averaged over replicas on the host; waits for them.
+
+    Args:
+      metrics: arrays with a leading replica axis, as a step returns them.
+
+    Returns:
+      One float per metric: the mean over this process's replicas.
+
+    Communication: none between replicas; device to host.
+    """
+    return {
+        name: float(np.mean([np.asarray(s.data, np.float64) for s in value.addressable_shards]))
+        for name, value in metrics.items()
+    }
+
+
+class Log:
+    """Hook that writes the step's metrics, averaged over replicas, and earlier hooks' reports.
+
+    Args:
+      write: called with one flat dict: step, metrics, reports.
+      every: period in steps, or a schedule.
+    """
+
+    def __init__(self, write: Callable[[dict[str, Any]], None], *, every: int | Every = 10) -> None:
+        self.every = every
+        self._write = write
+
+    def __call__(self, result: StepResult) -> None:
+        """Write one record."""
+        self._write({"step": result.step, **host_mean(result.metrics), **result.reports})
+
+
+class Evaluate:
+    """Hook that evaluates the consensus model: the mean of the replicas.
+
+    Args:
+      evaluate: `evaluate(params, model_state) -> dict`, given one averaged copy of each.
+      mesh: the step's mesh.
+      axis_name: the replica axis.
+      every: period in steps, or a schedule.
+
+    Communication: one all-reduce of parameters and model state over `axis_name` per evaluation
+    (not counted in the step's report).
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[PyTree, PyTree], Mapping[str, Any]],
+        *,
+        mesh: AnyMesh,
+        axis_name: AxisName = "replica",
+        every: int | Every = 100,
+    ) -> None:
+        self.every = every
+        self._evaluate, self._mesh, self._axis_name = evaluate, mesh, axis_name
+
+    def __call__(self, result: StepResult) -> Mapping[str, Any]:
+        """Evaluate the consensus of the state after this step."""
+        params, model_state = consensus(
+            (result.state.params, result.state.model_state),
+            mesh=self._mesh,
+            axis_name=self._axis_name,
+        )
+        return self._evaluate(params, model_state)

@@ -1,0 +1,92 @@
+"""The training loop: a generator of step results, with hooks."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .._typing import Phase, PyTree
+from ._hooks import Hook, is_hook_due
+from ._state import TrainState
+from ._step import TrainStep
+
+
+@dataclass
+class StepResult:
+    """What one step left.
+
+    Attributes:
+      step: number of this step in the loop, from 1.
+      state: the state after it. The next step donates its buffers: read it before going on.
+      metrics: stacked per replica, on the devices; reading them waits for the step.
+      phase: what was exchanged, `()` for a local step; see `js.phase_name`.
+      reports: what hooks returned, merged in their order.
+    """
+
+    step: int
+    state: TrainState
+    metrics: dict[str, jax.Array]
+    phase: Phase
+    reports: dict[str, Any] = field(default_factory=dict)
+
+
+def train_loop(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterable[PyTree],
+    *,
+    num_steps: int | None = None,
+    hooks: Sequence[Hook] = (),
+) -> Iterator[StepResult]:
+    """Run steps and yield after each; hooks run first.
+
+    Args:
+      step: made by `js.make_train_step`.
+      state: where to start; its buffers are donated if the step does so.
+      batches: one batch per step.
+      num_steps: how many; None goes on until `batches` ends.
+      hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
+        returns is merged into `reports`, so later hooks see it.
+
+    Yields:
+      A `StepResult` per step. Stopping early (`break`) is safe at any step.
+
+    Raises:
+      ValueError: num_steps < 0, or `batches` ended before `num_steps`.
+
+    Communication: the step's; hooks state their own.
+
+    Example:
+      for result in js.train_loop(step, state, batches, num_steps=100): ...
+    """
+    if num_steps is not None and num_steps < 0:
+        raise ValueError(f"`num_steps` must be >= 0, got {num_steps}.")
+    return _run(step, state, iter(batches), num_steps, tuple(hooks))
+
+
+def _run(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterator[PyTree],
+    num_steps: int | None,
+    hooks: tuple[Hook, ...],
+) -> Iterator[StepResult]:
+    done = 0
+    while num_steps is None or done < num_steps:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            if num_steps is not None:
+                raise ValueError(
+                    f"`batches` ended after {done} of `num_steps`={num_steps} steps."
+                ) from None
+            return
+        phase = step.next_phase(state)
+        state, metrics = step(state, batch)
+        done += 1
+        result = StepResult(done, state, metrics, phase)
+        for hook in hooks:
+            if is_hook_due(hook, done):
+                result.reports.update(hook(result) or {})
+        yield result

@@ -1,0 +1,88 @@
+"""Build a training step from a loss function, an optimizer and what to exchange."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._typing import AxisName
+from ..algorithms import ParameterTransform
+from ..mesh import AnyMesh, replica_count
+from ._loss import as_full_loss
+from ._model_state import ModelStateMode
+from ._step import Mode, StepParts, TrainStep
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    sync: ParameterTransform | None = None,
+    gradients: optax.GradientTransformation | None = None,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+    mode: Mode = "traced",
+    accumulate: int = 1,
+    model_state: ModelStateMode = "sync_mean",
+    donate: bool = True,
+) -> TrainStep:
+    """A data-parallel training step over replicas.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
+        the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`, with `rng`
+        where it is wanted. metrics: dict of scalars.
+      optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
+        and parameter transforms included, works too in `"traced"` mode.
+      sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.slowmo`, `js.diloco`), or
+        None where gradients are averaged over the replicas.
+      gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
+        parallelism. None averages them over the inner axes of the mesh, if it has any.
+      mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
+        replica's batch, or `js.virtual_mesh`. Axes over which parameters are sharded are left to
+        the compiler.
+      axis_name: the replica axis.
+      mode: `"traced"` decides inside one program what is due; `"host"` compiles one program per
+        phase and chooses on the host, so that local steps hold no collective over `axis_name`.
+      accumulate: microbatches per update; gradients are averaged locally, then exchanged once.
+      model_state: `"sync_mean"` averages it over replicas in updates that synchronise parameters
+        (every one without `sync`), `"broadcast"` takes replica 0's before every forward pass,
+        `"local"` never exchanges it. Over inner axes it is averaged always.
+      donate: reuse the state's buffers for the new state.
+
+    Returns:
+      A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
+
+    Raises:
+      ValueError: unknown axis, mode or model_state; accumulate < 1; `sync` that is no
+        `ParameterTransform`; at trace time batches that do not split evenly and gradients that were
+        not averaged over the inner axes.
+
+    Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
+      state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
+      and model state.
+    """
+    replica_count("make_train_step", mesh, axis_name)
+    if mode not in ("traced", "host"):
+        raise ValueError(f'`mode` must be "traced" or "host", got {mode!r}.')
+    if model_state not in ("sync_mean", "broadcast", "local"):
+        raise ValueError(
+            f'`model_state` must be "sync_mean", "broadcast" or "local", got {model_state!r}.'
+        )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
+    if sync is not None and not isinstance(sync, ParameterTransform):
+        raise ValueError(
+            "`sync` must be a js.ParameterTransform such as js.local_sgd(...), got "
+            f"{type(sync).__name__}; other transforms go into `optimizer` or `gradients`."
+        )
+    parts = StepParts(
+        loss=as_full_loss(loss_fn),
+        gradients=None if gradients is None else optax.with_extra_args_support(gradients),
+        optimizer=optax.with_extra_args_support(optimizer),
+        sync=sync,
+        axis_name=axis_name,
+        accumulate=accumulate,
+        model_state=model_state,
+    )
+    return TrainStep(parts, mesh, mode, donate)

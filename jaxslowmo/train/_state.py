@@ -1,0 +1,80 @@
+"""Everything that a run is."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._typing import AxisName, PyTree
+from ..mesh import AnyMesh, init, map_replicas, replicate
+
+
+class TrainState(NamedTuple):
+    """The state of a run; every leaf has a leading axis of replicas.
+
+    Attributes:
+      step: (replicas,) int32, updates so far; equal on all replicas.
+      params: leaves (replicas, *s); differ between replicas unless they were just synchronised.
+      opt_state: states of gradient transform, optimizer and parameter transform, as in
+        `optax.chain(gradients, optimizer, sync)`.
+      model_state: what the loss function carries from step to step, such as BatchNorm statistics;
+        {} without any.
+      rng: (replicas,) PRNG keys, different on every replica.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        *,
+        mesh: AnyMesh,
+        axis_name: AxisName = "replica",
+        model_state: PyTree | None = None,
+        seed: int = 0,
+    ) -> "TrainState":
+        """Start all replicas from one copy of the parameters.
+
+        Args:
+          params: one copy, leaves of shape `s`.
+          tx: the whole chain, `step.tx` of a step made by `make_train_step`.
+          mesh: mesh with `axis_name`, or a `VirtualMesh`.
+          axis_name: the replica axis.
+          model_state: one copy of the model state; None is {}.
+          seed: of the replicas' PRNG keys.
+
+        Returns:
+          A `TrainState` on the devices of `mesh`; none of its arrays is an alias of `params`.
+
+        Raises:
+          ValueError: as `js.replicate` and `js.init`.
+
+        Communication: none between replicas.
+        """
+        stacked = replicate(params, mesh=mesh, axis_name=axis_name)
+        return cls(
+            step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
+            params=stacked,
+            opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
+            model_state=replicate(model_state or {}, mesh=mesh, axis_name=axis_name),
+            rng=_replica_keys(seed, mesh, axis_name),
+        )
+
+
+def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
+    """A key per replica: the seed's key with the replica's index folded in."""
+
+    def per_replica(bits: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(bits)
+        return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+    make = map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",))
+    bits = jax.random.key_data(jax.random.key(seed))
+    return jax.jit(make)(replicate(bits, mesh=mesh, axis_name=axis_name))

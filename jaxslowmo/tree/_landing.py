@@ -1,0 +1,40 @@
+"""Updates that land on given parameters.
+
+A parameter transform reads `y = params + updates`, decides which values the parameters shall
+have, and returns the update that lands there. Half-precision leaves get float32 updates:
+`params + update` is then rounded once, by `optax.apply_updates`, onto the wanted value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import PyTree
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """`x` in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def landing(params: PyTree, updates: PyTree) -> PyTree:
+    """`params + updates` leaf by leaf, in at least float32 and not rounded to the leaf's dtype."""
+    return jax.tree.map(lambda p, u: _wide(p) + _wide(u), params, updates)
+
+
+def widen_updates(updates: PyTree) -> PyTree:
+    """`updates` with half-precision leaves as float32; others unchanged."""
+    return jax.tree.map(_wide, updates)
+
+
+def updates_to(params: PyTree, target: PyTree) -> PyTree:
+    """The updates that land on `target`: `target - params` in at least float32.
+
+    `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32; leaves
+    in half precision land exactly where neither operand is over 2**16 times the other.
+    """
+    return jax.tree.map(lambda p, t: _wide(t) - _wide(p), params, target)
+
+
+def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
+    """`optax.apply_updates` with explicit promotion, so strict dtype promotion holds too."""
+    return jax.tree.map(lambda p, y: y.astype(p.dtype), params, landing(params, updates))

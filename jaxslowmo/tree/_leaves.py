@@ -1,0 +1,44 @@
+"""Names, sizes and kinds of the leaves of a tree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._typing import PyTree
+
+
+def leaf_names(tree: PyTree) -> list[str]:
+    """Readable names of the leaves in flattening order, such as `"dense/kernel"`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths
+    ]
+
+
+def check_floating(owner: str, tree: PyTree) -> None:
+    """Raise `ValueError` naming every leaf of `tree` that is not real floating point.
+
+    Args:
+      owner: the public name that needs floating leaves, for the message.
+      tree: arrays or anything with `dtype`.
+
+    Raises:
+      ValueError: a leaf is integer, boolean, complex or a PRNG key.
+    """
+    wrong = [
+        f"{name} ({jnp.result_type(leaf)})"
+        for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: "
+            "leave other leaves out with `optax.masked(transform, mask)`."
+        )
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all leaves together (arrays or `ShapeDtypeStruct`s)."""
+    return sum(
+        int(np.prod(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+    )
