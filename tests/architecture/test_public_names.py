@@ -43,7 +43,7 @@ def lacks(value: Any) -> list[str]:
     if signature.parameters:
         wanted.append("Args:")
     if signature.return_annotation not in (None, "None"):
-        wanted.append("Returns:")
+        wanted.append("Yields:" if inspect.isgeneratorfunction(value) else "Returns:")
     if re.search(r"^\s+raise \w*Error\(", inspect.getsource(value), re.MULTILINE):
         wanted.append("Raises:")
     if "axis_name" in signature.parameters:
