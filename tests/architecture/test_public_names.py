@@ -42,8 +42,8 @@ def lacks(value: Any) -> list[str]:
     wanted = []
     if signature.parameters:
         wanted.append("Args:")
-    if signature.return_annotation not in (None, "None"):
-        wanted.append("Yields:" if inspect.isgeneratorfunction(value) else "Returns:")
+    if signature.return_annotation not in (None, "None") and "Yields:" not in doc:
+        wanted.append("Returns:")
     if re.search(r"^\s+raise \w*Error\(", inspect.getsource(value), re.MULTILINE):
         wanted.append("Raises:")
     if "axis_name" in signature.parameters:
