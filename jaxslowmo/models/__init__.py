@@ -1,0 +1,9 @@
+"""Models of the command line and the examples; needs flax (`pip install "jaxslowmo[train]"`)."""
+
+from ._gpt import GPT as GPT
+from ._gpt import GPTConfig as GPTConfig
+from ._gpt import gpt_loss_fn as gpt_loss_fn
+from ._gpt import init_gpt as init_gpt
+from ._gpt import num_parameters as num_parameters
+from ._presets import GPT_PRESETS as GPT_PRESETS
+from ._presets import gpt_preset as gpt_preset

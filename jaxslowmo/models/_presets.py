@@ -1,0 +1,27 @@
+"""Named model sizes."""
+
+import dataclasses
+
+from ._gpt import GPTConfig
+
+# Parameters counted by `num_parameters`; a test holds the numbers.
+GPT_PRESETS: dict[str, GPTConfig] = {
+    # 0.45M: minutes on a laptop's CPU, four replicas included.
+    "demo": GPTConfig(num_layers=2, num_heads=4, embed_dim=128, context_length=64),
+    "1m": GPTConfig(num_layers=5, num_heads=4, embed_dim=128, context_length=128),
+    "10m": GPTConfig(num_layers=6, num_heads=6, embed_dim=384, context_length=256),
+    # Width, heads and context of GPT-2 small. A third of its 124M parameters embed 50,257 word
+    # pieces; bytes need none of them, so 17 blocks instead of 12 bring the count back (121.5M).
+    "124m": GPTConfig(num_layers=17, num_heads=12, embed_dim=768, context_length=1024),
+}
+
+
+def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
+    """The preset called `name`, computing in `dtype`.
+
+    Raises:
+        ValueError: for an unknown name or dtype.
+    """
+    if name not in GPT_PRESETS:
+        raise ValueError(f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}.")
+    return dataclasses.replace(GPT_PRESETS[name], dtype=dtype)
