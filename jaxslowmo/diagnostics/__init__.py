@@ -1,0 +1,6 @@
+"""What a training step does, seen from outside: its communication."""
+
+from ._comm_report import comm_report as comm_report
+from ._comm_report import comm_report_of as comm_report_of
+from ._report import CommReport as CommReport
+from ._report import CommRow as CommRow

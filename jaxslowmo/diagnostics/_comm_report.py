@@ -1,0 +1,155 @@
+"""`comm_report`: what a step communicates, found without running it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ._find_mesh import MeshAxes, mesh_axes, meshes_of_arguments, meshes_of_jaxpr
+from ._groups import UNKNOWN_AXIS
+from ._hlo import read_hlo
+from ._kinds import kinds_of, rows_of_kind
+from ._program import Program
+from ._report import LEVELS, CommReport, CommRow
+from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
+
+
+def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
+    """Lists the collectives of a step by mesh axis, collective and kind of step.
+
+    Two levels are reported: *emitted*, what the traced program asks for (StableHLO), and
+    *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
+    those of automatic mesh axes exist only in compiled programs. `fn` is lowered and compiled,
+    never executed; nothing is donated. A program for an abstract mesh is not compiled.
+
+    Kinds of step. The rows of a kind list everything that a step of this kind executes, so kinds
+    overlap.
+
+    - A step object with one program for each phase: kinds are the keys.
+    - In a traced program, collectives under `jax.named_scope("phase:NAME")` inside a conditional
+      are executed by steps of kind NAME only (the innermost phase counts). Kind "local" executes
+      those outside of conditionals, kind NAME those and its own. "local" exists even if silent.
+    - Phases that can meet in one step give a kind "NAME+NAME" too, which executes both.
+      "phase:*" belongs to every kind but "local".
+    - Collectives in a conditional without a phase: kind "conditional", beside "local".
+    - A program without phases and without collectives in conditionals has the one kind "every";
+      with phases, but only outside conditionals (a program made for these phases), the one kind
+      NAME, or "NAME+NAME".
+    - Branches of one conditional exclude each other: where several of them belong to a kind, the
+      largest count and bytes per axis and collective are reported, not the sum.
+
+    Collectives among single devices (axes of size 1, permutes onto oneself) move nothing and are
+    left out. Loops multiply by their trip count where the program tells it.
+
+    Args:
+      fn: a function (it is jitted), a jitted function, or a step object with a method
+        `lowered_by_phase(*args, **kwargs)` that returns a dict of `jax.stages.Lowered` by kind (key
+        None, or the program alone: one program for all kinds); or `traced_by_phase`, the same with
+        `jax.stages.Traced`.
+      *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      A `CommReport`.
+
+    Raises:
+      TypeError: `fn` is none of these.
+
+    Example:
+      >>> import jax
+      >>> report = comm_report(lambda x: 2 * x, jax.ShapeDtypeStruct((4,), "float32"))
+      >>> report.kinds, report.count()
+      (('every',), 0)
+    """
+    meshes = meshes_of_arguments((args, kwargs))
+    for method in ("lowered_by_phase", "traced_by_phase"):
+        if hasattr(fn, method):
+            return _report(getattr(fn, method)(*args, **kwargs), meshes, compile=True)
+    if not callable(fn):
+        raise TypeError(
+            "`fn` must be a function, a jitted function or a step object with "
+            f"`lowered_by_phase`, got {type(fn).__name__}."
+        )
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    program = jitted.trace if hasattr(jitted, "trace") else jitted.lower
+    return _report(program(*args, **kwargs), meshes, compile=True)
+
+
+def comm_report_of(
+    lowered: jax.stages.Lowered | Mapping[str, jax.stages.Lowered],
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    compile: bool = True,
+) -> CommReport:
+    """Reports on programs lowered elsewhere, for example for a TPU topology ahead of time.
+
+    Args:
+      lowered: a lowered program, or several by kind of step.
+      mesh: the mesh that names the axes; None takes those declared in the program. It is needed to
+        attribute transfers between TPU slices.
+      compile: whether to compile too; without, only emitted collectives are reported.
+
+    Returns:
+      A `CommReport`; kinds as for `comm_report`.
+
+    Example:
+      `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
+    """
+    return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
+
+
+def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) -> CommReport:
+    """Of one program, or several by kind, each a `Lowered` or a `Traced`."""
+    given = programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
+    whole = list(given) != [None]  # each program belongs to one kind
+    by_kind: dict[str, Any] = {}
+    traced: list[MeshAxes] = []
+    for kind, program in given.items():
+        if hasattr(program, "jaxpr"):
+            traced += meshes_of_jaxpr(program.jaxpr)
+        by_kind[str(kind)] = program.lower() if hasattr(program, "lower") else program
+    modules = {kind: low.compiler_ir("stablehlo") for kind, low in by_kind.items()}
+    declared = [mesh for module in modules.values() for mesh in meshes_of_module(module)]
+    # What the module declares would do; without Shardy it declares nothing.
+    all_meshes = traced + arguments + declared
+    meshes = _distinct(all_meshes)
+    compile = compile and all(has_devices(module) for module in modules.values())
+
+    programs: list[tuple[str, str, Program]] = []
+    for kind, module in modules.items():
+        programs.append((kind, "emitted", read_stablehlo(module)))
+    if compile:
+        num_devices = max((mesh.size for mesh in meshes), default=0)
+        slice_major = all(mesh.slice_major for mesh in all_meshes)
+        for kind, low in by_kind.items():
+            text = low.compile().as_text() or ""
+            programs.append((kind, "compiled", read_hlo(text, num_devices, slice_major)))
+
+    kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs])
+    rows: list[CommRow] = []
+    for name, level, program in programs:
+        for kind in (name,) if whole else kinds:
+            rows += rows_of_kind(kind, program, level, meshes, whole=whole)
+    rows.sort(key=lambda row: (kinds.index(row.kind), LEVELS.index(row.level)))
+    return CommReport(
+        rows=tuple(rows),
+        kinds=kinds,
+        axes=_axes(meshes, rows),
+        levels=LEVELS if compile else LEVELS[:1],
+    )
+
+
+def _distinct(meshes: list[MeshAxes]) -> tuple[MeshAxes, ...]:
+    """Without meshes that an earlier one equals but for what is known of its slices."""
+    found: dict[tuple[Any, ...], MeshAxes] = {}
+    for mesh in meshes:
+        found.setdefault((mesh.names, mesh.sizes, mesh.ids), mesh)
+    return tuple(found.values())
+
+
+def _axes(meshes: tuple[MeshAxes, ...], rows: list[CommRow]) -> tuple[str, ...]:
+    single = [name for mesh in meshes for name in mesh.names]
+    found = [row.axis for row in rows]
+    combined = [axis for axis in found if axis not in single and axis != UNKNOWN_AXIS]
+    unknown = [UNKNOWN_AXIS] if UNKNOWN_AXIS in found else []
+    return tuple(dict.fromkeys(single + combined + unknown))

@@ -1,0 +1,206 @@
+"""The result of `comm_report`: rows, and questions to ask of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ._program import COLLECTIVES
+from ._table import table
+
+LEVELS = ("emitted", "compiled")
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """Collectives of one sort that one kind of step executes.
+
+    Attributes:
+      kind: kind of step; kinds overlap, see `comm_report`.
+      axis: mesh axis, or axes in mesh order joined by ","; "?" if the device groups are those of no
+        set of axes.
+      collective: "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all",
+        "ragged-all-to-all", "collective-broadcast"; between TPU slices "send" and "recv".
+      level: "emitted" (StableHLO, what the program asks for) or "compiled" (optimised HLO, what
+        runs).
+      count: number of executions in one step; a combined one (several arrays) counts once.
+      bytes: payload of one participating device, the whole logical buffer: the operands of an
+        all-reduce, permute, all-to-all, broadcast, send; the full operand of a reduce-scatter; the
+        full result of an all-gather, of a recv. Times `count`, as `wire_bytes`.
+      wire_bytes: what one device sends when the collective runs as a ring over n = `group_size`
+        devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for reduce-scatter, all-gather and
+        all-to-all, all of them for a permute or broadcast; 0 for a recv.
+      group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
+      dtypes: element types on the wire, by their jax names.
+      conditional: stands in a branch of a conditional.
+      in_loop: stands in a loop.
+      trip_count: how often the loops around it run it (already in `count`); 1 outside loops; None
+        if the program does not tell, then it is counted once.
+    """
+
+    kind: str
+    axis: str
+    collective: str
+    level: str
+    count: int
+    bytes: int
+    wire_bytes: int
+    group_size: int
+    dtypes: tuple[str, ...]
+    conditional: bool = False
+    in_loop: bool = False
+    trip_count: int | None = 1
+
+
+@dataclass(frozen=True)
+class CommReport:
+    """What a step communicates. `str(report)` is a table.
+
+    Attributes:
+      rows: the rows; only collectives that move something have one.
+      kinds: kinds of step, also those that communicate nothing.
+      axes: mesh axes of the program, then combinations of them that occur, then "?" if it occurs.
+      levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
+        because the program was traced for an abstract mesh.
+    """
+
+    rows: tuple[CommRow, ...]
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    levels: tuple[str, ...] = LEVELS
+
+    def select(
+        self,
+        *,
+        axis: str | Sequence[str] | None = None,
+        collective: str | None = None,
+        kind: str | None = None,
+        level: str | None = None,
+    ) -> tuple[CommRow, ...]:
+        """Rows that match every given condition.
+
+        Args:
+          axis: an axis, or several (a sequence, or a string joined by ","). Rows that run over
+            other axes *as well* match too, so a count of 0 for "replica" covers them. "?" is always
+            allowed and matches what could not be attributed to axes.
+          collective: name of a collective.
+          kind: one of `kinds`, the events of a combined one in any order; None takes all, which
+            overlap.
+          level: "emitted" or "compiled"; None takes both.
+
+        Returns:
+          The rows, in the order of `rows`.
+
+        Raises:
+          ValueError: a name that the report does not know, with those that it does.
+        """
+        if kind is not None:
+            events = sorted(kind.split("+"))
+            kind = next((k for k in self.kinds if sorted(k.split("+")) == events), kind)
+        _check("kind", kind, self.kinds)
+        _check("collective", collective, COLLECTIVES)
+        if level in LEVELS and level not in self.levels:
+            raise ValueError(
+                f"`level` is {level!r}, but this report was made without compiling, on request or "
+                "because the mesh of the program has no devices."
+            )
+        _check("level", level, self.levels)
+        wanted = _axis_set(axis, self.axes)
+        return tuple(
+            row
+            for row in self.rows
+            if wanted <= set(row.axis.split(","))
+            and collective in (None, row.collective)
+            and kind in (None, row.kind)
+            and level in (None, row.level)
+        )
+
+    def count(
+        self,
+        *,
+        axis: str | Sequence[str] | None = None,
+        collective: str | None = None,
+        kind: str | None = None,
+        level: str = "emitted",
+    ) -> int:
+        """Number of collectives that a step executes.
+
+        Args:
+          axis: see `select`.
+          collective: see `select`.
+          kind: kind of step; may be left out only if the report has a single one.
+          level: "emitted" or "compiled".
+
+        Returns:
+          The sum of `count` over the matching rows.
+
+        Raises:
+          ValueError: an unknown name, or no kind although there are several (kinds overlap, so a
+            sum over them would count twice).
+
+        Example:
+          `assert report.count(kind="local", axis="replica") == 0`
+        """
+        return sum(row.count for row in self._of_one_kind(axis, collective, kind, level))
+
+    def bytes(
+        self,
+        *,
+        axis: str | Sequence[str] | None = None,
+        collective: str | None = None,
+        kind: str | None = None,
+        level: str = "emitted",
+    ) -> int:
+        """Payload bytes of one device in a step (`CommRow.bytes`); arguments as for `count`."""
+        return sum(row.bytes for row in self._of_one_kind(axis, collective, kind, level))
+
+    def wire_bytes(
+        self,
+        *,
+        axis: str | Sequence[str] | None = None,
+        collective: str | None = None,
+        kind: str | None = None,
+        level: str = "emitted",
+    ) -> int:
+        """Bytes one device sends in a step (`CommRow.wire_bytes`); arguments as for `count`."""
+        return sum(row.wire_bytes for row in self._of_one_kind(axis, collective, kind, level))
+
+    def to_json(self) -> str:
+        """The report as a JSON object with the keys kinds, axes, levels and rows."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def _of_one_kind(
+        self,
+        axis: str | Sequence[str] | None,
+        collective: str | None,
+        kind: str | None,
+        level: str,
+    ) -> tuple[CommRow, ...]:
+        if kind is None and len(self.kinds) > 1:
+            raise ValueError(
+                "`kind` is needed: kinds of step overlap, so their sum would count twice. "
+                f"This report has {_listed(self.kinds)}."
+            )
+        return self.select(axis=axis, collective=collective, kind=kind, level=level)
+
+
+def _axis_set(axis: str | Sequence[str] | None, known: Sequence[str]) -> set[str]:
+    if axis is None:
+        return set()
+    names = axis.split(",") if isinstance(axis, str) else list(axis)
+    single = {name for entry in known for name in entry.split(",")} | {"?"}
+    for name in names:
+        if name not in single:
+            raise ValueError(f"`axis` must be one of {_listed(known)}, got {name!r}.")
+    return set(names)
+
+
+def _check(argument: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise ValueError(f"`{argument}` must be one of {_listed(known)}, got {value!r}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "(none)"
