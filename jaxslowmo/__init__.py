@@ -21,6 +21,10 @@ from .algorithms import phase_name as phase_name
 from .algorithms import read_anchor as read_anchor
 from .algorithms import slow_momentum as slow_momentum
 from .algorithms import slowmo as slowmo
+from .diagnostics import CommReport as CommReport
+from .diagnostics import CommRow as CommRow
+from .diagnostics import comm_report as comm_report
+from .diagnostics import comm_report_of as comm_report_of
 from .mesh import VirtualMesh as VirtualMesh
 from .mesh import consensus as consensus
 from .mesh import init as init

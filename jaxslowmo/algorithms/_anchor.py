@@ -84,7 +84,7 @@ def sharded_anchor(
     def layouts(plan: BufferPlan) -> list[ShardLayout]:
         shards = axis_size(axis_name)
         parts = 1 if local_axis_name is None else axis_size(local_axis_name)
-        return [shard_layout(b.num_elements, shards, rows_multiple=parts) for b in plan.buffers]
+        return [shard_layout(b.num_elements, shards, num_parts=parts) for b in plan.buffers]
 
     def store(params: PyTree) -> tuple[jax.Array, ...]:
         plan = plan_of(params)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import AxisName
-from ..mesh import axis_names, axis_size
+from ..mesh import axis_size
 from ._local import gather_slices, own_slice
 
 
@@ -62,4 +62,4 @@ def all_mean_in_slices(
     size = flat.size
     padded = jnp.pad(flat, (0, -size % parts))
     mean = all_mean(own_slice(padded, local_axis_name), axis_name)
-    return gather_slices(mean, axis_names(local_axis_name), like=flat)[:size]
+    return gather_slices(mean, local_axis_name, like=flat)[:size]

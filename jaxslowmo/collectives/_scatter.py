@@ -1,19 +1,24 @@
-"""Mean into shards and back: the two halves of an all-reduce, with room for an update between."""
+"""Mean into shards and back: the two halves of an all-reduce, with room for an update between.
+
+Several replica axes are taken one after the other: the first scatters the whole buffer, the next
+its part. The bytes are those of one reduce-scatter, and a TPU compiler that would make an
+all-reduce of one over all chips of a torus keeps the stages.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._typing import AxisName
-from ..mesh import axis_size
-from ._local import gather_slices, local_axes_of, own_slice
+from ..mesh import axis_names, axis_size
+from ._local import gather_slices, own_slice
 from ._shard_layout import ShardLayout
 
 
-def _padded(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
-    """`flat` with zeros at its end, as `(num_shards * rows, lanes)`."""
-    flat = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
-    return flat.reshape(num_shards * layout.rows, layout.lanes)
+def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
+    """`flat` with zeros at its end, as `(num_shards, rows, lanes)`."""
+    padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
+    return padded.reshape(num_shards, layout.rows, layout.lanes)
 
 
 def own_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:
@@ -21,8 +26,32 @@ def own_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.
 
     Communication: none.
     """
-    whole = _padded(flat, layout, axis_size(axis_name))
-    return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis_name) * layout.rows, layout.rows)
+    shards = _in_shards(flat, layout, axis_size(axis_name))
+    return lax.dynamic_index_in_dim(shards, lax.axis_index(axis_name), keepdims=False)
+
+
+def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sum over `axis_name` of `(num_shards, ...)`, of which this replica keeps its shard."""
+    for name in axis_names(axis_name):
+        size = axis_size(name)
+        stage = shards.reshape(size, -1, *shards.shape[1:])
+        if size == 1:
+            shards = stage[0]
+            continue
+        # Lanes stay whole and rows together: how the TPU compiler keeps a true reduce-scatter.
+        rows = stage.reshape(size, -1, shards.shape[-1])
+        part = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=False)
+        shards = part.reshape(stage.shape[1:])
+    return shards[0]
+
+
+def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:
+    """All shards `(num_shards, *shard)` in the order in which `_scatter_sum` deals them."""
+    whole = shard
+    for name in reversed(axis_names(axis_name)):
+        if axis_size(name) > 1:
+            whole = lax.all_gather(whole, name, axis=0, tiled=True)
+    return whole.reshape(axis_size(axis_name), *shard.shape)
 
 
 def mean_to_shards(
@@ -36,28 +65,26 @@ def mean_to_shards(
     Args:
       flat: `(n,)`, at least float32.
       layout: shape of a shard; replicas * rows * lanes >= n.
-      axis_name: axis between replicas.
+      axis_name: axis between replicas, or several.
       local_axis_name: axis inside a replica; its devices hold `flat` alike and each sends only its
         part of the rows.
 
     Returns:
       `(rows, lanes)`, equal on the devices of one replica.
 
-    Communication: one reduce-scatter of the padded buffer over `axis_name`; with L local devices
-    each takes 1/L of it, and one all-gather of a shard over `local_axis_name` follows.
+    Communication: one reduce-scatter of the padded buffer over `axis_name` (of the rest over each
+    further axis); with L local devices each takes 1/L of it, and one all-gather of a shard over
+    `local_axis_name` follows. None where the axis has size 1.
     """
     count = axis_size(axis_name)
-    whole = _padded(flat, layout, count)
+    shards = _in_shards(flat, layout, count)
     if count == 1:
-        return whole
-    local_axes = local_axes_of(local_axis_name)
-    if not local_axes or axis_size(local_axes) == 1:
-        return lax.psum_scatter(whole, axis_name, scatter_dimension=0, tiled=True) / count
-    # Rows of every shard are shared out between the local devices: (shards, L, rows / L, lanes).
-    blocks = whole.reshape(count, layout.rows, layout.lanes).swapaxes(0, 1)
-    mine = own_slice(blocks, local_axes).swapaxes(0, 1).reshape(-1, layout.lanes)
-    part = lax.psum_scatter(mine, axis_name, scatter_dimension=0, tiled=True) / count
-    return gather_slices(part, local_axes, like=flat)
+        return shards[0]
+    if local_axis_name is None or axis_size(local_axis_name) == 1:
+        return _scatter_sum(shards, axis_name) / count
+    mine = own_slice(shards, local_axis_name, dimension=1)
+    part = _scatter_sum(mine, axis_name) / count
+    return gather_slices(part, local_axis_name, like=flat)
 
 
 def all_gather_shards(
@@ -71,23 +98,21 @@ def all_gather_shards(
     Args:
       shard: `(rows, lanes)`.
       size: elements of the buffer without padding.
-      axis_name: axis between replicas.
+      axis_name: axis between replicas, or several.
       local_axis_name: axis inside a replica; its devices hold `shard` alike and each sends only its
         part of the rows.
 
     Returns:
       `(size,)`, equal on all replicas.
 
-    Communication: one all-gather of the padded buffer over `axis_name`; with L local devices each
-    takes 1/L of it, and one all-gather of the whole over `local_axis_name` follows.
+    Communication: one all-gather of the padded buffer over `axis_name` (of a part of it over each
+    further axis); with L local devices each takes 1/L of it, and one all-gather of the whole over
+    `local_axis_name` follows. None where the axis has size 1.
     """
-    count = axis_size(axis_name)
-    local_axes = local_axes_of(local_axis_name)
-    if count == 1:
+    if axis_size(axis_name) == 1:
         return shard.reshape(-1)[:size]
-    if not local_axes or axis_size(local_axes) == 1:
-        return lax.all_gather(shard, axis_name, axis=0, tiled=True).reshape(-1)[:size]
-    parts = lax.all_gather(own_slice(shard, local_axes), axis_name, axis=0)
-    # (replicas, rows / L, lanes) per device -> rows first, so that local parts join in order.
-    joined = gather_slices(parts.swapaxes(0, 1), local_axes, like=shard)
-    return joined.swapaxes(0, 1).reshape(-1)[:size]
+    if local_axis_name is None or axis_size(local_axis_name) == 1:
+        return _gather(shard, axis_name).reshape(-1)[:size]
+    parts = _gather(own_slice(shard, local_axis_name), axis_name)
+    joined = gather_slices(parts, local_axis_name, like=shard, dimension=1)
+    return joined.reshape(-1)[:size]

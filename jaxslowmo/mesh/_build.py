@@ -38,7 +38,9 @@ def _check_axes(axes: Mapping[str, int]) -> None:
         raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
     for name, size in axes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}.")
+            raise ValueError(
+                f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}."
+            )
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -182,7 +182,10 @@ def _on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         return tree
     sharding = NamedSharding(mesh, P(axis_names(axis_name)))
     return jax.tree.map(
-        lambda x: x if isinstance(getattr(x, "sharding", None), NamedSharding)
-        else jax.device_put(x, sharding),
+        lambda x: (
+            x
+            if isinstance(getattr(x, "sharding", None), NamedSharding)
+            else jax.device_put(x, sharding)
+        ),
         tree,
     )

@@ -46,6 +46,4 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
     if axis_size(axis_name) == 1:
         return tree
     first = lax.axis_index(axis_name) == 0
-    return jax.tree.map(
-        lambda x: lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axis_name), tree
-    )
+    return jax.tree.map(lambda x: lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axis_name), tree)

@@ -88,9 +88,7 @@ class StepParts:
         _check_reduced(updates, inner_axes)
         model_state = self._synchronised(model_state, sync_state, phase)
         if self.sync is not None:
-            updates, sync_state = self.sync.update(
-                updates, sync_state, state.params, phase=phase
-            )
+            updates, sync_state = self.sync.update(updates, sync_state, state.params, phase=phase)
         new = TrainState(
             step=optax.safe_increment(state.step),
             params=apply_exactly(state.params, updates),

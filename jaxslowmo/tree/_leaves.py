@@ -10,9 +10,7 @@ from .._typing import PyTree
 def leaf_names(tree: PyTree) -> list[str]:
     """Readable names of the leaves in flattening order, such as `"dense/kernel"`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths
-    ]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 
 def check_floating(owner: str, tree: PyTree) -> None:

@@ -1,0 +1,130 @@
+"""Every adopted recorded run of local SGD and slow momentum, in every execution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from executions import EXECUTIONS, run
+from golden_fairscale import NAMES, GoldenRun
+
+import jaxslowmo as js
+
+FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
+FLOAT16 = {"rtol": 0, "atol": 2.5e-2}
+
+
+def test_all_families_are_here():
+    assert len(NAMES) == 32
+    for family, count in {
+        "localsgd_w": 5,
+        "localsgd_slowmo_": 17,
+        "hier_localsgd_": 4,
+        "singlenode_": 3,
+        "buffers_": 2,
+        "fp16_": 1,
+    }.items():
+        assert sum(name.startswith(family) for name in NAMES) == count, family
+
+
+def check(golden: GoldenRun, history: list[dict[str, np.ndarray]]) -> None:
+    half = golden.config.get("dtype") == "float16"
+    for key, recorded in golden.tree("params").items():
+        ours = np.stack([step[key] for step in history])
+        np.testing.assert_allclose(
+            ours, golden.of_replicas(recorded), **(FLOAT16 if half else FLOAT32), err_msg=key
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
+def test_trajectory_traced(name, execution):
+    golden = GoldenRun.load(name)
+    tx = golden.chain(golden.sync())
+    history, _ = run(
+        tx, golden.initial(), golden.tree("grads"), axes=golden.axes, execution=execution
+    )
+    check(golden, history)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "_w2_" in n or "hier" in n])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_trajectory_host_scheduled(name, execution):
+    golden = GoldenRun.load(name)
+    sync = golden.sync()
+    history, _ = run(
+        golden.chain(sync),
+        golden.initial(),
+        golden.tree("grads"),
+        axes=golden.axes,
+        execution=execution,
+        sync=sync,
+    )
+    check(golden, history)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "slowmo" in n and "_me" in n])
+def test_sharding_never_changes_numbers(name):
+    golden = GoldenRun.load(name)
+    history, _ = run(
+        golden.chain(golden.sync(shard_state=False)),
+        golden.initial(),
+        golden.tree("grads"),
+        axes=golden.axes,
+        execution="vmap",
+    )
+    check(golden, history)
+
+
+def test_devices_of_a_node_agree_in_the_recording_after_the_first_average():
+    """What `of_replicas` leaves out: the other ranks follow their node's first rank."""
+    golden = GoldenRun.load("hier_localsgd_w4_n2_f3_initperrank")
+    for recorded in golden.tree("params").values():
+        assert np.array_equal(recorded[2:, 0::2], recorded[2:, 1::2])
+
+
+def test_float16_master_stays_within_half_precision_of_the_recorded_master():
+    golden = GoldenRun.load("fp16_localsgd_w4_f3")
+    history, _ = run(
+        golden.chain(golden.sync()), golden.initial(), golden.tree("grads"), axes=golden.axes
+    )
+    flat = np.stack(
+        [np.concatenate([s[k].reshape(4, -1) for k in sorted(s)], axis=1) for s in history]
+    )
+    np.testing.assert_allclose(flat, golden.arrays["fp32_flat"], **FLOAT16)
+
+
+@pytest.mark.parametrize("name", ["buffers_localsgd_w4_f3", "buffers_off_localsgd_w4_f3"])
+@pytest.mark.parametrize("virtual", [False, True])
+def test_model_state_is_seen_as_recorded(name, virtual):
+    """FairScale's buffers: broadcast from rank 0 before every forward pass, or left alone."""
+    golden = GoldenRun.load(name)
+    broadcast = golden.config["constructor_args"]["broadcast_buffers"]
+    mesh = js.virtual_mesh(golden.axes) if virtual else js.make_mesh(golden.axes)
+
+    def loss(params, batch, *, rng, model_state):
+        del rng
+        grads, (rank, t) = jax.tree.map(lambda x: x[0], batch)
+        # The recording adds (rank + 1)(t + 1) before the forward pass, which broadcasts first.
+        seen = {f"seen{i}": model_state["buffer"][i] for i in range(3)}
+        value = sum(jnp.sum(params[k] * grads[k]) for k in grads)
+        return value, (seen, {"buffer": model_state["buffer"] + (rank + 1) * (t + 2)})
+
+    step = js.make_train_step(
+        loss,
+        golden.optimizer(),
+        sync=golden.sync(),
+        mesh=mesh,
+        model_state="broadcast" if broadcast else "local",
+    )
+    buffers = np.asarray(golden.config["buffers"], np.float32)
+    state = step.init({k: v[0] for k, v in golden.initial().items()})
+    first = buffers + (np.arange(4, dtype=np.float32)[:, None] + 1)  # t = 0 on every rank
+    state = state._replace(model_state={"buffer": jnp.asarray(first)})
+    for t in range(golden.config["steps"]):
+        grads = {k: v[t] for k, v in golden.tree("grads").items()}
+        ranks = np.arange(4, dtype=np.float32), np.full(4, t, np.float32)
+        state, metrics = step(state, (grads, ranks))
+        seen = np.stack([np.asarray(metrics[f"seen{i}"]) for i in range(3)], axis=1)
+        np.testing.assert_allclose(seen, golden.arrays["buffer_seen"][t], atol=1e-5)
+    for key, recorded in golden.tree("params").items():
+        np.testing.assert_allclose(state.params[key], recorded[-1], **FLOAT32)

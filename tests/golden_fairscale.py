@@ -1,0 +1,103 @@
+"""Recorded runs of FairScale's SlowMoDistributedDataParallel, and the same run in jaxslowmo."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+FOLDER = Path(__file__).parent / "golden" / "fairscale"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+
+
+@dataclass
+class GoldenRun:
+    """One file: configuration, initial parameters, gradients, recorded parameters."""
+
+    config: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def load(cls, name: str) -> "GoldenRun":
+        with np.load(FOLDER / f"{name}.npz") as file:
+            arrays = {key: file[key] for key in file.files}
+        return cls(json.loads(str(arrays.pop("config"))), arrays)
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.config["constructor_args"]["nprocs_per_node"]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        inner = self.devices_per_replica
+        replicas = self.config["world"] // inner
+        return {"replica": replicas} if inner == 1 else {"replica": replicas, "device": inner}
+
+    def tree(self, prefix: str) -> dict[str, np.ndarray]:
+        return {f"p{i}": self.arrays[f"{prefix}_{i}"] for i in range(len(self.config["shapes"]))}
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """Stacked over replicas: each replica's first rank."""
+        ranks = range(0, self.config["world"], self.devices_per_replica)
+        init = self.tree("init")
+        if self.config.get("init_per_rank"):
+            return {k: v[list(ranks)] for k, v in init.items()}
+        return {k: np.broadcast_to(v, (len(ranks), *v.shape)).copy() for k, v in init.items()}
+
+    def of_replicas(self, recorded: np.ndarray) -> np.ndarray:
+        """`[steps, world, ...]` at the first rank of every node."""
+        return recorded[:, :: self.devices_per_replica]
+
+    def optimizer(self) -> optax.GradientTransformation:
+        rates = np.asarray(self.config["lr_per_step"], np.float32)
+        spec = self.config["optimizer"]
+
+        def one(scale: float) -> optax.GradientTransformation:
+            schedule = lambda t: jnp.asarray(rates * np.float32(scale))[t]  # noqa: E731
+            if spec["name"] == "adam":
+                return optax.adam(schedule)
+            return optax.sgd(schedule, momentum=spec.get("momentum"))
+
+        groups, scales = self.config["parameter_groups"], self.config["parameter_group_lr_scale"]
+        if len(groups) == 1:
+            return one(scales[0])
+        labels = {f"p{i}": g for g, members in enumerate(groups) for i in members}
+        return optax.partition(dict(enumerate(map(one, scales))), labels)
+
+    def sync(self, **overrides: Any) -> js.ParameterTransform:
+        """The parameter transform that FairScale's arguments describe."""
+        args = self.config["constructor_args"]
+        local = "device" if self.devices_per_replica > 1 else None
+        base = js.local_sgd(
+            "replica", sync_every=args["localsgd_frequency"], local_axis_name=local
+        )
+        if not self.config["effective"]["slowmo"]:
+            return base
+        rates = np.asarray(self.config["lr_per_step"], np.float32)
+        exact = args["slowmo_memory_efficient"]
+        options: dict[str, Any] = {
+            "shard_state": exact,
+            "exact_average": exact,
+            "momentum": args["slowmo_momentum"],
+            "slow_learning_rate": args["slowmo_lr"],
+            "learning_rate": lambda t: jnp.asarray(rates)[t],
+            "local_axis_name": local,
+        }
+        with warnings.catch_warnings():  # some runs have a slow period that is no multiple
+            warnings.filterwarnings("ignore", message=".*not a multiple")
+            return js.slowmo(
+                "replica",
+                base=base,
+                sync_every=args["slowmo_frequency"],
+                **{**options, **overrides},
+            )
+
+    def chain(self, sync: js.ParameterTransform) -> optax.GradientTransformationExtraArgs:
+        inner = [js.all_reduce_gradients("device")] if self.devices_per_replica > 1 else []
+        return optax.chain(*inner, self.optimizer(), sync)
