@@ -258,9 +258,10 @@ class TrainStep:
         sharding = NamedSharding(self.mesh, P(axes))
 
         def place(x: Any) -> Any:
-            abstract = isinstance(x, jax.ShapeDtypeStruct)
-            if abstract or getattr(x, "sharding", None) == sharding:
+            if getattr(x, "sharding", None) == sharding:
                 return x
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             return jax.device_put(x, sharding)
 
         return jax.tree.map(place, batch)
