@@ -1,0 +1,251 @@
+"""Configurations: one frozen dataclass per command, whose fields are also its options."""
+
+import dataclasses
+from typing import Any, get_type_hints
+
+ALGORITHMS = ("all_reduce", "local_sgd", "slowmo", "diloco")
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "constant")
+EXECUTIONS = ("auto", "devices", "virtual")
+MODES = ("traced", "host")
+
+
+def _field(
+    default: Any,
+    help: str,
+    *,
+    panel: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field with what an option needs to know; `below` is an exclusive upper bound."""
+    metadata = {"help": help, "panel": panel, "choices": choices, "least": least, "below": below}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, rule = getattr(self, field.name), field.metadata
+            if not rule or value is None:
+                continue
+            name = f"--{field.name.replace('_', '-')}"
+            if rule["choices"] and value not in rule["choices"]:
+                raise ValueError(f"{name} must be one of {', '.join(rule['choices'])}, got {value}")
+            # Written so that NaN fails, too.
+            if rule["least"] is not None and not value >= rule["least"]:
+                raise ValueError(f"{name} must be >= {rule['least']}, got {value}")
+            if rule["below"] is not None and not value < rule["below"]:
+                raise ValueError(f"{name} must be < {rule['below']}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig(_Checked):
+    """What the replicas exchange, and when. Fields that `algorithm` does not use are ignored."""
+
+    algorithm: str = _field(
+        "slowmo",
+        "What replicas exchange: gradients every step (all_reduce), or parameters now and then.",
+        panel="Algorithm",
+        choices=ALGORITHMS,
+    )
+    sync_every: int = _field(
+        12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1
+    )
+    slow_every: int = _field(
+        48, "Steps between slow (outer) steps of slowmo and diloco.", panel="Algorithm", least=1
+    )
+    slow_momentum: float = _field(
+        0.5, "Momentum of slowmo's slow step.", panel="Algorithm", least=0, below=1
+    )
+    slow_learning_rate: float = _field(
+        1.0, "Step size of slowmo's slow step.", panel="Algorithm", least=0
+    )
+    nesterov: bool = _field(False, "Nesterov form of slowmo's slow step.", panel="Algorithm")
+    shard_state: bool = _field(
+        True, "Spread slow state over the replicas (slowmo, diloco).", panel="Algorithm"
+    )
+    exact_average: bool = _field(
+        True,
+        "Average in slowmo's slow step; without, it takes what local_sgd left (and implies "
+        "--no-shard-state).",
+        panel="Algorithm",
+    )
+    outer_learning_rate: float = _field(
+        0.7, "Learning rate of diloco's outer optimizer (SGD).", panel="Algorithm", least=0
+    )
+    outer_momentum: float = _field(
+        0.9, "Nesterov momentum of diloco's outer optimizer.", panel="Algorithm", least=0, below=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(_Checked):
+    """The optimizer inside each replica and the schedule that it shares with slowmo."""
+
+    optimizer: str = _field(
+        "adamw", "Optimizer inside each replica.", panel="Optimizer", choices=OPTIMIZERS
+    )
+    learning_rate: float = _field(1e-3, "Peak learning rate.", panel="Optimizer", least=0)
+    warmup: int = _field(30, "Steps of linear warm-up from 0.", panel="Optimizer", least=0)
+    schedule: str = _field(
+        "cosine",
+        "After the warm-up: down to a tenth of the peak at the last step (cosine), or the peak.",
+        panel="Optimizer",
+        choices=SCHEDULES,
+    )
+    weight_decay: float = _field(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
+    clip: float = _field(
+        1.0, "Largest norm of a gradient, as the optimizer gets it; 0: any.", panel="Optimizer",
+        least=0,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(_Checked):
+    """One training run."""
+
+    preset: str = _field("1m", "Size of the model, and defaults that suit it.", panel="Model")
+    dtype: str = _field(
+        "float32",
+        "Dtype of activations and products; parameters are float32.",
+        panel="Model",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    steps: int = _field(300, "Optimizer steps.", panel="Training", least=1)
+    batch: int = _field(8, "Windows per replica and step.", panel="Training", least=1)
+    accumulate: int = _field(1, "Microbatches per step.", panel="Training", least=1)
+    seed: int = _field(0, "Of the parameters and the batches.", panel="Training", least=0)
+    data: str | None = _field(
+        None,
+        "A text file or a folder of them (default: the standard library's source).",
+        panel="Training",
+    )
+    eval_every: int = _field(
+        50, "Steps between evaluations of the consensus model.", panel="Training", least=1
+    )
+    eval_batches: int = _field(
+        8, "Batches (about 8 kB each) of an evaluation.", panel="Training", least=1
+    )
+    log_every: int = _field(10, "Steps between lines of metrics.", panel="Training", least=1)
+    replicas: int = _field(4, "Data-parallel replicas.", panel="Devices", least=1)
+    devices_per_replica: int = _field(
+        1, "Devices that share a replica's batch (two levels).", panel="Devices", least=1
+    )
+    execution: str = _field(
+        "auto",
+        "A device per replica, virtual replicas on one device, or whichever the machine allows.",
+        panel="Devices",
+        choices=EXECUTIONS,
+    )
+    mode: str = _field(
+        "traced",
+        "One program for all steps, or one per kind of step chosen on the host.",
+        panel="Devices",
+        choices=MODES,
+    )
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.accumulate * self.devices_per_replica
+        if self.batch % parts:
+            raise ValueError(
+                "--batch must be a multiple of --accumulate times --devices-per-replica = "
+                f"{parts}, got {self.batch}"
+            )
+        if self.optimizer.warmup >= self.steps:
+            raise ValueError(
+                f"--warmup must be < --steps, got {self.optimizer.warmup} and {self.steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareConfig:
+    """Several algorithms, each trained with every seed; all else is equal."""
+
+    train: TrainConfig
+    algorithms: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, values in (("--algorithms", self.algorithms), ("--seeds", self.seeds)):
+            if not values or len(set(values)) < len(values):
+                given = ",".join(str(value) for value in values) or "nothing"
+                raise ValueError(f"{name} must list one or more different values, got {given}")
+        unknown = [name for name in self.algorithms if name not in ALGORITHMS]
+        if unknown:
+            raise ValueError(
+                f"--algorithms must be of {', '.join(ALGORITHMS)}, got {', '.join(unknown)}"
+            )
+        if min(self.seeds) < 0:
+            raise ValueError(f"--seeds must be >= 0, got {min(self.seeds)}")
+
+    def run(self, algorithm: str, seed: int) -> TrainConfig:
+        """The configuration of one of the runs."""
+        return dataclasses.replace(
+            self.train,
+            seed=seed,
+            algorithm=dataclasses.replace(self.train.algorithm, algorithm=algorithm),
+        )
+
+
+# What differs from the defaults above, by preset of the model.
+PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "steps": 240, "batch": 4, "learning_rate": 2e-3, "warmup": 20, "eval_every": 24,
+    },
+    "1m": {},
+    "10m": {
+        "steps": 2000, "batch": 16, "learning_rate": 1e-3, "warmup": 100, "eval_every": 200,
+        "eval_batches": 16,
+    },
+    "124m": {
+        "steps": 20000, "batch": 16, "learning_rate": 6e-4, "warmup": 500, "eval_every": 500,
+        "eval_batches": 32,
+    },
+}  # fmt: skip
+
+
+def flat_fields() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """Type and field of every option of a `TrainConfig`, those of its parts included."""
+    found = {}
+    for cls in (TrainConfig, AlgorithmConfig, OptimizerConfig):
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.metadata:
+                found[field.name] = (hints[field.name], field)
+    return found
+
+
+def train_config(given: dict[str, Any]) -> TrainConfig:
+    """The configuration with the values of `given`, then its preset's, then the defaults.
+
+    Args:
+        given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+
+    Raises:
+        ValueError: a value against its rule, or an unknown preset.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    preset = given.get("preset", TrainConfig.preset)
+    if preset not in PRESET_DEFAULTS:
+        raise ValueError(f"--preset must be one of {', '.join(PRESET_DEFAULTS)}, got {preset}")
+    values = {**PRESET_DEFAULTS[preset], **given}
+    if "warmup" not in given and "steps" in given and given["steps"] >= 1:
+        # A preset's warm-up suits its own number of steps.
+        default = values.get("warmup", OptimizerConfig.warmup)
+        values["warmup"] = min(default, given["steps"] // 10)
+
+    def of(cls: type) -> dict[str, Any]:
+        names = {field.name for field in dataclasses.fields(cls) if field.metadata}
+        return {name: value for name, value in values.items() if name in names}
+
+    return TrainConfig(
+        **of(TrainConfig),
+        algorithm=AlgorithmConfig(**of(AlgorithmConfig)),
+        optimizer=OptimizerConfig(**of(OptimizerConfig)),
+    )
