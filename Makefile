@@ -20,7 +20,7 @@ demo: $(VENV)/.stamp-train ## Train replicas that rarely talk beside replicas th
 	$(PY) -m jaxslowmo $(DEMO)
 
 test: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
-	$(PY) -m pytest -n $(TEST_WORKERS) $(TEST_ARGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types.
 	$(PY) -m ruff check .

@@ -1,0 +1,56 @@
+"""Compile for TPU slices on a CPU (libtpu compiles, nothing runs)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+
+
+def tpu_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
+    """A mesh over the chips of a TPU slice such as "v5e:2x4"."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def on(tree: Any, mesh: Mesh, spec: P) -> Any:
+    """Shapes of `tree`, placed on `mesh`."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree
+    )
+
+
+def report_of_sync(
+    sync: js.ParameterTransform, params: Any, mesh: Mesh, phase: tuple[str, ...] | None
+) -> js.CommReport:
+    """`comm_report` of one update of `sync` alone, compiled for `mesh`.
+
+    Args:
+      sync: the transform.
+      params: shapes of one copy of the parameters.
+      mesh: a TPU mesh whose axes are all replica axes, or inner ones that parameters don't vary over.
+      phase: static phase, or None to decide inside the program.
+    """
+    replicas = P(tuple(a for a in mesh.axis_names if a != "device"))
+
+    def lifted(fn):
+        def per_device(*args):
+            out = fn(*jax.tree.map(lambda x: x[0], args))
+            return jax.tree.map(lambda x: x[None], out)
+
+        return jax.shard_map(per_device, mesh=mesh, in_specs=replicas, out_specs=replicas)
+
+    count = np.prod([size for name, size in mesh.shape.items() if name != "device"])
+    stacked = on(
+        jax.tree.map(lambda s: jax.ShapeDtypeStruct((count, *s.shape), s.dtype), params),
+        mesh,
+        replicas,
+    )
+    state = on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
+    update = jax.jit(lifted(lambda u, s, p: sync.update(u, s, p, phase=phase)))
+    return js.comm_report(update, stacked, state, stacked)
