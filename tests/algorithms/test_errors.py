@@ -1,0 +1,434 @@
+"""Bad input is refused with a message that names argument, rule and value."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from executions import EXECUTIONS, lift
+
+PARAMS = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3, 2))}
+
+
+def over_local(axis_name="replica", **options):
+    return js.slowmo(axis_name, base=js.local_sgd(axis_name), **options)
+
+
+PARAMETER_TRANSFORMS = {
+    "local_sgd": js.local_sgd,
+    "slowmo": over_local,
+    "diloco": js.diloco,
+}
+ALL = {"all_reduce_gradients": js.all_reduce_gradients, **PARAMETER_TRANSFORMS}
+
+
+def trace(fn, *args, execution="vmap", axes=None):
+    """Trace `fn` of one replica; nothing is compiled or run."""
+    return jax.eval_shape(lift(fn, axes or {"replica": 4}, execution, (False,) * len(args)), *args)
+
+
+def one_update(tx, init=None, **keywords):
+    def step(params):
+        return tx.update(params, (init or tx).init(params), params, **keywords)[0]
+
+    return step
+
+
+# Axes
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", ALL)
+def test_misspelt_axis_says_which_are_bound(name, execution):
+    right, wrong = ALL[name]("replica"), ALL[name]("replika")
+    message = r"`axis_name` 'replika' is not a mapped axis here \(bound: 'replica'\)"
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(wrong, init=right), PARAMS, execution=execution)
+
+
+@pytest.mark.parametrize("execution", ["vmap", "shard_map", "shard_map_unchecked"])
+def test_all_bound_axes_are_named(execution):
+    def step(params):
+        return one_update(js.local_sgd(("replica", "devise")))(params)
+
+    with pytest.raises(ValueError, match=r"'devise' .* \(bound: 'replica', 'device'\)"):
+        trace(step, PARAMS, execution=execution, axes={"replica": 4, "device": 2})
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", ["slowmo", "diloco"])
+def test_misspelt_axis_at_init(name, execution):
+    tx = ALL[name]("replika")
+    with pytest.raises(ValueError, match=rf"{name}: .*'replika'.*bound: 'replica'.*js\.init"):
+        trace(tx.init, PARAMS, execution=execution)
+
+
+@pytest.mark.parametrize("name", ["slowmo", "diloco"])
+def test_init_outside_of_the_axis_points_to_js_init(name):
+    with pytest.raises(ValueError, match=rf"{name}: .*bound: none.*`js\.init\(tx, stacked_params"):
+        ALL[name]("replica").init(PARAMS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_update_outside_of_the_axis(name):
+    state = jax.tree.map(
+        lambda x: x[0],
+        js.init(
+            ALL[name]("replica"), PARAMS, mesh=js.virtual_mesh({"replica": 4}), axis_name="replica"
+        ),
+    )
+    with pytest.raises(ValueError, match=rf"{name}: `axis_name` 'replica' .*bound: none"):
+        ALL[name]("replica").update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
+def test_misspelt_local_axis(name, execution):
+    make = PARAMETER_TRANSFORMS[name]
+    message = rf"{name}: `local_axis_name` 'devise' is not a mapped axis here .*bound: 'replica'"
+    with pytest.raises(ValueError, match=message):
+        trace(
+            one_update(make("replica", local_axis_name="devise"), init=make("replica")),
+            PARAMS,
+            execution=execution,
+        )
+
+
+@pytest.mark.parametrize("name", ["slowmo", "diloco"])
+def test_misspelt_local_axis_at_init(name):
+    tx = PARAMETER_TRANSFORMS[name]("replica", local_axis_name="devise")
+    mesh = js.make_mesh({"replica": 4})
+    message = rf"{name}: `local_axis_name` 'devise' is not a mapped axis here .*bound: 'replica'"
+    with pytest.raises(ValueError, match=message):
+        js.init(tx, PARAMS, mesh=mesh, axis_name="replica")
+
+
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+def test_local_axis_differs_from_the_replica_axis(name):
+    tx = PARAMETER_TRANSFORMS[name]("replica", local_axis_name="replica")
+    with pytest.raises(ValueError, match=rf"{name}: `local_axis_name` must differ .*'replica'"):
+        trace(one_update(tx), PARAMS)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("axis", [None, 3, "", (), ("replica", 2), ["replica"]])
+def test_axis_that_is_no_name(name, axis):
+    with pytest.raises(
+        ValueError, match=r"`axis_name` must be the name.*got " + re.escape(repr(axis))
+    ):
+        ALL[name](axis)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_axis_named_twice(name):
+    with pytest.raises(ValueError, match=r"`axis_name` names an axis twice, got \('a', 'a'\)"):
+        ALL[name](("a", "a"))
+
+
+def test_mesh_without_the_axis():
+    mesh = js.make_mesh({"replica": 4, "device": 2})
+    message = r"`axis_name` 'node' is not an axis of `mesh`, which has 'replica', 'device'"
+    tx = js.local_sgd("node")
+    for refused in (
+        lambda: js.replicate(PARAMS, mesh=mesh, axis_name="node"),
+        lambda: js.consensus(PARAMS, mesh=mesh, axis_name="node"),
+        lambda: js.init(tx, PARAMS, mesh=mesh, axis_name="node"),
+        lambda: js.make_train_step(sum, tx, mesh=mesh, axis_name="node"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+
+
+def test_param_specs_over_an_axis_that_the_mesh_lacks():
+    tx = js.local_sgd("replica", param_specs={"b": P(), "w": P("fsdp")})
+    with pytest.raises(ValueError, match=r"`param_specs` names axis 'fsdp'.*axes: 'replica'"):
+        trace(one_update(tx), PARAMS, execution="shard_map")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({}, r"`axes` must name at least one axis"),
+        ({"replica": 0}, r"size of axis 'replica' must be an int >= 1, got 0"),
+        ({"replica": 2, "device": -1}, r"size of axis 'device' .* got -1"),
+        ({"replica": 2.0}, r"got 2\.0"),
+        ({"replica": True}, r"got True"),
+    ],
+)
+def test_mesh_sizes(axes, message):
+    for make in (js.make_mesh, js.virtual_mesh):
+        with pytest.raises(ValueError, match=message):
+            make(axes)
+
+
+def test_mesh_with_too_few_devices():
+    message = r"\{'replica': 16\} need 16 devices, found 8 \(cpu\).*16.*js\.virtual_mesh"
+    with pytest.raises(ValueError, match=message):
+        js.make_mesh({"replica": 16})
+    with pytest.raises(ValueError, match=r"need 2 devices, found 1"):
+        js.make_mesh({"replica": 2}, devices=jax.devices()[:1])
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+@pytest.mark.parametrize("sync_every", [0, -1, 2.5, "3", True])
+def test_sync_every_below_one(name, sync_every):
+    message = rf"`sync_every` counts updates and must be an int >= 1, got {sync_every!r}"
+    with pytest.raises(ValueError, match=message):
+        PARAMETER_TRANSFORMS[name]("replica", sync_every=sync_every)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
+def test_momentum_outside_of_its_range(momentum):
+    for make in (lambda m: over_local(momentum=m), js.slow_momentum):
+        with pytest.raises(ValueError, match=rf"`momentum` must lie in \[0, 1\), got {momentum}"):
+            make(momentum)
+
+
+@pytest.mark.parametrize("rate", ["slow_learning_rate", "learning_rate"])
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_negative_rates(rate, value):
+    with pytest.raises(ValueError, match=rf"`{rate}` must be >= 0, got {value}"):
+        over_local(**{rate: value})
+
+
+def test_edges_of_the_ranges_are_allowed():
+    over_local(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0, sync_every=3)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_negative_bucket_bytes(name):
+    with pytest.raises(ValueError, match=rf"{name}: `bucket_bytes` .* >= 0, got -1"):
+        ALL[name]("replica", bucket_bytes=-1)
+
+
+def test_other_bucket_arguments():
+    with pytest.raises(ValueError, match=r"`first_bucket_bytes` .* >= 0, got -2"):
+        js.all_reduce_gradients("replica", first_bucket_bytes=-2)
+    with pytest.raises(ValueError, match=r'`order` must be "reverse" or "forward", got \'up\''):
+        js.all_reduce_gradients("replica", order="up")
+
+
+@pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1), "local_sgd"])
+def test_base_that_is_no_parameter_transform(base):
+    message = rf"`base` must be a js\.ParameterTransform .* got {type(base).__name__}"
+    with pytest.raises(ValueError, match=message):
+        js.slowmo("replica", base=base)
+
+
+def test_inexact_average_cannot_be_sharded():
+    with pytest.raises(ValueError, match=r"`exact_average=False`.*shard_state=True"):
+        over_local(exact_average=False, shard_state=True)
+    over_local(exact_average=False, shard_state=False, sync_every=3)
+    over_local(exact_average=False, sync_every=3)
+
+
+def test_inexact_average_needs_a_base():
+    with pytest.raises(ValueError, match=r"`exact_average=False` .*without a base.*give a base"):
+        js.slowmo("replica", exact_average=False)
+
+
+@pytest.mark.parametrize("outer", [0.7, js.local_sgd("replica")])
+def test_outer_optimizer_that_is_none(outer):
+    message = rf"`outer_optimizer` must be an optax gradient transform.*{type(outer).__name__}"
+    with pytest.raises(ValueError, match=message):
+        js.diloco("replica", outer_optimizer=outer)
+
+
+# Updates
+
+
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+def test_missing_params(name):
+    tx = PARAMETER_TRANSFORMS[name]("replica")
+
+    def step(params):
+        return tx.update(params, tx.init(params))[0]
+
+    for execution in EXECUTIONS:
+        with pytest.raises(ValueError, match=rf"{name} .*`update\(updates, state, params\)`"):
+            trace(step, PARAMS, execution=execution)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_are_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}: `weight` must be None .* got float"):
+        trace(one_update(ALL[name]("replica"), weight=1.0), PARAMS)
+
+
+OTHERS = {
+    "dense": {"count": jnp.zeros((4,), jnp.int32), "kernel": jnp.zeros((4, 2))},
+    "mask": jnp.zeros((4, 2), bool),
+    "phase": jnp.zeros((4,), jnp.complex64),
+}
+NAMED = r"dense/count \(int32\), mask \(bool\), phase \(complex64\).*optax\.masked"
+
+
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+def test_other_leaves_are_named_at_init(name):
+    with pytest.raises(ValueError, match=f"{name} .*{NAMED}"):
+        trace(PARAMETER_TRANSFORMS[name]("replica").init, OTHERS)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_other_leaves_are_named_in_update(name):
+    tx = ALL[name]("replica")
+
+    def step(params):
+        return tx.update(params, tx.init(params["dense"]["kernel"]), params)[0]
+
+    for execution in ("vmap", "shard_map"):
+        with pytest.raises(ValueError, match=f"{name} .*{NAMED}"):
+            trace(step, OTHERS, execution=execution)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_masked_leaves_are_left_alone(name):
+    tx = optax.masked(
+        ALL[name]("replica"), lambda tree: jax.tree.map(lambda x: x.dtype == jnp.float32, tree)
+    )
+    out = trace(one_update(tx), OTHERS)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), out) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), OTHERS
+    )
+
+
+@pytest.mark.parametrize(
+    ("tx", "phase"),
+    [
+        (js.local_sgd("replica"), ("slow",)),
+        (js.local_sgd("replica"), "average"),
+        (js.local_sgd("replica"), ["average"]),
+        (js.diloco("replica"), ("average",)),
+        (over_local(), ("gossip",)),
+        (over_local(), ("gossip", "slow")),
+        (over_local(), "slow"),
+    ],
+)
+def test_phase_of_something_else(tx, phase):
+    message = r"`phase` must come from `transform\.phase\(t\)`, a tuple of event names"
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(tx, phase=phase), PARAMS)
+
+
+# Gradients that jax has summed already
+
+
+def grads_of(varying: tuple[str, ...]):
+    """Gradients of parameters that vary over some of the two axes only."""
+
+    def step(params, x):
+        if varying:
+            params = jax.lax.pcast(params, varying, to="varying")
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * x) + jnp.sum(p["b"]) * jnp.sum(x))(params)
+        return js.all_reduce_gradients(("replica", "device")).update(
+            grads, js.AllReduceGradientsState()
+        )[0]
+
+    return step
+
+
+def mapped_over_two(step, check_vma):
+    return jax.shard_map(
+        step,
+        mesh=js.make_mesh({"replica": 4, "device": 2}),
+        in_specs=(P(), P(("replica", "device"))),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+
+UNSTACKED = {"b": jnp.ones(2), "w": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("varying", "named"),
+    [
+        ((), "b (over 'replica'), b (over 'device'), w (over 'replica'), w (over 'device')"),
+        (("replica",), "b (over 'device'), w (over 'device')"),
+    ],
+)
+def test_unvarying_gradients_are_refused(varying, named):
+    message = "do not vary .* summed them already: " + re.escape(named) + ".*pcast"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped_over_two(grads_of(varying), True), UNSTACKED, jnp.ones(24))
+
+
+def test_varying_gradients_are_averaged():
+    x = np.arange(24, dtype=np.float32)
+    mean = x.reshape(8, 3).mean(0)
+    out = jax.jit(mapped_over_two(grads_of(("replica", "device")), True))(UNSTACKED, x)
+    np.testing.assert_allclose(out["w"], mean, rtol=1e-6)
+    unchecked = jax.jit(mapped_over_two(grads_of(()), False))(UNSTACKED, x)
+    np.testing.assert_allclose(unchecked["w"], mean, rtol=1e-6)
+
+
+# Stacked trees
+
+
+STACKS = {"mesh": js.make_mesh, "virtual": js.virtual_mesh}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_leaves_without_the_replica_axis_are_all_listed(kind):
+    mesh = STACKS[kind]({"replica": 4})
+    tree = {"ok": jnp.ones((4, 2)), "scalar": jnp.ones(()), "other": {"x": jnp.ones((3, 4))}}
+    message = r"leading axis of 4 replicas .*; got other/x \(3, 4\), scalar \(\)\."
+    with pytest.raises(ValueError, match=f"consensus: .*{message}"):
+        js.consensus(tree, mesh=mesh, axis_name="replica")
+    with pytest.raises(ValueError, match=f"init: .*{message}"):
+        js.init(js.local_sgd("replica"), tree, mesh=mesh, axis_name="replica")
+
+
+# Warnings, once
+
+
+def warned(*calls) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    assert all(w.category is UserWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", ALL)
+def test_axis_of_size_one_warns_once(name, execution):
+    tx = ALL[name]("replica")
+    one = jax.tree.map(lambda x: x[:1], PARAMS)
+    two_traces = [lambda: trace(one_update(tx), one, execution=execution, axes={"replica": 1})] * 2
+    messages = [m for m in warned(*two_traces) if m.startswith(f"{name}:")]
+    assert len(messages) == 1
+    assert "axis 'replica' has size 1" in messages[0]
+    larger = warned(lambda: trace(one_update(ALL[name]("replica")), PARAMS, execution=execution))
+    assert larger == []
+
+
+def test_slowmo_without_a_base_warns_once():
+    made = []
+    messages = warned(
+        lambda: made.append(js.slowmo("replica")), lambda: trace(one_update(*made), PARAMS)
+    )
+    assert len(messages) == 1
+    assert re.search(r"slowmo without a `base`.*base=js\.local_sgd.*js\.diloco", messages[0])
+
+
+def test_slow_period_that_is_no_multiple_warns_once():
+    made = []
+    messages = warned(
+        lambda: made.append(over_local(sync_every=4)),
+        lambda: trace(one_update(*made), PARAMS),
+        lambda: trace(one_update(*made), PARAMS),
+    )
+    assert len(messages) == 1
+    assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
+    assert warned(lambda: over_local(sync_every=6)) == []
