@@ -10,7 +10,7 @@ from jax import lax
 
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import axis_names, axis_size, match_varying, require_axes, uniform
-from ._schedule import Every, horizon
+from ._schedule import Every, instants
 
 Communicate = bool | jax.Array
 
@@ -67,7 +67,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
 
     def phases(self) -> list[Phase]:
         """All phases that occur, in order of first appearance."""
-        return list(dict.fromkeys(self.phase(t) for t in range(1, horizon(self.schedules) + 1)))
+        return list(dict.fromkeys(self.phase(t) for t in instants(self.schedules)))
 
 
 def phase_name(phase: Phase) -> str:

@@ -79,11 +79,24 @@ def as_schedule(sync_every: int | Every) -> Every:
     return Every(sync_every)
 
 
-def horizon(schedules: Iterable[Every]) -> int:
-    """Number of updates after which every combination of due events has appeared."""
+_SCAN = 2**16  # instants looked at per schedule; exact for all periods up to that
+
+
+def instants(schedules: Iterable[Every]) -> list[int]:
+    """Updates t among which every combination of due schedules that occurs is found.
+
+    A whole cycle is as long as the least common multiple of the periods, which may be huge; so
+    beside its beginning only the due updates of each schedule and their successors are listed.
+    """
     known = list(schedules)
-    longest = max((s.start + abs(s.offset) for s in known), default=0)
-    return longest + math.lcm(1, *(s.k for s in known))
+    cycle = math.lcm(1, *(s.k for s in known))
+    begin = max((s.start + abs(s.offset) for s in known), default=0)
+    found = set(range(1, min(begin + cycle, _SCAN) + 1))
+    for s in known:
+        first = s.start + s.offset % s.k
+        due = range(first, first + s.k * min(cycle // s.k + 1, _SCAN), s.k)
+        found.update(t for d in due for t in (d, d + 1) if t >= 1)
+    return sorted(found)
 
 
 def _check_int(name: str, value: object, least: int) -> None:
