@@ -54,9 +54,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
 
 
-def _optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
-) -> optax.GradientTransformation:
+def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     if config.optimizer == "adamw":
         inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     else:

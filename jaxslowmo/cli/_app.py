@@ -33,9 +33,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         CommandError: if the command was called wrongly.
     """
     command = typer.main.get_command(app)
-    warnings.showwarning = _show_warning
     try:
-        result = command.main(args=argv, prog_name="jaxslowmo", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            result = command.main(args=argv, prog_name="jaxslowmo", standalone_mode=False)
     except Exception as error:
         # Usage errors of typer, or of click in versions that build on it.
         if not hasattr(error, "format_message"):

@@ -196,7 +196,9 @@ class CompareConfig:
 # What differs from the defaults above, by preset of the model.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "demo": {
-        "steps": 240, "batch": 4, "learning_rate": 2e-3, "warmup": 20, "eval_every": 24,
+        "steps": 192, "batch": 4, "learning_rate": 2e-3, "warmup": 16, "eval_every": 24,
+        # Few replicas take little slow momentum.
+        "eval_batches": 2, "slow_momentum": 0.2,
     },
     "1m": {},
     "10m": {

@@ -34,6 +34,5 @@ def missing_extra(error: ModuleNotFoundError) -> CommandError | None:
     if package not in _EXTRA:
         return None
     return CommandError(
-        f"the command line needs {package}, which is not installed: "
-        'pip install "jaxslowmo[train]"'
+        f'the command line needs {package}, which is not installed: pip install "jaxslowmo[train]"'
     )

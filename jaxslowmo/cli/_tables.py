@@ -66,13 +66,15 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     """The rows of `compare_rows` side by side."""
-    table = Table()
+    first = rows[0]["algorithm"] if rows else ""
+    table = Table(
+        caption="validation loss: nats per byte, consensus model; "
+        f"bytes {'that a replica would send' if would else 'sent per replica'}",
+        caption_justify="left",
+    )
     table.add_column("algorithm")
-    table.add_column("validation loss\n(nats/byte)", justify="right")
-    table.add_column("spread over\nseeds", justify="right")
-    table.add_column(f"bytes {'it would send' if would else 'sent'}\nper replica", justify="right")
-    table.add_column(f"bytes, of\n{rows[0]['algorithm']}'s" if rows else "", justify="right")
-    table.add_column("tokens/s", justify="right")
+    for name in ("validation", "spread", "bytes", f"of {first}", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         table.add_row(

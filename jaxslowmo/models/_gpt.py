@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -54,16 +55,12 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
         self.num_heads = config.num_heads
-        # Two branches per block add to the residual stream; shrinking their last layers by
-        # sqrt(2 * num_layers) keeps its variance independent of depth at the start (GPT-2).
-        into = nnx.initializers.normal(0.02)
-        out_of = nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
         self.norm_attention = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, kernel_init=into, rngs=rngs)
-        self.project = nnx.Linear(width, width, dtype=dtype, kernel_init=out_of, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, rngs=rngs)
+        self.project = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         self.norm_mlp = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.expand = nnx.Linear(width, 4 * width, dtype=dtype, kernel_init=into, rngs=rngs)
-        self.contract = nnx.Linear(4 * width, width, dtype=dtype, kernel_init=out_of, rngs=rngs)
+        self.expand = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.contract = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, width) -> the same shape."""
@@ -82,22 +79,19 @@ class GPT(nnx.Module):
     """Decoder-only transformer over bytes: learned positions, untied output layer.
 
     Blocks are unrolled, not scanned: at these depths it compiles in seconds, and on CPU a loop
-    over layers would cost a copy of every stacked parameter and activation per layer.
+    over layers would cost a copy of every stacked parameter and activation per layer. Made
+    directly, it has flax's initial parameters; `init_gpt` makes GPT-2's.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
-        init = nnx.initializers.normal(0.02)
         self.vocab_size = config.vocab_size
-        self.embed = nnx.Linear(
-            config.vocab_size, width, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs
-        )
-        self.positions = nnx.Param(init(rngs.params(), (config.context_length, width)))
+        self.embed = nnx.Linear(config.vocab_size, width, use_bias=False, dtype=dtype, rngs=rngs)
+        positions = nnx.initializers.normal(0.02)(rngs.params(), (config.context_length, width))
+        self.positions = nnx.Param(positions)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(
-            width, config.vocab_size, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs
-        )
+        self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Bytes (batch, time), any integer dtype -> logits (batch, time, vocab_size), float32.
@@ -114,7 +108,11 @@ class GPT(nnx.Module):
 
 
 def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
-    """Fresh float32 parameters as a nested dict of arrays, the same for the same seed.
+    """Fresh float32 parameters as a nested dict of arrays, as GPT-2 has them at the start.
+
+    Normal with deviation 0.02; the last layer of each branch has that over sqrt(2 * num_layers),
+    since as many branches add to the residual stream. Biases 0, norms 1. Drawn by numpy: the same
+    for a seed on every backend and with every version of jax, and nothing has to be compiled.
 
     Args:
         config: shape of the model.
@@ -125,13 +123,17 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
     """
     if seed < 0:
         raise ValueError(f"`seed` must be >= 0, got {seed}.")
+    random = np.random.default_rng(seed)
+    shrunk = 0.02 / (2 * config.num_layers) ** 0.5
 
-    # One compiled program with the seed as an input: hundreds of small eager ones are slower.
-    @jax.jit
-    def init(key: jax.Array) -> dict[str, Any]:
-        return nnx.to_pure_dict(nnx.split(GPT(config, rngs=nnx.Rngs(key)))[1])
+    def make(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        names = [str(getattr(key, "key", key)) for key in path]
+        if names[-1] in ("bias", "scale"):
+            return jnp.full(leaf.shape, float(names[-1] == "scale"), jnp.float32)
+        deviation = shrunk if {"project", "contract"} & set(names) else 0.02
+        return jnp.asarray(deviation * random.standard_normal(leaf.shape, np.float32))
 
-    return init(jax.random.key(seed))
+    return jax.tree_util.tree_map_with_path(make, _abstract_parameters(config))
 
 
 def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
@@ -165,8 +167,11 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
 
 def num_parameters(config: GPTConfig) -> int:
     """Parameters of the model, all of them counted: embeddings, positions, output layer."""
-    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.split(_abstract(config))[1]))
-    return sum(leaf.size for leaf in leaves)
+    return sum(leaf.size for leaf in jax.tree.leaves(_abstract_parameters(config)))
+
+
+def _abstract_parameters(config: GPTConfig) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.split(_abstract(config))[1])
 
 
 def _abstract(config: GPTConfig) -> GPT:

@@ -1,0 +1,106 @@
+"""`jaxslowmo compare`."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ._config import CompareConfig, TrainConfig
+from ._devices import Placement, choose_mesh
+from ._errors import usage_errors
+from ._figure import draw_comparison
+from ._output import make_folder, write_json
+from ._progress import Reporter
+from ._run import Job, RunResult, Text, load_text
+from ._tables import compare_rows, compare_table
+from ._train import EXIT_CODES
+from ._units import format_count
+
+
+def compare(config: CompareConfig, out: Path | None) -> int:
+    """Trains every algorithm with every seed, then writes a table and a figure.
+
+    Each run has its own folder in `out`, beside config.json, compare.json and compare.png. Ctrl-C
+    ends it with what was finished.
+
+    Raises:
+        CommandError: for arguments that do not go together, or with the data or the devices.
+    """
+    console = Console()
+    with usage_errors():
+        text = load_text(config.train)
+        placement = choose_mesh(config.train)
+        # All before the first step: a wrong argument of the last one should not wait for it.
+        jobs = {
+            name: Job(config.run(name, config.seeds[0]), placement, text)
+            for name in config.algorithms
+        }
+    folder = make_folder(out, "compare")
+    write_json(folder / "config.json", config)
+    size = format_count(next(iter(jobs.values())).num_parameters)
+    for line in (f"{size} parameters, {placement.description}", text.description):
+        console.print(line, highlight=False, soft_wrap=True)
+
+    runs: list[RunResult] = []
+    for name in config.algorithms:
+        # Popped: its programs are freed before the next one compiles.
+        runs += _run_seeds(jobs.pop(name), name, config.seeds, folder, console)
+        if runs[-1].status == "interrupted":
+            break
+    _write_results(config, placement, text, size, runs, folder, console)
+    statuses = {run.status for run in runs}
+    worst = next((s for s in ("interrupted", "diverged") if s in statuses), "finished")
+    return EXIT_CODES[worst]
+
+
+def _run_seeds(
+    job: Job, name: str, seeds: tuple[int, ...], folder: Path, console: Console
+) -> list[RunResult]:
+    runs: list[RunResult] = []
+    for seed in seeds:
+        label = name if len(seeds) == 1 else f"{name}, seed {seed}"
+        with Reporter(console, label, job.config.steps, would=job.placement.is_virtual) as reporter:
+            runs.append(job.run(seed, folder / f"{name}-seed{seed}", reporter))
+        if runs[-1].status == "interrupted":
+            break
+    return runs
+
+
+def _write_results(
+    config: CompareConfig,
+    placement: Placement,
+    text: Text,
+    size: str,
+    runs: list[RunResult],
+    folder: Path,
+    console: Console,
+) -> None:
+    rows = compare_rows([run.summary for run in runs])
+    write_json(folder / "compare.json", {"rows": rows, "runs": [run.summary for run in runs]})
+    histories: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in config.algorithms}
+    for run in runs:
+        if run.status == "finished":
+            histories[run.summary["algorithm"]].append(run.records)
+    picture = folder / "compare.png"
+    draw_comparison(
+        histories,
+        picture,
+        title="Loss against steps, and against bytes on the wire",
+        subtitle=_describe(config, placement, size),
+        would=placement.is_virtual,
+    )
+    console.print(compare_table(rows, would=placement.is_virtual))
+    console.print(str(picture), highlight=False, soft_wrap=True)
+
+
+def _describe(config: CompareConfig, placement: Placement, size: str) -> str:
+    train: TrainConfig = config.train
+    seeds = len(config.seeds)
+    parts = [
+        f"byte-level GPT, {size} parameters",
+        placement.description,
+        f"{train.steps} steps",
+        f"average every {train.algorithm.sync_every}, slow step every {train.algorithm.slow_every}",
+        f"{seeds} seeds (mean, least to largest)" if seeds > 1 else f"seed {config.seeds[0]}",
+    ]
+    return "  ·  ".join(parts)

@@ -1,0 +1,48 @@
+"""A model small enough that the command line's tests compile in seconds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxslowmo.cli import main
+from jaxslowmo.models import GPT_PRESETS, GPTConfig
+
+TINY = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=16)
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Outcome]:
+    """`call("train", "--steps", 5)`: runs the command line here, with a tiny demo preset."""
+    monkeypatch.setitem(GPT_PRESETS, "demo", TINY)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*argv: Any) -> Outcome:
+        code = 0
+        try:
+            main([str(argument) for argument in argv])
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with text for four replicas."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 40)
+    return folder

@@ -1,0 +1,72 @@
+"""`jaxslowmo compare`: the table, the picture, and the results on disk."""
+
+import json
+
+import pytest
+
+from jaxslowmo.cli._tables import compare_rows
+
+
+def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
+    out = tmp_path / "out"
+    outcome = call(
+        "compare", "--preset", "demo", "--algorithms", "all_reduce,local_sgd", "--seeds", "0,1",
+        "--steps", 6, "--batch", 2, "--sync-every", 3, "--eval-every", 3, "--eval-batches", 1,
+        "--data", text, "--out", out,
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.rstrip().splitlines()
+    assert lines[-1] == str(out / "compare.png")
+    assert any("local_sgd" in line and "33.3 %" in line for line in lines[-9:])
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["all_reduce", "local_sgd"]
+    assert [row["seeds"] for row in rows] == [[0, 1], [0, 1]]
+    assert [row["ratio"] for row in rows] == pytest.approx([1, 1 / 3])
+    assert all(row["spread"] >= 0 for row in rows)
+    for name in ("all_reduce-seed0", "all_reduce-seed1", "local_sgd-seed0", "local_sgd-seed1"):
+        assert {p.name for p in (out / name).iterdir()} == {
+            "config.json", "metrics.jsonl", "summary.json",
+        }  # fmt: skip
+    first, second = (
+        json.loads((out / f"{name}-seed0" / "metrics.jsonl").read_text().splitlines()[0])
+        for name in ("all_reduce", "local_sgd")
+    )
+    assert first["validation_loss"] == second["validation_loss"]  # the same start
+
+
+def test_a_run_that_diverged_is_shown_and_fails(call, text, tmp_path):
+    out = tmp_path / "out"
+    outcome = call(
+        "compare", "--preset", "demo", "--algorithms", "local_sgd", "--steps", 4, "--batch", 2,
+        "--learning-rate", 1e38, "--warmup", 0, "--log-every", 1, "--data", text, "--out", out,
+    )  # fmt: skip
+    assert outcome.code == 1
+    assert "(1 diverged)" in outcome.out
+    assert (out / "compare.png").exists()
+
+
+def test_rows_average_over_the_seeds_that_finished():
+    def run(algorithm, seed, loss, sent, status="finished"):
+        return {
+            "algorithm": algorithm, "seed": seed, "status": status, "validation_loss": loss,
+            "bytes_sent": sent, "tokens_per_second": 10.0,
+        }  # fmt: skip
+
+    rows = compare_rows(
+        [
+            run("a", 0, 2.0, 100),
+            run("a", 1, 3.0, 100),
+            run("b", 0, 2.5, 25),
+            run("b", 1, None, 5, "diverged"),
+        ]
+    )
+    assert rows[0] == {
+        "algorithm": "a", "seeds": [0, 1], "validation_loss": 2.5, "spread": 1.0,
+        "bytes_sent": 100.0, "ratio": 1.0, "tokens_per_second": 10.0, "diverged": 0,
+    }  # fmt: skip
+    assert rows[1]["validation_loss"] == 2.5
+    assert rows[1]["spread"] is None
+    assert (rows[1]["ratio"], rows[1]["diverged"]) == (0.25, 1)
+    assert compare_rows([]) == []

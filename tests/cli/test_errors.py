@@ -1,0 +1,128 @@
+"""Wrong usage: one line on stderr that says what to do, exit code 2, no traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxslowmo.cli._errors import CommandError, missing_extra
+
+
+def assert_one_line(outcome, *parts):
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+    assert outcome.out == ""
+    for part in parts:
+        assert part in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--algorithm sgd", "--algorithm must be one of all_reduce, local_sgd, slowmo, diloco"),
+        ("--steps -3", "--steps must be >= 1, got -3"),
+        ("--steps ten", "Invalid value for '--steps'"),
+        ("--preset 3m", "--preset must be one of demo, 1m, 10m, 124m, got 3m"),
+        ("--batch 0", "--batch must be >= 1, got 0"),
+        ("--batch 6 --accumulate 4", "--batch must be a multiple of --accumulate"),
+        ("--slow-momentum 1", "--slow-momentum must be < 1, got 1.0"),
+        ("--learning-rate nan", "--learning-rate must be >= 0, got nan"),
+        ("--steps 5 --warmup 5", "--warmup must be < --steps, got 5 and 5"),
+        ("--execution gpu", "--execution must be one of auto, devices, virtual, got gpu"),
+        ("--bogus", "No such option: --bogus"),
+        ("--data /no/such/path", "must be an existing file or folder, got '/no/such/path'"),
+        ("--replicas 9 --execution devices", "need 9 devices, found 8"),
+        ("--replicas 1000 --execution devices", "need 1000 devices, found 8"),
+    ],
+)
+def test_train_refuses(call, arguments, message):
+    assert_one_line(call("train", *arguments.split()), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--algorithms all_reduce,sgd", "--algorithms must be of all_reduce, local_sgd"),
+        ("--algorithms slowmo,slowmo", "must list one or more different values"),
+        ("--seeds ,", "--seeds must list one or more different values, got nothing"),
+        ("--seeds a", "--seeds must be integers separated by commas, got a"),
+        ("--seeds=-1", "--seeds must be >= 0, got -1"),
+    ],
+)
+def test_compare_refuses(call, arguments, message):
+    assert_one_line(call("compare", *arguments.split()), message)
+
+
+def test_data_that_does_not_suffice_is_refused(call, tmp_path, text):
+    small = tmp_path / "small.txt"
+    small.write_text("a few words")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    hollow = tmp_path / "hollow.txt"
+    hollow.touch()
+    for path, message in (
+        (small, "at least one batch per replica"),
+        (empty, "at least one text file; found no file"),
+        (hollow, "is empty"),
+        ("", "got an empty path"),
+    ):
+        outcome = call("train", "--preset", "demo", "--data", path)
+        assert_one_line(outcome, message)
+    assert_one_line(
+        call("train", "--preset", "demo", "--data", text, "--replicas", 10),
+        "got 10 replicas for 10 text files",
+        "use at most 9 replicas",
+    )
+
+
+def test_a_folder_for_results_that_cannot_be_made_is_refused(call, tmp_path, text):
+    taken = tmp_path / "taken"
+    taken.touch()
+    outcome = call("train", "--preset", "demo", "--data", text, "--out", taken)
+    assert_one_line(outcome, f"--out must be a folder to write to, {taken}")
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "modules"),
+    [
+        ("typer", "train", ["_app", "_options"]),
+        ("rich", "train", ["_app", "_train", "_run", "_record", "_progress", "_tables"]),
+        ("flax", "train", ["_app", "_train", "_run", "_record"]),
+        ("matplotlib", "compare", ["_app", "_compare", "_figure"]),
+    ],
+)
+def test_a_missing_extra_is_named(call, monkeypatch, package, command, modules):
+    # As if it was never imported, nor what imports it.
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    for module in modules:
+        monkeypatch.delitem(sys.modules, f"jaxslowmo.cli.{module}", raising=False)
+    if package == "flax":
+        for module in ("jaxslowmo.models", "jaxslowmo.models._gpt", "jaxslowmo.models._presets"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+    outcome = call(command)
+    assert_one_line(outcome, f"needs {package}", 'pip install "jaxslowmo[train]"')
+
+
+def test_another_missing_module_is_a_bug_and_not_explained_away():
+    assert missing_extra(ModuleNotFoundError(name="numpy.nonsense")) is None
+    assert missing_extra(ModuleNotFoundError()) is None
+
+
+def test_messages_are_one_line():
+    assert str(CommandError("two\n  lines")) == "two lines"
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxslowmo", "train", "--steps", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --steps must be >= 1, got 0\n"

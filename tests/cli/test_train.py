@@ -1,0 +1,149 @@
+"""`jaxslowmo train`: what it writes, shows and returns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEMO = ("train", "--preset", "demo", "--eval-batches", 1, "--batch", 2)
+ALGORITHM = ("--sync-every", 2, "--slow-every", 4)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_help_and_version(call):
+    for argv in (["--help"], ["train", "--help"], ["compare", "--help"]):
+        outcome = call(*argv)
+        assert outcome.code == 0
+        assert "Usage: jaxslowmo" in outcome.out
+    assert "--slow-momentum" in call("train", "--help").out
+    version = call("--version")
+    assert version.code == 0
+    assert version.out.startswith("jaxslowmo 0.")
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce", "local_sgd", "slowmo", "diloco"])
+def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm):
+    out = tmp_path / "out"
+    outcome = call(
+        *DEMO, *ALGORITHM, "--algorithm", algorithm, "--data", text, "--out", out,
+        "--steps", 9, "--eval-every", 4, "--log-every", 2, "--learning-rate", 0.01,
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "validation loss of the consensus" in outcome.out
+    assert outcome.out.rstrip().endswith(f"Results in {out}")
+
+    records = read_lines(out / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2, 4, 6, 8, 9]
+    evaluated = [record["step"] for record in records if "validation_loss" in record]
+    assert evaluated == [0, 4, 8, 9]
+    assert records[-1]["validation_loss"] < records[0]["validation_loss"]
+    assert records[1]["learning_rate"] == pytest.approx(0.01)
+    assert records[1]["tokens_per_second"] is None  # it compiled
+    assert records[-1]["tokens_per_second"] > 0
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 9)
+    assert summary["bytes_sent"] == records[-1]["bytes_sent"]
+    once = 4 * summary["parameters"] * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
+    by_kind = summary["bytes_per_step_by_kind"]
+    if algorithm == "all_reduce":
+        assert by_kind == {"every": once}
+        assert summary["bytes_sent"] == 9 * once
+    elif algorithm == "local_sgd":
+        assert by_kind == {"local": 0, "average": once}
+        assert summary["bytes_sent"] == 4 * once
+    else:
+        # Shards are padded to equal parts.
+        assert once <= by_kind["slow"] <= 1.1 * once + 4096 * 4 * 2
+        averages = 2 if algorithm == "slowmo" else 0
+        assert summary["bytes_sent"] == 2 * by_kind["slow"] + averages * once
+
+    config = json.loads((out / "config.json").read_text())
+    assert config["algorithm"]["algorithm"] == algorithm
+    assert (config["steps"], config["optimizer"]["learning_rate"]) == (9, 0.01)
+
+
+def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text, tmp_path):
+    summaries = []
+    for execution in ("devices", "virtual"):
+        out = tmp_path / execution
+        outcome = call(
+            *DEMO, *ALGORITHM, "--data", text, "--out", out, "--steps", 8,
+            "--execution", execution, "--mode", "host",
+        )  # fmt: skip
+        assert outcome.code == 0
+        assert ("would send" in outcome.out) == (execution == "virtual")
+        summaries.append(json.loads((out / "summary.json").read_text()))
+    devices, virtual = summaries
+    assert virtual["bytes_are_hypothetical"]
+    assert virtual["bytes_sent"] == devices["bytes_sent"] > 0
+    assert virtual["validation_loss"] == pytest.approx(devices["validation_loss"], abs=1e-4)
+
+
+def test_two_levels_sgd_and_accumulation(call, text, tmp_path):
+    outcome = call(
+        *DEMO[:3], *ALGORITHM, "--data", text, "--out", tmp_path / "out", "--steps", 5,
+        "--replicas", 2, "--devices-per-replica", 2, "--batch", 4, "--accumulate", 2,
+        "--optimizer", "sgd", "--schedule", "constant", "--clip", 0, "--eval-batches", 1,
+        "--dtype", "bfloat16", "--nesterov", "--no-shard-state",
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "2 replicas of 2 devices on 4 of 8 CPU devices" in outcome.out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
+    out = tmp_path / "out"
+    outcome = call(
+        *DEMO, "--data", text, "--out", out, "--steps", 50, "--log-every", 1, "--warmup", 0,
+        "--learning-rate", 1e38, "--algorithm", "local_sgd",
+    )  # fmt: skip
+    assert outcome.code == 1
+    assert "The loss is not finite at step" in outcome.out
+    assert "lower --learning-rate" in outcome.out
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "diverged"
+    assert summary["steps"] < 50
+    assert read_lines(out / "metrics.jsonl")[-1]["loss"] is None
+
+
+def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
+    out = tmp_path / "out"
+    program = (
+        "import sys\n"
+        "from jaxslowmo.cli import main\n"
+        "from jaxslowmo.models import GPT_PRESETS, GPTConfig\n"
+        "GPT_PRESETS['demo'] = GPTConfig(1, 2, 16, 16)\n"
+        "main(sys.argv[1:])\n"
+    )
+    arguments = [
+        *DEMO, "--data", text, "--out", out, "--steps", 10**6, "--log-every", 1,
+        "--algorithm", "local_sgd", "--replicas", 2,
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "100"},
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") > 3:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "local_sgd: interrupted" in shown
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] == read_lines(metrics)[-1]["step"] > 0

@@ -1,0 +1,144 @@
+"""The byte-level GPT: sizes, causality, and the pure functions under jax's transforms."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxslowmo.models import (
+    GPT,
+    GPT_PRESETS,
+    GPTConfig,
+    gpt_loss_fn,
+    gpt_preset,
+    init_gpt,
+    num_parameters,
+)
+
+TINY = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
+
+
+def batch_of(rows: int, config: GPTConfig = TINY, seed: int = 0) -> np.ndarray:
+    shape = (rows, config.context_length + 1)
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("demo", 470_528), ("1m", 1_073_536), ("10m", 10_942_464), ("124m", 121_675_008)],
+)
+def test_presets_have_the_sizes_in_their_names(name, count):
+    assert num_parameters(gpt_preset(name)) == count
+
+
+def test_counted_parameters_are_those_made():
+    params = init_gpt(TINY)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_parameters(TINY)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parameters_and_loss_are_float32_whatever_the_compute_dtype(dtype):
+    config = dataclasses.replace(TINY, dtype=dtype)
+    params = init_gpt(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    loss, grads = jax.value_and_grad(gpt_loss_fn(config))(params, batch_of(2))
+    assert loss.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert float(loss) == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_initial_parameters_depend_on_the_seed_alone():
+    leaves = [jax.tree.leaves(init_gpt(TINY, seed)) for seed in (0, 0, 1)]
+    same = [np.array_equal(a, b) for a, b in zip(leaves[0], leaves[1], strict=True)]
+    other = [np.array_equal(a, b) for a, b in zip(leaves[0], leaves[2], strict=True)]
+    assert all(same)
+    assert not all(other)
+
+
+def test_a_byte_changes_no_prediction_before_it():
+    from flax import nnx
+
+    model = GPT(TINY, rngs=nnx.Rngs(0))
+    tokens = batch_of(1)[:, :-1]
+    changed = tokens.copy()
+    changed[0, 5] ^= 1
+    logits = jax.jit(model.__call__)  # op by op, each would compile on its own
+    before, after = logits(tokens), logits(changed)
+    np.testing.assert_allclose(before[0, :5], after[0, :5], rtol=1e-6)
+    assert not np.allclose(before[0, 5:], after[0, 5:])
+
+
+def test_gradient_descent_learns_a_batch():
+    loss_fn, batch = gpt_loss_fn(TINY), batch_of(4)
+    params = init_gpt(TINY)
+
+    @jax.jit
+    def descend(params):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), loss
+
+    losses = []
+    for _ in range(40):
+        params, loss = descend(params)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_vmap_and_shard_map_agree(mesh_of, check_vma, strict_promotion):
+    replicas, local = 4, 2
+    gradient = jax.grad(gpt_loss_fn(TINY))
+    params = [init_gpt(TINY, seed) for seed in range(replicas)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    batch = batch_of(replicas * local)
+
+    def on_one(params, batch):
+        grads = gradient(jax.tree.map(lambda x: x[0], params), batch)
+        return jax.tree.map(lambda x: x[None], grads)
+
+    sharded = jax.jit(
+        jax.shard_map(
+            on_one,
+            mesh=mesh_of({"replica": replicas}),
+            in_specs=(P("replica"), P("replica")),
+            out_specs=P("replica"),
+            check_vma=check_vma,
+        )
+    )(stacked, batch)
+    mapped = jax.jit(jax.vmap(gradient))(stacked, batch.reshape(replicas, local, -1))
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(mapped), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_windows_of_another_length_are_refused():
+    with pytest.raises(ValueError, match=r"context_length \+ 1.*\(local_batch, 9\), got \(2, 8\)"):
+        gpt_loss_fn(TINY)(init_gpt(TINY), batch_of(2)[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "`num_layers` must be >= 1, got 0"),
+        ({"num_heads": 3}, "`num_heads` must divide `embed_dim`, got 3 and 16"),
+        ({"dtype": "int8"}, "`dtype` must be one of .*, got 'int8'"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+def test_unknown_preset_and_negative_seed_are_refused():
+    with pytest.raises(ValueError, match="`preset` must be one of demo, 1m, 10m, 124m, got '2b'"):
+        gpt_preset("2b")
+    with pytest.raises(ValueError, match="`seed` must be >= 0, got -1"):
+        init_gpt(TINY, -1)
+
+
+def test_every_preset_is_a_whole_number_of_heads():
+    for config in GPT_PRESETS.values():
+        assert config.embed_dim // config.num_heads in (32, 64)
