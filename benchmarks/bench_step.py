@@ -37,7 +37,9 @@ NEVER = 10**9
 def init_mlp(width: int) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), 5)
     sizes = [(64, width), (width, width), (width, width), (width, width), (width, 16)]
-    return {f"w{i}": jax.random.normal(k, s) / s[0] ** 0.5 for i, (k, s) in enumerate(zip(keys, sizes))}
+    return {
+        f"w{i}": jax.random.normal(k, s) / s[0] ** 0.5 for i, (k, s) in enumerate(zip(keys, sizes))
+    }
 
 
 def loss(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -103,7 +105,7 @@ def main() -> None:
     alone = times["optimizer alone"]
     rows = []
     for name, taken in times.items():
-        ratios = [t / a for t, a in zip(taken, alone)]
+        ratios = [t / a for t, a in zip(taken, alone, strict=True)]
         rows.append(
             {
                 "step": name,
@@ -120,7 +122,9 @@ def main() -> None:
         "rows": rows,
     }
     for row in rows:
-        print(f"{row['step']:40} {row['milliseconds']:9.2f} ms  x{row['ratio']:<6} {', '.join(row['collectives'])}")
+        print(
+            f"{row['step']:40} {row['milliseconds']:9.2f} ms  x{row['ratio']:<6} {', '.join(row['collectives'])}"
+        )
     if ARGS.out:
         ARGS.out.parent.mkdir(parents=True, exist_ok=True)
         ARGS.out.write_text(json.dumps(result, indent=1) + "\n")

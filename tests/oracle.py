@@ -1,4 +1,4 @@
-"""The algorithms in NumPy, float64, all replicas as the leading axis. No jax, no sharing of code."""
+"""The algorithms in NumPy and float64, replicas as the leading axis; no jax, no shared code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

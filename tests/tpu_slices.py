@@ -33,7 +33,7 @@ def report_of_sync(
     Args:
       sync: the transform.
       params: shapes of one copy of the parameters.
-      mesh: a TPU mesh whose axes are all replica axes, or inner ones that parameters don't vary over.
+      mesh: a TPU mesh; "device" is the axis inside a replica, all others are replica axes.
       phase: static phase, or None to decide inside the program.
     """
     replicas = P(tuple(a for a in mesh.axis_names if a != "device"))

@@ -1,6 +1,7 @@
 """The optax transforms: one algorithm, one file, one state class."""
 
 from ._base import ParameterTransform as ParameterTransform
+from ._base import increment as increment
 from ._base import phase_name as phase_name
 from ._base import run_if as run_if
 from ._blocks import replica_mean as replica_mean

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from .._typing import AxisName, PyTree
-from ..collectives import all_gather_shards, mean_to_shards, own_shard, shard_layout
-from ..collectives import ShardLayout
+from ..collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
 from ..mesh import axis_size
 from ..tree import BufferPlan, exchange_dtype, plan_buffers
 from ._blocks import bucket_limits, on_local_blocks, replica_mean

@@ -1,7 +1,7 @@
 """The protocol of parameter transforms, and the decision whether an exchange runs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         reset: Callable[[PyTree], PyTree] | None = None,
     ) -> "ParameterTransform":
         """Make one from its functions; `numerator` and `reset` default to plain parameters."""
-        self = super().__new__(cls, init, update)
+        self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
         self.phase = phase
         self.due = due
         self.schedules = schedules
@@ -80,6 +80,11 @@ def phase_name(phase: Phase) -> str:
     Communication: none.
     """
     return "+".join(phase) or "local"
+
+
+def increment(count: jax.Array) -> jax.Array:
+    """`count + 1`, staying at the largest int32."""
+    return jnp.asarray(optax.safe_increment(count))
 
 
 def phase_scope(event: str) -> Any:

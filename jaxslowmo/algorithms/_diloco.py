@@ -35,7 +35,9 @@ def diloco(
         per-layer scaling, no masks by leaf).
       shard_state: True keeps 1/R of the anchor and of the outer state per replica; False keeps
         trees like the parameters, for outer optimizers that are not element-wise.
-      local_axis_name, param_specs, bucket_bytes: as in `js.slowmo`.
+      local_axis_name: axis inside a replica, as in `js.slowmo`.
+      param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
+      bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
 
     Returns:
       A `ParameterTransform` with state `OuterState`; exchange and outer state are float32.

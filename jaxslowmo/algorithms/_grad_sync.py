@@ -71,12 +71,12 @@ def all_reduce_gradients(
 
     def update_fn(
         updates: PyTree,
-        state: AllReduceGradientsState,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         weight: Any = None,
         **extra: Any,
-    ) -> tuple[PyTree, AllReduceGradientsState]:
+    ) -> tuple[PyTree, PyTree]:
         del params, extra
         check_no_weight(owner, weight)
         require_axes(owner, "axis_name", axis_name)

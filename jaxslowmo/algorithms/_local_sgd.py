@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
@@ -15,6 +14,7 @@ from ._base import (
     check_axes,
     check_axis_argument,
     check_update_arguments,
+    increment,
     is_due,
     phase_scope,
     run_if,
@@ -97,7 +97,7 @@ def local_sgd(
         check_update_arguments(owner, params, weight, phase, (AVERAGE,))
         check_floating(owner, params)
         check_axes(owner, axis_name, local_axis_name, warn)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
 
         def averaged(u: PyTree) -> PyTree:
             with phase_scope(AVERAGE):

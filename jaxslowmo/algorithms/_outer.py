@@ -20,6 +20,7 @@ from ._base import (
     ParameterTransform,
     check_axes,
     check_update_arguments,
+    increment,
     is_due,
     phase_scope,
     run_if,
@@ -45,7 +46,7 @@ def outer_transform(
     base: ParameterTransform | None,
     schedule: Every,
     outer_optimizer: optax.GradientTransformation,
-    learning_rate: Callable[[jax.Array], jax.Array | float],
+    learning_rate: optax.Schedule,
     layout: AnchorLayout,
     exact_average: bool,
     local_axis_name: AxisName | None,
@@ -94,7 +95,7 @@ def outer_transform(
         check_update_arguments(owner, params, weight, phase, events)
         check_floating(owner, params)
         check_axes(owner, axis_name, local_axis_name, warn)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         gamma = learning_rate(state.count)
 
         def step_base(updates: PyTree, base_state: PyTree, talk: Communicate):

@@ -52,15 +52,15 @@ def slow_momentum(
     if not slow_learning_rate >= 0:
         raise ValueError(f"`slow_learning_rate` must be >= 0, got {slow_learning_rate}.")
 
-    def init_fn(anchor: PyTree) -> SlowMomentumState:
+    def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
-            velocity=jax.tree.map(jnp.zeros_like, anchor),
+            velocity=jax.tree.map(jnp.zeros_like, params),
             learning_rate=jnp.ones([], jnp.float32),
         )
 
     def update_fn(
-        displacement: PyTree,
-        state: SlowMomentumState,
+        updates: PyTree,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         learning_rate: jax.Array | float = 1.0,
@@ -72,13 +72,13 @@ def slow_momentum(
         rescale = jnp.where(before == 0, 1.0, now / jnp.where(before == 0, 1.0, before))
         carried = momentum * rescale
         velocity = jax.tree.map(
-            lambda v, d: carried.astype(d.dtype) * v + d, state.velocity, displacement
+            lambda v, d: carried.astype(d.dtype) * v + d, state.velocity, updates
         )
         if nesterov:
-            ahead = jax.tree.map(lambda v, d: momentum * v + d, velocity, displacement)
+            ahead = jax.tree.map(lambda v, d: momentum * v + d, velocity, updates)
         else:
             ahead = velocity
-        updates = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
-        return updates, SlowMomentumState(velocity, now)
+        step = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
+        return step, SlowMomentumState(velocity, now)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,8 +1,5 @@
 """SlowMo: slow momentum over any base algorithm."""
 
-from collections.abc import Callable
-
-import jax
 import optax
 
 from .._typing import AxisName, PyTree
@@ -14,7 +11,7 @@ from ._outer import outer_transform
 from ._schedule import Every, as_schedule
 from ._slow_momentum import slow_momentum
 
-LearningRate = float | Callable[[jax.Array], jax.Array | float] | None
+LearningRate = float | optax.Schedule | None
 
 
 def slowmo(
@@ -116,7 +113,7 @@ def _layout(exchange: tuple, exact_average: bool, shard_state: bool) -> AnchorLa
     return sharded_anchor(*exchange) if shard_state else whole_anchor(*exchange)
 
 
-def _as_learning_rate(learning_rate: LearningRate) -> Callable[[jax.Array], jax.Array | float]:
+def _as_learning_rate(learning_rate: LearningRate) -> optax.Schedule:
     if learning_rate is None:
         return optax.constant_schedule(1.0)
     if callable(learning_rate):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -43,7 +44,7 @@ def _check_axes(axes: Mapping[str, int]) -> None:
             )
 
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of real devices with Auto axes.
 
     `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;

@@ -80,10 +80,14 @@ def map_replicas(
     specs: dict[Role, P] = {"stacked": P(replicas), "batch": P((*replicas, *inner)), "shared": P()}
 
     def per_device(*args: PyTree) -> PyTree:
-        out = fn(*[_drop_axis(a) if r == "stacked" else a for a, r in zip(args, in_roles)])
+        out = fn(
+            *[_drop_axis(a) if r == "stacked" else a for a, r in zip(args, in_roles, strict=True)]
+        )
         if isinstance(out_roles, str):
             return _add_axis(out) if out_roles == "stacked" else out
-        return tuple(_add_axis(o) if r == "stacked" else o for o, r in zip(out, out_roles))
+        return tuple(
+            _add_axis(o) if r == "stacked" else o for o, r in zip(out, out_roles, strict=True)
+        )
 
     return jax.shard_map(
         per_device,
@@ -92,7 +96,7 @@ def map_replicas(
         out_specs=(
             specs[out_roles] if isinstance(out_roles, str) else tuple(specs[r] for r in out_roles)
         ),
-        axis_names=set((*replicas, *inner)),
+        axis_names={*replicas, *inner},
     )
 
 
@@ -149,9 +153,9 @@ def _map_virtual(
         return jax.tree.map(merge, tree)
 
     def run(*args: PyTree) -> PyTree:
-        out = mapped(*[split(a, r) for a, r in zip(args, in_roles)])
+        out = mapped(*[split(a, r) for a, r in zip(args, in_roles, strict=True)])
         if isinstance(out_roles, str):
             return join(out, out_roles)
-        return tuple(join(o, r) for o, r in zip(out, out_roles))
+        return tuple(join(o, r) for o, r in zip(out, out_roles, strict=True))
 
     return run

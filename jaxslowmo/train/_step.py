@@ -15,6 +15,7 @@ from ..algorithms import (
     AllReduceGradientsState,
     ParameterTransform,
     all_reduce_gradients,
+    increment,
     phase_name,
     run_if,
 )
@@ -90,7 +91,7 @@ class StepParts:
         if self.sync is not None:
             updates, sync_state = self.sync.update(updates, sync_state, state.params, phase=phase)
         new = TrainState(
-            step=optax.safe_increment(state.step),
+            step=increment(state.step),
             params=apply_exactly(state.params, updates),
             opt_state=(gradients_state, optimizer_state, sync_state),
             model_state=model_state,
@@ -105,7 +106,7 @@ class StepParts:
         if self.sync is None:
             due = True
         elif phase is None:
-            due = self.sync.due(optax.safe_increment(sync_state.count))
+            due = self.sync.due(increment(sync_state.count))
         else:
             due = bool(phase)
 

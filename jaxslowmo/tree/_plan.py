@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class BufferPlan:
 
     buffers: tuple[Buffer, ...]
     shapes: tuple[tuple[int, ...], ...]  # per leaf
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any  # of the planned tree
 
     def pack(self, tree: PyTree) -> list[jax.Array]:
         """One 1-D array per buffer, in the buffer's dtype."""
@@ -42,9 +43,9 @@ class BufferPlan:
             for b in self.buffers
         ]
 
-    def unpack(self, packed: Sequence[jax.Array]) -> PyTree:
+    def unpack(self, packed: Sequence[Any]) -> PyTree:
         """The tree whose leaves lie in `packed` (longer buffers: padding is dropped)."""
-        leaves: list[jax.Array | None] = [None] * len(self.shapes)
+        leaves: list[Any] = [None] * len(self.shapes)
         for buffer, flat in zip(self.buffers, packed, strict=True):
             start = 0
             for i in buffer.leaves:

@@ -73,7 +73,7 @@ def test_all_reduce_every_step_in_buckets(any_mesh):
     gradients = js.all_reduce_gradients("replica", bucket_bytes=16384, first_bucket_bytes=100)
     found = report(any_mesh, gradients=gradients)
     assert found.kinds == ("every",)
-    # Reverse leaf order: [scale, kernel] passes 100 bytes, [half], [embedding] passes 16 KiB, [bias].
+    # Last leaf first: [scale, kernel] passes 100 bytes, [half], [embedding] 16 KiB, [bias].
     assert found.bytes(axis="replica") == FLOAT32_BYTES + HALF_BYTES
     assert found.count(axis="replica", collective="all-reduce") == 4
     assert found.count(axis="replica") == 4
@@ -206,9 +206,7 @@ def test_static_phase_in_a_plain_chain(mesh_of):
             updates, state = sync.update(params, state, params, phase=phase)
             return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
 
-        return jax.shard_map(
-            per_device, mesh=mesh, in_specs=P("replica"), out_specs=P("replica")
-        )
+        return jax.shard_map(per_device, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
 
     assert js.comm_report(step(sync.phase(1)), stacked, state).rows == ()
     assert js.comm_report(step(sync.phase(2)), stacked, state).bytes(axis="replica") == 40

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracle
 import pytest
-from executions import EXECUTIONS, SCHEDULES, run
 
 import jaxslowmo as js
+import oracle
+from executions import EXECUTIONS, SCHEDULES, run
 
 pytestmark = pytest.mark.xdist_group("executions")  # cases share cached results
 
@@ -124,12 +124,16 @@ def problem(replicas: int, devices: int):
 
 @functools.cache
 def results(
-    replicas: int, devices: int, execution: str, scheduled: str, names: tuple[str, ...] | None = None
+    replicas: int,
+    devices: int,
+    execution: str,
+    scheduled: str,
+    names: tuple[str, ...] | None = None,
 ):
     params, grads = problem(replicas, devices)
     axes = {"replica": replicas} if devices == 1 else {"replica": replicas, "device": devices}
     tx = together("device" if devices > 1 else None, names)
-    copies = {name: params for name in syncs(None, names)}
+    copies = dict.fromkeys(syncs(None, names), params)
     history, state = run(
         tx,
         copies,

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from executions import EXECUTIONS, run
-from golden_fairscale import NAMES, GoldenRun
 
 import jaxslowmo as js
+from executions import EXECUTIONS, run
+from golden_fairscale import NAMES, GoldenRun
 
 FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
 FLOAT16 = {"rtol": 0, "atol": 2.5e-2}

@@ -100,7 +100,9 @@ def test_local_sgd_every_update_with_sgd_is_data_parallel(size, seed, rate):
     start = rng.normal(size=size).astype(np.float32)
     grads = rng.normal(size=(5, 4, size)).astype(np.float32)
     params = np.broadcast_to(start, (4, size))
-    history = after_updates(js.local_sgd("replica", sync_every=1), params, -np.float32(rate) * grads)
+    history = after_updates(
+        js.local_sgd("replica", sync_every=1), params, -np.float32(rate) * grads
+    )
     expected = start - rate * np.cumsum(grads.astype(np.float64).mean(1), 0)
     for replica in range(4):
         np.testing.assert_allclose(history[:, replica], expected, rtol=2e-5, atol=2e-5)

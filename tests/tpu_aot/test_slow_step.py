@@ -6,9 +6,9 @@ The rule for the buffer's shape stands in `jaxslowmo/collectives/_shard_layout.p
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_slices import report_of_sync, tpu_mesh
 
 import jaxslowmo as js
+from tpu_slices import report_of_sync, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 
