@@ -38,7 +38,8 @@ def init_mlp(width: int) -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), 5)
     sizes = [(64, width), (width, width), (width, width), (width, width), (width, 16)]
     return {
-        f"w{i}": jax.random.normal(k, s) / s[0] ** 0.5 for i, (k, s) in enumerate(zip(keys, sizes))
+        f"w{i}": jax.random.normal(key, size) / size[0] ** 0.5
+        for i, (key, size) in enumerate(zip(keys, sizes, strict=True))
     }
 
 
@@ -122,9 +123,8 @@ def main() -> None:
         "rows": rows,
     }
     for row in rows:
-        print(
-            f"{row['step']:40} {row['milliseconds']:9.2f} ms  x{row['ratio']:<6} {', '.join(row['collectives'])}"
-        )
+        sends = ", ".join(row["collectives"]) or "nothing"
+        print(f"{row['step']:40} {row['milliseconds']:9.2f} ms  x{row['ratio']:<6} {sends}")
     if ARGS.out:
         ARGS.out.parent.mkdir(parents=True, exist_ok=True)
         ARGS.out.write_text(json.dumps(result, indent=1) + "\n")

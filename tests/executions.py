@@ -84,7 +84,9 @@ def run(
     """Parameters after every step, and the last state. `sync` given: scheduled on the host."""
     sizes = tuple(axes.values())
     mesh = js.make_mesh(axes)
-    with warnings.catch_warnings():  # an axis of size 1 warns once; tests of warnings do not run here
+    with (
+        warnings.catch_warnings()
+    ):  # an axis of size 1 warns once; tests of warnings do not run here
         warnings.filterwarnings("ignore", message=".*has size 1")
         if execution in ("vmap", "pmap"):
             state = lift(tx.init, axes, execution, (False,))(params)

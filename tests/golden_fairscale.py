@@ -74,9 +74,7 @@ class GoldenRun:
         """The parameter transform that FairScale's arguments describe."""
         args = self.config["constructor_args"]
         local = "device" if self.devices_per_replica > 1 else None
-        base = js.local_sgd(
-            "replica", sync_every=args["localsgd_frequency"], local_axis_name=local
-        )
+        base = js.local_sgd("replica", sync_every=args["localsgd_frequency"], local_axis_name=local)
         if not self.config["effective"]["slowmo"]:
             return base
         rates = np.asarray(self.config["lr_per_step"], np.float32)

@@ -80,14 +80,10 @@ def map_replicas(
     specs: dict[Role, P] = {"stacked": P(replicas), "batch": P((*replicas, *inner)), "shared": P()}
 
     def per_device(*args: PyTree) -> PyTree:
-        out = fn(
-            *[_drop_axis(a) if r == "stacked" else a for a, r in zip(args, in_roles, strict=True)]
-        )
+        out = fn(*map(_drop_axis, args, in_roles))
         if isinstance(out_roles, str):
-            return _add_axis(out) if out_roles == "stacked" else out
-        return tuple(
-            _add_axis(o) if r == "stacked" else o for o, r in zip(out, out_roles, strict=True)
-        )
+            return _add_axis(out, out_roles)
+        return tuple(map(_add_axis, out, out_roles))
 
     return jax.shard_map(
         per_device,
@@ -100,11 +96,16 @@ def map_replicas(
     )
 
 
-def _drop_axis(tree: PyTree) -> PyTree:
+def _drop_axis(tree: PyTree, role: Role) -> PyTree:
+    """A device's block of a stacked tree without its leading axis of size 1."""
+    if role != "stacked":
+        return tree
     return jax.tree.map(lambda x: x.reshape(x.shape[1:]), tree)
 
 
-def _add_axis(tree: PyTree) -> PyTree:
+def _add_axis(tree: PyTree, role: Role) -> PyTree:
+    if role != "stacked":
+        return tree
     return jax.tree.map(lambda x: x.reshape(1, *x.shape), tree)
 
 
@@ -131,16 +132,13 @@ def _map_virtual(
     num_replica_axes = len(replicas)
 
     def split(tree: PyTree, role: Role) -> PyTree:
-        lead = {"stacked": sizes[:num_replica_axes], "batch": sizes, "shared": []}[role]
         if role == "shared":
             return tree
-        keep_rest = role == "batch"
-
-        def reshape(x: jax.Array) -> jax.Array:
-            rest = (-1, *x.shape[1:]) if keep_rest else x.shape[1:]
-            return x.reshape(*lead, *rest)
-
-        return jax.tree.map(reshape, tree)
+        if role == "stacked":
+            lead = tuple(sizes[:num_replica_axes])
+        else:
+            lead = (*sizes, -1)
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), tree)
 
     def join(tree: PyTree, role: Role) -> PyTree:
         # Results are equal over inner axes, and over all axes where shared: keep the first.
@@ -153,9 +151,9 @@ def _map_virtual(
         return jax.tree.map(merge, tree)
 
     def run(*args: PyTree) -> PyTree:
-        out = mapped(*[split(a, r) for a, r in zip(args, in_roles, strict=True)])
+        out = mapped(*map(split, args, in_roles))
         if isinstance(out_roles, str):
             return join(out, out_roles)
-        return tuple(join(o, r) for o, r in zip(out, out_roles, strict=True))
+        return tuple(map(join, out, out_roles))
 
     return run
