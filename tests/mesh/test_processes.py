@@ -1,0 +1,102 @@
+"""Several processes: trees that differ are named on all of them, and equal ones train."""
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from jaxslowmo.mesh._verify import describe, differences
+
+SECONDS = 60
+
+
+def test_a_tree_is_described_by_name_dtype_and_shape():
+    tree = {"b": np.ones((2, 3), np.float32), "a": {"n": np.ones((), np.int32)}}
+    assert describe(tree) == ["a/n: int32[]", "b: float32[2, 3]"]
+
+
+def test_equal_trees_do_not_differ():
+    assert differences([["a: float32[2]", "b: int32[]"]] * 3) == []
+
+
+def test_every_difference_is_listed_with_its_process():
+    reference = ["a: float32[2]", "b: float32[3]"]
+    found = differences([reference, reference, ["a: float32[2]", "b: float16[3]", "c: int32[]"]])
+    assert found == [
+        "process 2 has b: float16[3]",
+        "process 2 has c: int32[]",
+        "process 2 lacks b: float32[3]",
+    ]
+
+
+def test_another_order_is_a_difference():
+    lines = ["a: float32[2]", "b: float32[2]"]
+    assert differences([lines, lines[::-1]]) == ["process 1 has the same leaves in another order"]
+
+
+def two_processes(entry: str, kind: str) -> list[str]:
+    """What both print; each must end by itself within `SECONDS`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("process.py")
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(port), str(rank), entry, kind],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, err[-2000:]
+            outputs.append(out)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return outputs
+
+
+@pytest.mark.parametrize("entry", ["init", "train"])
+def test_trees_that_differ_are_listed_on_both(entry):
+    stack = "2, " if entry == "init" else ""
+    for out in two_processes(entry, "differ"):
+        assert "VALUE_ERROR" in out
+        assert "differ between processes" in out
+        for line in (
+            f"process 1 has b: float32[{stack}4]",
+            f"process 1 has c: float32[{stack}2]",
+            f"process 1 lacks b: float32[{stack}2]",
+        ):
+            assert line in out
+
+
+def test_equal_trees_train_as_in_one_process():
+    step = js.make_train_step(
+        lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum(),
+        optax.sgd(0.1),
+        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = step.init({"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)})
+    rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    for _ in range(4):
+        state, _ = step(state, rows)
+    for out in two_processes("train", "equal"):
+        line = next(x for x in out.splitlines() if x.startswith("PARAMS"))
+        found = ast.literal_eval(line.removeprefix("PARAMS "))
+        np.testing.assert_allclose(found, np.asarray(state.params["w"])[0], rtol=1e-6)

@@ -1,0 +1,415 @@
+"""The training step against loops written by hand with optax."""
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.train import _step
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "b": RNG.normal(size=3).astype(np.float32),
+    "w": RNG.normal(size=(8, 3)).astype(np.float32),
+}
+BATCHES = RNG.normal(size=(6, 32, 8)).astype(np.float32)
+RATE = optax.linear_schedule(0.2, 0.0, 5)
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def explicit_mesh(axes):
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
+    shaped = devices.reshape(tuple(axes.values()))
+    return Mesh(shaped, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+
+
+KINDS = {"auto": js.make_mesh, "explicit": explicit_mesh, "virtual": js.virtual_mesh}
+
+
+def slow_over_local(**options):
+    base = js.local_sgd("replica", sync_every=2, **options)
+    return js.slowmo("replica", base=base, sync_every=4, learning_rate=RATE, **options)
+
+
+def by_hand(steps=4):
+    """One replica on the whole batch."""
+    tx = optax.sgd(RATE, momentum=0.9)
+    params, state = PARAMS, tx.init(PARAMS)
+    for batch in BATCHES[:steps]:
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def local_sgd_by_hand(replicas, steps=4):
+    """Each replica alone on its part, averaged after every second step."""
+    grad = jax.jit(jax.grad(loss))
+    params = [PARAMS] * replicas
+    for t, batch in enumerate(BATCHES[:steps], start=1):
+        parts = np.split(batch, replicas)
+        rate = np.float32(RATE(t - 1))
+        params = [
+            jax.tree.map(lambda p, g, rate=rate: np.asarray(p - rate * g), p, grad(p, part))
+            for p, part in zip(params, parts, strict=True)
+        ]
+        if t % 2 == 0:
+            mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *params)
+            params = [mean] * replicas
+    return jax.tree.map(lambda *x: np.stack(x), *params)
+
+
+def train(step, state, batches=BATCHES[:4]):
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def assert_close(found, expected, atol=2e-6):
+    for key in expected:
+        np.testing.assert_allclose(
+            found[key], np.broadcast_to(expected[key], found[key].shape), atol=atol, err_msg=key
+        )
+
+
+ONE, TWO = {"replica": 4}, {"replica": 2, "device": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "accumulate"),
+    [
+        ("auto", ONE, 1),
+        ("auto", TWO, 2),
+        ("explicit", ONE, 2),
+        ("explicit", TWO, 1),
+        ("virtual", ONE, 2),
+        ("virtual", TWO, 1),
+    ],
+)
+def test_all_reduce_equals_one_big_batch(kind, axes, accumulate):
+    step = js.make_train_step(
+        loss,
+        optax.sgd(RATE, momentum=0.9),
+        gradients=js.all_reduce_gradients(tuple(axes) if len(axes) > 1 else "replica"),
+        mesh=KINDS[kind](axes),
+        accumulate=accumulate,
+    )
+    state, metrics = train(step, step.init(PARAMS))
+    assert_close(state.params, by_hand())
+    assert metrics["loss"].shape == (axes["replica"],)
+    assert np.array_equal(state.step, [4] * axes["replica"])
+    mean = float(loss(by_hand(3), BATCHES[3]))
+    np.testing.assert_allclose(np.mean(metrics["loss"]), mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "mode"),
+    [
+        ("auto", None, "traced"),
+        ("auto", 1, "traced"),
+        ("auto", 2, "host"),
+        ("virtual", 1, "traced"),
+        ("virtual", 2, "traced"),
+    ],
+)
+def test_local_sgd_equals_a_loop_by_hand(kind, mode, devices):
+    axes = {"replica": 2} if devices is None else {"replica": 2, "device": devices}
+    local = None if devices is None else "device"
+    step = js.make_train_step(
+        loss,
+        optax.sgd(RATE),
+        sync=js.local_sgd("replica", sync_every=2, local_axis_name=local),
+        mesh=KINDS[kind](axes),
+        mode=mode,
+        accumulate=2,
+    )
+    state, _ = train(step, step.init(PARAMS), BATCHES[:3])
+    assert_close(state.params, local_sgd_by_hand(2, steps=3))
+
+
+def test_a_leaf_without_elements_beside_an_inner_axis():
+    step = js.make_train_step(
+        lambda p, b: loss({"w": p["w"], "b": p["b"]}, b),
+        optax.sgd(RATE),
+        sync=js.local_sgd("replica", sync_every=2),
+        mesh=js.make_mesh({"replica": 2, "device": 2}),
+    )
+    params = {**PARAMS, "none": np.ones((0, 3), np.float16)}
+    state, _ = train(step, step.init(params), BATCHES[:1])
+    assert state.params["none"].shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+def test_random_keys_differ_everywhere(kind):
+    def noisy(params, batch, *, rng):
+        u = jax.random.uniform(rng)
+        return params["x"] * batch.mean(), {"u": u, "square": u**2}
+
+    def numbers(accumulate, axes):
+        step = js.make_train_step(
+            noisy,
+            optax.sgd(0.1),
+            sync=js.local_sgd("replica", sync_every=2),
+            mesh=KINDS[kind](axes),
+            accumulate=accumulate,
+        )
+        state = step.init({"x": np.float32(1)}, seed=3)
+        out = []
+        for batch in BATCHES[:2]:
+            state, metrics = step(state, batch)
+            out.append((np.asarray(metrics["u"]), np.asarray(metrics["square"])))
+        return out
+
+    (first, _), (second, _) = numbers(1, {"replica": 4})
+    assert len({*first.tolist(), *second.tolist()}) == 8
+    # A mean of squares above the squared mean: what it averages over drew different numbers.
+    for accumulate, axes in ((1, {"replica": 2, "device": 2}), (2, {"replica": 2})):
+        for u, square in numbers(accumulate, axes):
+            assert np.all(square - u**2 > 1e-4)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+def test_donation(kind, donate):
+    source = jax.tree.map(jnp.array, PARAMS)
+    step = js.make_train_step(
+        loss,
+        optax.adam(0.1),
+        sync=slow_over_local(),
+        mesh=KINDS[kind]({"replica": 4}),
+        donate=donate,
+    )
+    first = step.init(source)
+    second, _ = step(first, BATCHES[0])
+    assert {x.is_deleted() for x in jax.tree.leaves((first.params, first.opt_state))} == {donate}
+    assert not any(x.is_deleted() for x in jax.tree.leaves((source, second)))
+
+
+FSDP = {"b": P(), "w": P("fsdp")}
+
+
+@pytest.mark.parametrize("keys", ["w", "wb"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
+        lambda s: slow_over_local(param_specs=s),
+        lambda s: js.diloco("replica", sync_every=2, shard_state=False, param_specs=s),
+    ],
+    ids=["local_sgd", "slowmo", "diloco whole"],
+)
+def test_parameters_sharded_inside_a_replica(make, keys):
+    """Equal to the unsharded run, and sharded in the end; alone and beside a whole leaf."""
+    specs = {k: FSDP[k] for k in keys}
+    params = {k: PARAMS[k] for k in keys}
+
+    def some(p, batch):
+        return loss({"b": PARAMS["b"], **p}, batch)
+
+    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+    plain = js.make_train_step(
+        some, optax.sgd(RATE), sync=make(None), mesh=js.virtual_mesh({"replica": 2})
+    )
+    sharded = js.make_train_step(some, optax.sgd(RATE), sync=make(specs), mesh=mesh)
+    expected, _ = train(plain, plain.init(params))
+    state, _ = train(sharded, sharded.init(placed))
+    assert_close(state.params, expected.params)
+    for key, spec in specs.items():
+        wanted = NamedSharding(mesh, P("replica", *spec))
+        assert state.params[key].sharding.is_equivalent_to(wanted, state.params[key].ndim)
+
+
+def test_anchor_of_parameters_sharded_inside_a_replica_is_read():
+    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
+    placed = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("fsdp")))}
+    stacked = js.replicate(placed, mesh=mesh, axis_name="replica")
+    tx = js.diloco("replica", param_specs={"w": P("fsdp")})
+    state = js.init(tx, stacked, mesh=mesh, axis_name="replica")
+    # Refusing is fine, another order of elements is not.
+    try:
+        anchor = js.read_anchor(state, stacked)
+    except ValueError:
+        return
+    assert np.array_equal(anchor["w"], PARAMS["w"])
+
+
+class CountingNumpy:
+    """NumPy, with reads of arrays counted."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def asarray(self, *args, **kwargs):
+        self.reads += 1
+        return np.asarray(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_the_counter_is_read_once(mode, monkeypatch):
+    counting = CountingNumpy()
+    monkeypatch.setattr(_step, "np", counting)
+    step = js.make_train_step(
+        loss,
+        optax.sgd(RATE),
+        sync=js.local_sgd("replica"),
+        mesh=js.virtual_mesh({"replica": 2}),
+        mode=mode,
+    )
+    for _ in js.train_loop(step, step.init(PARAMS), BATCHES):
+        pass
+    assert counting.reads == 1
+
+
+@pytest.mark.parametrize(("mode", "numpy"), [("host", False), ("host", True), ("traced", False)])
+def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
+    def make():
+        return js.make_train_step(
+            loss,
+            optax.sgd(RATE, momentum=0.9),
+            sync=slow_over_local(),
+            mesh=js.virtual_mesh({"replica": 2}),
+            mode=mode,
+        )
+
+    def saved(state):
+        copy = jax.tree.map(np.array, state._replace(rng=()))
+        copy = copy if numpy else jax.tree.map(jnp.asarray, copy)
+        return copy._replace(rng=jax.random.wrap_key_data(np.array(jax.random.key_data(state.rng))))
+
+    whole, other = make(), make()
+    state, saves, phases = whole.init(PARAMS), [], []
+    for batch in BATCHES:
+        saves.append(saved(state))
+        phases.append(whole.next_phase(state))
+        state, _ = whole(state, batch)
+    assert phases == [(), ("average",), (), ("slow",), (), ("average",)]
+    for t in (5, 3, 2):
+        assert other.next_phase(saves[t]) == phases[t]
+        resumed, _ = train(other, saves[t], BATCHES[t:])
+        for a, b in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(resumed.params), strict=True
+        ):
+            assert np.array_equal(a, b)
+        assert np.array_equal(resumed.step, state.step)
+
+
+class Compilations:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, event, duration, **kwargs):
+        self.count += event.endswith("backend_compile_duration")
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [("auto", "host"), ("explicit", "traced"), ("virtual", "traced"), ("fsdp", "traced")],
+)
+def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compilations):
+    params = {"w": PARAMS["w"]}
+    options = {}
+    if case == "fsdp":
+        mesh = js.make_mesh({"replica": 2, "fsdp": 4})
+        params = {"w": jax.device_put(params["w"], NamedSharding(mesh, P("fsdp")))}
+        options = {"param_specs": {"w": P("fsdp")}}
+    else:
+        mesh = KINDS[case]({"replica": 4})
+    step = js.make_train_step(
+        lambda p, b: loss({**p, "b": 0.0}, b),
+        optax.adam(0.1),
+        sync=slow_over_local(**options),
+        mesh=mesh,
+        mode=mode,
+    )
+    state = step.init(params)
+    seen, compiled = set(), []
+    for batch in (*BATCHES, *BATCHES):
+        phase = step.next_phase(state)
+        before = compilations.count
+        state, _ = step(state, batch)
+        if phase in seen or (seen and mode == "traced"):
+            compiled.append(compilations.count - before)
+        else:
+            assert compilations.count > before
+        seen.add(phase)
+    assert sum(compiled) == 0
+    assert len(step._programs) == (3 if mode == "host" else 1)
+
+
+def test_batches_that_do_not_split():
+    step = js.make_train_step(
+        loss, optax.sgd(0.1), mesh=js.make_mesh({"replica": 2, "device": 2}), accumulate=3
+    )
+    state = step.init(PARAMS)
+    for batch, shape in (
+        ({"x": np.ones((6, 8), np.float32)}, r"\(6, 8\)"),
+        ({"x": np.ones((0, 8), np.float32)}, r"\(0, 8\)"),
+        ({"x": np.ones((), np.float32)}, r"\(\)"),
+    ):
+        message = rf"batch leaf x has shape {shape}; .*multiple of 4, .*\('replica', 'device'\)"
+        with pytest.raises(ValueError, match=message):
+            step(state, batch)
+    with pytest.raises(ValueError, match=r"`accumulate`=3 must divide .* got 2 examples"):
+        step(state, np.ones((8, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "eager"}, r'`mode` must be "traced" or "host", got \'eager\''),
+        ({"model_state": "mean"}, r"`model_state` must be .* got 'mean'"),
+        ({"accumulate": 0}, r"`accumulate` counts microbatches and must be >= 1, got 0"),
+        ({"accumulate": 1.5}, r"`accumulate` .* got 1\.5"),
+        ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got \w+"),
+        ({"loss_fn": 3}, r"`loss_fn` must be callable, got int"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    given = {"loss_fn": loss, "mesh": js.virtual_mesh({"replica": 2}), **arguments}
+    with pytest.raises(ValueError, match=message):
+        js.make_train_step(given.pop("loss_fn"), optax.sgd(0.1), **given)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda p, b: p["b"], r"scalar loss, .* got a loss of shape \(3,\)"),
+        (lambda p, b: (loss(p, b), [1.0]), r"got a loss of shape \(\) and list as metrics"),
+        (lambda p, b: (loss(p, b), {}, {}), r"must return a scalar loss"),
+    ],
+)
+def test_bad_results_of_the_loss(bad, message):
+    step = js.make_train_step(bad, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 2}))
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCHES[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_left_apart_on_the_devices_of_a_replica(kind):
+    step = js.make_train_step(
+        loss,
+        optax.sgd(0.1),
+        gradients=js.all_reduce_gradients("replica"),
+        mesh=KINDS[kind]({"replica": 2, "device": 2}),
+    )
+    message = r"`gradients` must average over the inner axes \('device',\).*: b, w"
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCHES[0])
