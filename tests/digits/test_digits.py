@@ -39,7 +39,6 @@ def test_shares_are_disjoint_and_nothing_is_lost(digits):
     [
         ("all_reduce", "sync_mean", "devices"),
         ("local_sgd", "local", "devices"),
-        ("slowmo", "sync_mean", "virtual"),
         ("diloco", "broadcast", "virtual"),
     ],
 )
@@ -49,9 +48,9 @@ def test_the_consensus_reads_digits(digits, algorithm, model_state, on):
     assert accuracy > 0.95
 
 
-def test_the_script_prints_the_accuracy():
+def test_the_script_trains_slowmo_and_prints_its_accuracy():
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--algorithm", "slowmo", "--steps", "60"],
+        [sys.executable, str(SCRIPT), "--algorithm", "slowmo"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -60,4 +59,4 @@ def test_the_script_prints_the_accuracy():
     assert run.returncode == 0, run.stderr
     name, percent = run.stdout.split("%")[0].split(": ")
     assert name == "slowmo"
-    assert float(percent) > 80
+    assert float(percent) > 95

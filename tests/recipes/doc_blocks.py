@@ -1,0 +1,55 @@
+"""The Python of a documentation page, section by section, as a reader would run it."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SETTING = "Setting"
+# The loops that recipes for optax give a transform to.
+LOOP = "A loop of your own: shard_map"
+MAPPED = "pmap and vmap"
+
+
+def sections(page: str) -> dict[str, list[str]]:
+    """Code blocks by heading; those before the first heading are under ""."""
+    _, *rest = re.split(r"^## (.*)$", "## \n" + _read(page), flags=re.MULTILINE)
+    return {
+        title.strip(): _BLOCK.findall(text)
+        for title, text in zip(rest[::2], rest[1::2], strict=True)
+    }
+
+
+def num_blocks(page: str) -> int:
+    """Python blocks on the page, however they are indented."""
+    return len(re.findall(r"^\s*```python", _read(page), flags=re.MULTILINE))
+
+
+def fresh(page: str, *titles: str) -> dict[str, Any]:
+    """Names that the blocks of these sections leave, run one after the other."""
+    names: dict[str, Any] = {"__name__": page}
+    for title in titles:
+        _execute(page, title, names)
+    return names
+
+
+@functools.cache
+def run(page: str, *titles: str) -> dict[str, Any]:
+    """The same, run once for all tests of a process: do not change what the names stand for."""
+    *before, last = titles
+    names = dict(run(page, *before)) if before else {"__name__": page}
+    _execute(page, last, names)
+    return names
+
+
+def _execute(page: str, title: str, names: dict[str, Any]) -> None:
+    blocks = sections(page)[title]
+    assert blocks, f"{page} has no code under {title!r}"
+    for i, block in enumerate(blocks):
+        exec(compile(block, f"{page}: {title or 'start'} [{i}]", "exec"), names)
+
+
+def _read(page: str) -> str:
+    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
