@@ -52,6 +52,7 @@ try:
         print("PARAMS", np.asarray(one["w"].addressable_data(0)).tolist(), flush=True)
 except ValueError as error:
     print("VALUE_ERROR", error, flush=True)
-# Not the orderly shutdown, which waits for the other process.
-sys.stdout.flush()
+print("DONE", flush=True)
+# Whoever leaves first makes the other fail, so both wait until the test has seen both.
+sys.stdin.read()
 os._exit(0)

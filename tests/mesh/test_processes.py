@@ -1,10 +1,12 @@
 """Several processes: trees that differ are named on all of them, and equal ones train."""
 
 import ast
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -41,40 +43,46 @@ def test_another_order_is_a_difference():
     assert differences([lines, lines[::-1]]) == ["process 1 has the same leaves in another order"]
 
 
-def two_processes(entry: str, kind: str) -> list[str]:
-    """What both print; each must end by itself within `SECONDS`."""
+def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
+    """What both print; both must finish within `SECONDS`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("process.py")
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(port), str(rank), entry, kind],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in range(2)
-    ]
-    outputs = []
+    outputs = [folder / f"out{rank}" for rank in range(2)]
+    errors = [folder / f"err{rank}" for rank in range(2)]
+    with contextlib.ExitStack() as files:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(port), str(rank), entry, kind],
+                stdin=subprocess.PIPE,
+                stdout=files.enter_context(outputs[rank].open("w")),
+                stderr=files.enter_context(errors[rank].open("w")),
+                env=env,
+            )
+            for rank in range(2)
+        ]
     try:
-        for process in processes:
-            out, err = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, err[-2000:]
-            outputs.append(out)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and not all(
+            process.poll() is not None or "DONE" in out.read_text()
+            for process, out in zip(processes, outputs, strict=True)
+        ):
+            time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    return outputs
+            process.communicate()
+    for out, err in zip(outputs, errors, strict=True):
+        assert "DONE" in out.read_text(), f"{out.read_text()}\n{err.read_text()[-2000:]}"
+    return [out.read_text() for out in outputs]
 
 
 @pytest.mark.parametrize("entry", ["init", "train"])
-def test_trees_that_differ_are_listed_on_both(entry):
+def test_trees_that_differ_are_listed_on_both(entry, tmp_path):
     stack = "2, " if entry == "init" else ""
-    for out in two_processes(entry, "differ"):
+    for out in two_processes(tmp_path, entry, "differ"):
         assert "VALUE_ERROR" in out
         assert "differ between processes" in out
         for line in (
@@ -85,7 +93,7 @@ def test_trees_that_differ_are_listed_on_both(entry):
             assert line in out
 
 
-def test_equal_trees_train_as_in_one_process():
+def test_equal_trees_train_as_in_one_process(tmp_path):
     step = js.make_train_step(
         lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum(),
         optax.sgd(0.1),
@@ -96,7 +104,7 @@ def test_equal_trees_train_as_in_one_process():
     rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     for _ in range(4):
         state, _ = step(state, rows)
-    for out in two_processes("train", "equal"):
+    for out in two_processes(tmp_path, "train", "equal"):
         line = next(x for x in out.splitlines() if x.startswith("PARAMS"))
         found = ast.literal_eval(line.removeprefix("PARAMS "))
         np.testing.assert_allclose(found, np.asarray(state.params["w"])[0], rtol=1e-6)
