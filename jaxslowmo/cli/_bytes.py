@@ -40,7 +40,7 @@ class ByteLedger:
         report = js.comm_report_of(lowered, mesh=mesh, compile=False)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
         if "replica" not in report.axes:  # one replica: nobody to talk to
-            return cls({kind: 0 for kind in report.kinds})
+            return cls(dict.fromkeys(report.kinds, 0))
         return cls(
             {kind: inner * report.wire_bytes(axis="replica", kind=kind) for kind in report.kinds}
         )

@@ -84,7 +84,8 @@ def _ask_for_cpu_devices(count: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     new = [flag for flag in _PATIENCE if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
-    if "xla_force_host_platform_device_count" in flags or jax.config.jax_num_cpu_devices > 0:
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
+    if chosen or "xla_force_host_platform_device_count" in flags:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)

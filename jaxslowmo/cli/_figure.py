@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from ._units import format_bytes
@@ -41,9 +42,9 @@ def draw_comparison(
         would: whether the bytes are only what the runs would send.
     """
     # Without pyplot: no global state and no display, whatever the user's backend is.
-    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.87), wspace=0.06)
+    figure = Figure(figsize=(11, 5), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(rect=(0.005, 0.01, 0.99, 0.87), wspace=0.06)  # pyright: ignore[reportOptionalMemberAccess]
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
     losses: list[float] = []
     most_steps = 0
@@ -68,7 +69,8 @@ def draw_comparison(
     _limit(by_steps, losses)
     for axes in (by_steps, by_bytes):
         _clean(axes)
-    by_steps.legend(frameon=False, labelcolor=_INK, loc="upper right")
+    if losses:
+        by_steps.legend(frameon=False, labelcolor=_INK, loc="upper right")
     figure.text(0.012, 0.945, title, size=14, weight="bold", color="#111111")
     figure.text(0.012, 0.9, subtitle, size=9.5, color="#666666")
     figure.savefig(path)

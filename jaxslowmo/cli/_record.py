@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import optax
 
 import jaxslowmo as js
@@ -81,7 +82,7 @@ class Recorder:
         record = {
             "step": result.step,
             "loss": js.host_mean(result.metrics)["loss"],  # waits for the step
-            "learning_rate": float(self._schedule(result.step - 1)),
+            "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
         }

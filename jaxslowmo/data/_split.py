@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import itertools
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def _cut(
     ends = [(size - held_out) * i // num_replicas for i in range(num_replicas + 1)] + [size]
     parts = [
         Document(f"{document.name}[{start}:{end}]", document.text[start:end])
-        for start, end in zip(ends[:-1], ends[1:], strict=True)
+        for start, end in itertools.pairwise(ends)
     ]
     return [[part] for part in parts[:-1]], [parts[-1]]
 

@@ -27,6 +27,20 @@ def batch_of(rows: int, config: GPTConfig = TINY, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
 
 
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """Parameters and a batch of every replica, and the gradients under vmap."""
+    params = [init_gpt(TINY, seed) for seed in range(REPLICAS)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    batch = batch_of(2 * REPLICAS)
+    with jax.numpy_dtype_promotion("strict"):
+        mapped = jax.jit(jax.vmap(jax.grad(gpt_loss_fn(TINY))))
+        return stacked, batch, mapped(stacked, batch.reshape(REPLICAS, 2, -1))
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [("demo", 470_528), ("1m", 1_073_536), ("10m", 10_942_464), ("124m", 121_675_008)],
@@ -45,10 +59,10 @@ def test_parameters_and_loss_are_float32_whatever_the_compute_dtype(dtype):
     config = dataclasses.replace(TINY, dtype=dtype)
     params = init_gpt(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    loss, grads = jax.value_and_grad(gpt_loss_fn(config))(params, batch_of(2))
-    assert loss.dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    assert float(loss) == pytest.approx(math.log(256), abs=0.1)
+    loss_fn = gpt_loss_fn(config)
+    loss, grads = jax.eval_shape(jax.value_and_grad(loss_fn), params, batch_of(2))
+    assert {leaf.dtype for leaf in jax.tree.leaves((loss, grads))} == {jnp.dtype("float32")}
+    assert float(jax.jit(loss_fn)(params, batch_of(2))) == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_initial_parameters_depend_on_the_seed_alone():
@@ -89,28 +103,23 @@ def test_gradient_descent_learns_a_batch():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_vmap_and_shard_map_agree(mesh_of, check_vma, strict_promotion):
-    replicas, local = 4, 2
-    gradient = jax.grad(gpt_loss_fn(TINY))
-    params = [init_gpt(TINY, seed) for seed in range(replicas)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    batch = batch_of(replicas * local)
+def test_shard_map_computes_each_replica_s_gradients(mesh_of, gradients, check_vma):
+    stacked, batch, expected = gradients
 
     def on_one(params, batch):
-        grads = gradient(jax.tree.map(lambda x: x[0], params), batch)
+        grads = jax.grad(gpt_loss_fn(TINY))(jax.tree.map(lambda x: x[0], params), batch)
         return jax.tree.map(lambda x: x[None], grads)
 
-    sharded = jax.jit(
+    found = jax.jit(
         jax.shard_map(
             on_one,
-            mesh=mesh_of({"replica": replicas}),
+            mesh=mesh_of({"replica": REPLICAS}),
             in_specs=(P("replica"), P("replica")),
             out_specs=P("replica"),
             check_vma=check_vma,
         )
     )(stacked, batch)
-    mapped = jax.jit(jax.vmap(gradient))(stacked, batch.reshape(replicas, local, -1))
-    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(mapped), strict=True):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 

@@ -1,0 +1,69 @@
+"""Configurations, what is built from them, and numbers as text."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxslowmo.cli._algorithms import build_algorithm, learning_rate_schedule
+from jaxslowmo.cli._bytes import ByteLedger
+from jaxslowmo.cli._config import (
+    ALGORITHMS,
+    PRESET_DEFAULTS,
+    OptimizerConfig,
+    flat_fields,
+    train_config,
+)
+from jaxslowmo.cli._units import format_bytes, format_count, format_loss
+from jaxslowmo.models import GPT_PRESETS
+
+
+def test_every_preset_has_defaults_that_are_valid():
+    assert set(PRESET_DEFAULTS) == set(GPT_PRESETS)
+    for preset in PRESET_DEFAULTS:
+        assert train_config({"preset": preset}).preset == preset
+    named = {name for values in PRESET_DEFAULTS.values() for name in values}
+    assert named <= set(flat_fields())
+
+
+def test_what_is_given_goes_before_the_preset_and_that_before_the_defaults():
+    config = train_config({"preset": "demo", "steps": 77, "batch": None})
+    assert config.steps == 77
+    assert config.batch == PRESET_DEFAULTS["demo"]["batch"]
+    assert config.replicas == flat_fields()["replicas"][1].default
+    assert config.optimizer.warmup == 7  # a tenth, since the preset's is for its own steps
+    assert train_config({"steps": 1}).optimizer.warmup == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("constant", 1.0)])
+def test_schedules_warm_up_from_zero(kind, end):
+    config = OptimizerConfig(learning_rate=2.0, warmup=4, schedule=kind)
+    schedule = learning_rate_schedule(config, 20)
+    np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 1, 2, 2 * end])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_exchange_gradients_or_parameters(algorithm):
+    built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
+    assert (built.gradients is None) != (built.sync is None)
+    if built.sync is not None:
+        due = {48: ("average",) if algorithm == "local_sgd" else ("slow",), 47: ()}
+        assert {t: built.sync.phase(t) for t in due} == due
+
+
+def test_bytes_of_events_that_no_kind_holds_together_add_up():
+    ledger = ByteLedger({"local": 1, "average": 11, "slow": 101})
+    assert [ledger.add(p) for p in ((), ("average",), ("average", "slow"))] == [1, 12, 123]
+    assert ByteLedger({"every": 5}).add(()) == 5
+    joined = ByteLedger({"local": 0, "average": 10, "slow": 100, "average+slow": 105})
+    assert joined.add(("slow", "average")) == 105
+
+
+def test_numbers_have_three_digits():
+    assert [format_bytes(n) for n in (0, 999, 1000, 56_463_360, 999_700_000)] == [
+        "0 B", "999 B", "1.00 kB", "56.5 MB", "1.00 GB",
+    ]  # fmt: skip
+    assert [format_count(n) for n in (12, 470_528, 1_073_536)] == ["12", "471k", "1.07M"]
+    assert [format_loss(x) for x in (2.4164, None, float("nan"))] == ["2.416", "-", "-"]
