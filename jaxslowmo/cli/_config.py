@@ -8,6 +8,7 @@ OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
 MODES = ("traced", "host")
+DTYPES = ("float32", "bfloat16")
 
 
 def _field(
@@ -112,7 +113,7 @@ class TrainConfig(_Checked):
         "float32",
         "Dtype of activations and products; parameters are float32.",
         panel="Model",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     steps: int = _field(300, "Optimizer steps.", panel="Training", least=1)
     batch: int = _field(8, "Windows per replica and step.", panel="Training", least=1)
