@@ -8,10 +8,11 @@ from ._blocks import replica_mean as replica_mean
 from ._diloco import diloco as diloco
 from ._grad_sync import AllReduceGradientsState as AllReduceGradientsState
 from ._grad_sync import all_reduce_gradients as all_reduce_gradients
+from ._grad_sync import mean_gradients as mean_gradients
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import local_sgd as local_sgd
 from ._outer import OuterState as OuterState
-from ._outer import read_anchor as read_anchor
+from ._read_anchor import read_anchor as read_anchor
 from ._schedule import Every as Every
 from ._schedule import as_schedule as as_schedule
 from ._schedule import every as every

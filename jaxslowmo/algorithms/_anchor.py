@@ -11,29 +11,38 @@ from typing import Any
 import jax
 
 from .._typing import AxisName, PyTree
-from ..collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
+from ..collectives import (
+    ShardLayout,
+    all_gather_shards,
+    mean_to_shards,
+    own_shard,
+    shard_layout,
+)
 from ..mesh import axis_size
-from ..tree import BufferPlan, exchange_dtype, plan_buffers
-from ._blocks import bucket_limits, on_local_blocks, replica_mean
+from ..tree import BufferPlan, at_least_float32, plan_buffers
+from ._blocks import block_groups, bucket_limits, replica_mean
 
 
 def _wide(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.astype(exchange_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), tree)
 
 
 @dataclass(frozen=True)
 class AnchorLayout:
-    """Three functions on per-replica trees.
+    """Functions on per-replica trees.
 
     Attributes:
       store: `store(params) -> anchor`: the anchor of given parameters; no communication.
       average: `average(y) -> avg`: mean of `y` over replicas, in the anchor's form.
       restore: `restore(anchor, params) -> tree`: float32 values in the shape of the parameters.
+      pin: `pin(state, params) -> state`: lays arrays of the anchor's form in `state` out as the
+        anchor is; no communication.
     """
 
     store: Callable[[PyTree], Any]
     average: Callable[[PyTree], Any]
     restore: Callable[[Any, PyTree], PyTree]
+    pin: Callable[[PyTree, PyTree], PyTree] = lambda state, params: state
 
 
 def own_anchor() -> AnchorLayout:
@@ -56,11 +65,7 @@ def whole_anchor(
     """
 
     def average(y: PyTree) -> PyTree:
-        return on_local_blocks(
-            lambda tree: replica_mean(tree, axis_name, local_axis_name, bucket_bytes),
-            param_specs,
-            y,
-        )
+        return replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs)
 
     return AnchorLayout(_wide, average, lambda anchor, params: anchor)
 
@@ -71,47 +76,83 @@ def sharded_anchor(
     param_specs: PyTree | None,
     bucket_bytes: int | None,
 ) -> AnchorLayout:
-    """Each replica keeps 1/R of the anchor, as a tuple of `(rows, lanes)` float32 shards.
+    """Each replica keeps 1/R of the anchor, as `(rows, lanes)` float32 shards of flat buffers.
+
+    Leaves that are sharded over the same axes inside the replica share buffers; without
+    `param_specs` all do.
 
     Communication: `average` is one reduce-scatter, `restore` one all-gather of N bytes over
     `axis_name` per buffer.
     """
 
-    def plan_of(tree: PyTree) -> BufferPlan:
-        return plan_buffers(tree, limits=bucket_limits(bucket_bytes), dtype_of=exchange_dtype)
-
-    def layouts(plan: BufferPlan) -> list[ShardLayout]:
+    def plan_of(blocks: list[Any]) -> tuple[BufferPlan, list[ShardLayout]]:
+        limits = bucket_limits(bucket_bytes)
+        plan = plan_buffers(blocks, limits=limits, dtype_of=at_least_float32)
         shards = axis_size(axis_name)
         parts = 1 if local_axis_name is None else axis_size(local_axis_name)
-        return [shard_layout(b.num_elements, shards, num_parts=parts) for b in plan.buffers]
+        return plan, [shard_layout(b.num_elements, shards, num_parts=parts) for b in plan.buffers]
 
-    def store(params: PyTree) -> tuple[jax.Array, ...]:
-        plan = plan_of(params)
+    def store_blocks(blocks: list[jax.Array]) -> tuple[jax.Array, ...]:
+        plan, layouts = plan_of(blocks)
+        packed = zip(plan.pack(blocks), layouts, strict=True)
+        return tuple(own_shard(flat, layout, axis_name) for flat, layout in packed)
+
+    def average_blocks(blocks: list[jax.Array]) -> tuple[jax.Array, ...]:
+        plan, layouts = plan_of(blocks)
+        packed = zip(plan.pack(blocks), layouts, strict=True)
         return tuple(
-            own_shard(flat, layout, axis_name)
-            for flat, layout in zip(plan.pack(params), layouts(plan), strict=True)
+            mean_to_shards(flat, layout, axis_name, local_axis_name) for flat, layout in packed
         )
 
-    def average(y: PyTree) -> tuple[jax.Array, ...]:
-        plan = plan_of(y)
-        return tuple(
-            mean_to_shards(flat, layout, axis_name, local_axis_name)
-            for flat, layout in zip(plan.pack(y), layouts(plan), strict=True)
-        )
-
-    def restore(anchor: tuple[jax.Array, ...], params: PyTree) -> PyTree:
-        plan = plan_of(params)
+    def restore_blocks(shards: tuple[jax.Array, ...], blocks: list[jax.Array]) -> list[jax.Array]:
+        plan, _ = plan_of(blocks)
         return plan.unpack(
             [
                 all_gather_shards(shard, b.num_elements, axis_name, local_axis_name)
-                for shard, b in zip(anchor, plan.buffers, strict=True)
+                for shard, b in zip(shards, plan.buffers, strict=True)
             ]
         )
 
+    def into_shards(fn: Callable[..., Any], tree: PyTree) -> list[tuple[jax.Array, ...]]:
+        """Shards of each group of leaves."""
+        return [
+            group.on_blocks(fn, group.take(tree), flat=(False,), out_flat=True)
+            for group in block_groups(tree, param_specs)
+        ]
+
+    def by_group(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+        return jax.eval_shape(lambda p: into_shards(store_blocks, p), params)
+
+    def restore(anchor: tuple[jax.Array, ...], params: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(params)
+        nested = jax.tree.structure(by_group(params)).unflatten(anchor)
+        for group, shards in zip(block_groups(params, param_specs), nested, strict=True):
+            blocks = group.on_blocks(
+                restore_blocks, shards, group.take(params), flat=(True, False), out_flat=False
+            )
+            for i, block in zip(group.indices, blocks, strict=True):
+                leaves[i] = block
+        return treedef.unflatten(leaves)
+
+    def pin(state: PyTree, params: PyTree) -> PyTree:
+        """Zeros that an outer optimizer makes have no layout of their own yet."""
+        groups = block_groups(params, param_specs)
+        group_of = {
+            shard.shape: group
+            for group, shards in zip(groups, by_group(params), strict=True)
+            for shard in shards
+        }
+
+        def place(x: jax.Array) -> jax.Array:
+            if x.shape not in group_of:
+                return x
+            return group_of[x.shape].on_blocks(lambda y: y, x, flat=(True,), out_flat=True)
+
+        return jax.tree.map(place, state)
+
     return AnchorLayout(
-        lambda params: on_local_blocks(store, param_specs, params, out_specs="flat"),
-        lambda y: on_local_blocks(average, param_specs, y, out_specs="flat"),
-        lambda anchor, params: on_local_blocks(
-            restore, param_specs, anchor, params, in_specs=("flat", param_specs)
-        ),
+        lambda params: tuple(jax.tree.leaves(into_shards(store_blocks, params))),
+        lambda y: tuple(jax.tree.leaves(into_shards(average_blocks, y))),
+        restore,
+        pin,
     )

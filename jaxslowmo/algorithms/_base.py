@@ -35,6 +35,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         sums over replicas give the exact mean; w is None where it is always 1.
       reset: `reset(state)`: the state after all replicas were set to one mean.
       schedules: when it exchanges by itself, then the schedules of its base.
+      anchor: `anchor(state, params)`: the anchor as a tree, under the axis; None without one.
 
     The state is a NamedTuple with a field `count`: () int32, updates so far.
     """
@@ -44,6 +45,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]]
     reset: Callable[[PyTree], PyTree]
     schedules: tuple[Every, ...]
+    anchor: Callable[[PyTree, PyTree], PyTree] | None
 
     def __new__(
         cls,
@@ -55,12 +57,14 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         schedules: tuple[Every, ...],
         numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] | None = None,
         reset: Callable[[PyTree], PyTree] | None = None,
+        anchor: Callable[[PyTree, PyTree], PyTree] | None = None,
     ) -> "ParameterTransform":
         """Make one from its functions; `numerator` and `reset` default to plain parameters."""
         self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
         self.phase = phase
         self.due = due
         self.schedules = schedules
+        self.anchor = anchor
         self.numerator = numerator or (lambda state, y: (y, None))
         self.reset = reset or (lambda state: state)
         return self
@@ -72,6 +76,12 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
 
 def phase_name(phase: Phase) -> str:
     """Name of a phase in reports: `"local"`, `"average"`, `"slow"`, `"average+slow"`, ...
+
+    Args:
+      phase: events, as `transform.phase(t)` returns them.
+
+    Returns:
+      The events joined by "+"; "local" for none.
 
     Example:
       >>> phase_name(()), phase_name(("average", "slow"))

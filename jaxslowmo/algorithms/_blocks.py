@@ -2,10 +2,12 @@
 
 On a pure data-parallel mesh the block is the leaf. Where leaves are sharded over automatic axes
 inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes hands the exchange
-local blocks, so that it gathers nothing over them.
+local blocks, so that it gathers nothing over them. Leaves are packed together only with leaves that
+are sharded over the same axes: others would be exchanged once per device of those axes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,76 +32,115 @@ def bucket_limits(bucket_bytes: int | None) -> tuple[int, ...] | None:
     return None if bucket_bytes is None else (bucket_bytes,)
 
 
+@dataclass(frozen=True)
+class BlockGroup:
+    """Leaves that are sharded over the same automatic axes.
+
+    Attributes:
+      axes: those axes; empty for leaves that are whole on every device, or blocks already.
+      indices: positions of the leaves in flattening order.
+      specs: one per leaf.
+    """
+
+    axes: tuple[str, ...]
+    indices: tuple[int, ...]
+    specs: tuple[P, ...]
+
+    def take(self, tree: PyTree) -> list[Any]:
+        """The leaves of the group."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in self.indices]
+
+    def on_blocks(self, fn: Callable[..., Any], *args: Any, flat: Sequence[bool], out_flat: bool):
+        """`fn` of the device's own blocks.
+
+        Args:
+          fn: function of lists: of the group's leaves, or of flat buffers.
+          *args: its arguments; flat buffers are split over all axes along their leading dimension.
+          flat: for each argument whether it is flat buffers.
+          out_flat: likewise for the result.
+        """
+        if not self.axes:
+            return fn(*args)
+        leaves, buffers = list(self.specs), P(self.axes)
+        return jax.shard_map(
+            fn,
+            in_specs=tuple(buffers if f else leaves for f in flat),
+            out_specs=buffers if out_flat else leaves,
+            axis_names=set(self.axes),
+        )(*args)
+
+
+def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
+    """Group the leaves of `tree` by the automatic axes that `param_specs` shards them over.
+
+    Raises:
+      ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
+    """
+    count = len(jax.tree.leaves(tree))
+    if param_specs is None:
+        return [BlockGroup((), tuple(range(count)), (P(),) * count)]
+    try:
+        whole = jax.tree.broadcast(param_specs, tree, is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"`param_specs` must be a tree of PartitionSpec with the structure of the parameters, "
+            f"or a prefix of it: {error}"
+        ) from None
+    specs = jax.tree.leaves(whole, is_leaf=_is_spec)
+    members: dict[tuple[str, ...], list[int]] = {}
+    for i, spec in enumerate(specs):
+        members.setdefault(_automatic_axes(spec), []).append(i)
+    return [
+        BlockGroup(axes, tuple(indices), tuple(specs[i] for i in indices))
+        for axes, indices in members.items()
+    ]
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _automatic_axes(spec: P) -> tuple[str, ...]:
+    """Axes in `spec` that the compiler still handles here; manual ones are blocks already."""
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]
+    named = dict.fromkeys(name for entry in entries for name in entry)
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for name in named:
+        if name not in types:
+            raise ValueError(
+                f"`param_specs` names axis {name!r}, which the mesh here does not have "
+                f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
+            )
+    return tuple(sorted(name for name in named if types[name] != AxisType.Manual))
+
+
 def replica_mean(
     tree: PyTree,
     axis_name: AxisName,
-    local_axis_name: AxisName | None,
-    bucket_bytes: int | None,
+    local_axis_name: AxisName | None = None,
+    bucket_bytes: int | None = None,
+    param_specs: PyTree | None = None,
 ) -> PyTree:
     """Mean of a tree over `axis_name`, through flat buffers, in the leaves' dtypes.
 
     Communication: one all-reduce per buffer over `axis_name`; with `local_axis_name` 1/L of each
     per device, and an all-gather over that axis.
     """
-    plan = plan_buffers(tree, limits=bucket_limits(bucket_bytes))
-    if local_axis_name is None:
-        return plan.unpack([all_mean(flat, axis_name) for flat in plan.pack(tree)])
-    return plan.unpack(
-        [all_mean_in_slices(flat, axis_name, local_axis_name) for flat in plan.pack(tree)]
-    )
 
-
-def spec_axes(param_specs: PyTree | None) -> tuple[str, ...]:
-    """Mesh axes that `param_specs` name, in order of appearance."""
-    axes: dict[str, None] = {}
-    for spec in jax.tree.leaves(param_specs, is_leaf=lambda s: isinstance(s, P)):
-        for entry in spec:
-            for name in entry if isinstance(entry, tuple) else (entry,):
-                if name is not None:
-                    axes[name] = None
-    return tuple(axes)
-
-
-def _automatic(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `axes` that the compiler still handles here; manual ones are blocks already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    unknown = [a for a in axes if a not in types]
-    if unknown:
-        raise ValueError(
-            f"`param_specs` names axis {unknown[0]!r}, which the mesh here does not have "
-            f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
+    def mean_of_blocks(blocks: list[jax.Array]) -> list[jax.Array]:
+        plan = plan_buffers(blocks, limits=bucket_limits(bucket_bytes))
+        packed = plan.pack(blocks)
+        if local_axis_name is None:
+            return plan.unpack([all_mean(flat, axis_name) for flat in packed])
+        return plan.unpack(
+            [all_mean_in_slices(flat, axis_name, local_axis_name) for flat in packed]
         )
-    return tuple(a for a in axes if types[a] != AxisType.Manual)
 
-
-def on_local_blocks(
-    fn: Callable[..., Any],
-    param_specs: PyTree | None,
-    *args: PyTree,
-    in_specs: tuple[Any, ...] | None = None,
-    out_specs: Any = None,
-) -> Any:
-    """Call `fn` on the device's own blocks of `args`.
-
-    Args:
-      fn: function of trees, may use the replica axes.
-      param_specs: specs of parameter-like trees; None calls `fn` directly.
-      *args: trees.
-      in_specs: spec of each argument, default `param_specs`; the string `"flat"` stands for arrays
-        whose leading dimension is split over all axes of `param_specs`.
-      out_specs: likewise for the result.
-    """
-    axes = _automatic(spec_axes(param_specs)) if param_specs is not None else ()
-    if not axes:
-        return fn(*args)
-
-    def resolve(spec: Any) -> Any:
-        return P(axes) if isinstance(spec, str) else spec
-
-    return jax.shard_map(
-        fn,
-        in_specs=tuple(resolve(s) for s in in_specs or (param_specs,) * len(args)),
-        out_specs=resolve(param_specs if out_specs is None else out_specs),
-        axis_names=set(axes),
-    )(*args)
+    leaves, treedef = jax.tree.flatten(tree)
+    for group in block_groups(tree, param_specs):
+        means = group.on_blocks(mean_of_blocks, group.take(tree), flat=(False,), out_flat=False)
+        for i, mean in zip(group.indices, means, strict=True):
+            leaves[i] = mean
+    return treedef.unflatten(leaves)

@@ -12,6 +12,8 @@ from ..mesh import axis_names, axis_size, checks_varying, require_axes, varying_
 from ..tree import check_floating, leaf_names, plan_buffers
 from ._base import check_axis_argument, check_no_weight
 
+BUCKET_LIMITS = (2**20, 25 * 2**20)  # first bucket and the others, as in torch's reducer
+
 
 class AllReduceGradientsState(NamedTuple):
     """State of `all_reduce_gradients`: empty, it remembers nothing between steps."""
@@ -20,8 +22,8 @@ class AllReduceGradientsState(NamedTuple):
 def all_reduce_gradients(
     axis_name: AxisName,
     *,
-    bucket_bytes: int = 25 * 2**20,
-    first_bucket_bytes: int = 2**20,
+    bucket_bytes: int = BUCKET_LIMITS[1],
+    first_bucket_bytes: int = BUCKET_LIMITS[0],
     order: Literal["reverse", "forward"] = "reverse",
 ) -> optax.GradientTransformationExtraArgs:
     """Mean of the gradients over replicas, in flat buckets.
@@ -84,14 +86,26 @@ def all_reduce_gradients(
         _check_gradients_vary(owner, updates, axis_name)
         if axis_size(axis_name) == 1:
             warn(f"{owner}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
-        plan = plan_buffers(
-            updates, limits=(first_bucket_bytes, bucket_bytes), reverse=order == "reverse"
-        )
-        with jax.named_scope(owner):
-            reduced = [all_mean(flat, axis_name) for flat in plan.pack(updates)]
-            return plan.unpack(reduced), state
+        limits = (first_bucket_bytes, bucket_bytes)
+        return mean_gradients(updates, axis_name, limits, reverse=order == "reverse"), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def mean_gradients(
+    grads: PyTree,
+    axis_name: AxisName,
+    limits: tuple[int, ...] = BUCKET_LIMITS,
+    *,
+    reverse: bool = True,
+) -> PyTree:
+    """Mean of `grads` over `axis_name` in buckets that close at `limits` bytes.
+
+    Communication: one all-reduce over `axis_name` per bucket.
+    """
+    plan = plan_buffers(grads, limits=limits, reverse=reverse)
+    with jax.named_scope("all_reduce_gradients"):
+        return plan.unpack([all_mean(flat, axis_name) for flat in plan.pack(grads)])
 
 
 def _check_gradients_vary(owner: str, grads: PyTree, axis_name: AxisName) -> None:

@@ -19,7 +19,7 @@ from ._base import (
     phase_scope,
     run_if,
 )
-from ._blocks import check_bucket_bytes, on_local_blocks, replica_mean
+from ._blocks import check_bucket_bytes, replica_mean
 from ._schedule import Every, as_schedule
 
 AVERAGE = "average"
@@ -103,11 +103,7 @@ def local_sgd(
             with phase_scope(AVERAGE):
                 # The new parameters as the leaf's dtype holds them: that is what travels.
                 y = jax.tree.map(lambda p, x: x.astype(p.dtype), params, landing(params, u))
-                mean = on_local_blocks(
-                    lambda tree: replica_mean(tree, axis_name, local_axis_name, bucket_bytes),
-                    param_specs,
-                    y,
-                )
+                mean = replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs)
                 return updates_to(params, mean)
 
         due = is_due(AVERAGE, schedule, count, communicate, phase)

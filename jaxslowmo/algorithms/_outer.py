@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import require_axes
-from ..tree import check_floating, exchange_dtype, landing, plan_buffers, updates_to, widen_updates
+from ..tree import check_floating, landing, updates_to, widen_updates
 from ._anchor import AnchorLayout
 from ._base import (
     Communicate,
@@ -34,7 +33,7 @@ class OuterState(NamedTuple):
     """State of `slowmo` and `diloco`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
-    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) per buffer, else like the parameters
+    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
     outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
     base: PyTree  # state of the base transform; () without one
 
@@ -73,11 +72,13 @@ def outer_transform(
     def init_fn(params: PyTree) -> OuterState:
         check_floating(owner, params)
         require_axes(owner, "axis_name", axis_name)
+        if local_axis_name is not None:
+            require_axes(owner, "local_axis_name", local_axis_name)
         anchor = layout.store(params)
         return OuterState(
             count=jnp.zeros([], jnp.int32),
             anchor=anchor,
-            outer=outer_optimizer.init(anchor),
+            outer=layout.pin(outer_optimizer.init(anchor), params),
             base=() if base is None else base.init(params),
         )
 
@@ -146,35 +147,11 @@ def outer_transform(
         return run_if(slow_due, slow_step, counted, base_only((updates, state)))
 
     schedules = (schedule, *(base.schedules if base is not None else ()))
-    return ParameterTransform(init_fn, update_fn, phase=phase_of, due=due, schedules=schedules)
-
-
-def read_anchor(state: OuterState, params: PyTree) -> PyTree:
-    """The anchor as a float32 tree like the parameters, on the host.
-
-    Args:
-      state: stacked state of `slowmo` or `diloco`, as it stands in a train state.
-      params: the stacked parameters, leaves `(replicas, *s)`; only shapes and dtypes are read.
-
-    Returns:
-      Tree of NumPy arrays: of shape `s` where the anchor is sharded, else `(replicas, *s)`: every
-      replica's own.
-
-    Raises:
-      ValueError: the anchor was made with `bucket_bytes` or other parameters, so its size differs.
-
-    Communication: none over devices; the anchor is copied to the host.
-    """
-    one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-    if jax.tree.structure(state.anchor) == jax.tree.structure(params):
-        return jax.tree.map(np.asarray, state.anchor)
-    plan = plan_buffers(one, dtype_of=exchange_dtype)
-    flats = [np.asarray(shard).reshape(-1) for shard in state.anchor]
-    if len(flats) != len(plan.buffers) or any(
-        flat.size < b.num_elements for flat, b in zip(flats, plan.buffers, strict=True)
-    ):
-        raise ValueError(
-            f"state.anchor holds {[f.size for f in flats]} elements, which does not fit the "
-            f"parameters ({[b.num_elements for b in plan.buffers]} with one buffer per dtype)."
-        )
-    return plan.unpack(flats)
+    return ParameterTransform(
+        init_fn,
+        update_fn,
+        phase=phase_of,
+        due=due,
+        schedules=schedules,
+        anchor=lambda state, params: layout.restore(state.anchor, params),
+    )

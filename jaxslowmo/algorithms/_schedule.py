@@ -22,6 +22,14 @@ class Every:
     offset: int = 0
     before: Literal["none", "all"] = "none"
 
+    def __post_init__(self) -> None:
+        _check_int("k", self.k, 1)
+        _check_int("start", self.start, 0)
+        if not isinstance(self.offset, int) or isinstance(self.offset, bool):
+            raise ValueError(f"`offset` counts updates and must be an int, got {self.offset!r}.")
+        if self.before not in ("none", "all"):
+            raise ValueError(f'`before` must be "none" or "all", got {self.before!r}.')
+
     def __call__(self, t: Any) -> Any:
         """Whether update `t` is due: a bool for an int, an array for an array."""
         running = (t > self.start) & ((t - self.start - self.offset) % self.k == 0)
@@ -52,7 +60,7 @@ def every(
       hashable.
 
     Raises:
-      ValueError: k < 1, start < 0, or another `before`; TypeError-like values are named too.
+      ValueError: k < 1, start < 0, another `before`, or values that are no ints.
 
     Example:
       >>> [t for t in range(1, 10) if every(3)(t)]
@@ -62,21 +70,15 @@ def every(
 
     Communication: none.
     """
-    _check_int("k", k, 1)
-    _check_int("start", start, 0)
-    if not isinstance(offset, int) or isinstance(offset, bool):
-        raise ValueError(f"`offset` counts updates and must be an int, got {offset!r}.")
-    if before not in ("none", "all"):
-        raise ValueError(f'`before` must be "none" or "all", got {before!r}.')
     return Every(k, start, offset, before)
 
 
-def as_schedule(sync_every: int | Every) -> Every:
-    """`sync_every` as a schedule; `ValueError` for periods below 1."""
-    if isinstance(sync_every, Every):
-        return sync_every
-    _check_int("sync_every", sync_every, 1)
-    return Every(sync_every)
+def as_schedule(period: int | Every, argument: str = "sync_every") -> Every:
+    """`period` as a schedule; `ValueError` naming `argument` for periods below 1."""
+    if isinstance(period, Every):
+        return period
+    _check_int(argument, period, 1)
+    return Every(period)
 
 
 _SCAN = 2**16  # instants looked at per schedule; exact for all periods up to that

@@ -52,6 +52,9 @@ def slow_momentum(
     if not slow_learning_rate >= 0:
         raise ValueError(f"`slow_learning_rate` must be >= 0, got {slow_learning_rate}.")
 
+    # Plain floats are weakly typed: NumPy scalars would widen the state under x64.
+    momentum, slow_learning_rate = float(momentum), float(slow_learning_rate)
+
     def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
             velocity=jax.tree.map(jnp.zeros_like, params),

@@ -120,7 +120,7 @@ def _as_learning_rate(learning_rate: LearningRate) -> optax.Schedule:
         return learning_rate
     if not learning_rate >= 0:
         raise ValueError(f"slowmo: `learning_rate` must be >= 0, got {learning_rate}.")
-    return optax.constant_schedule(learning_rate)
+    return optax.constant_schedule(float(learning_rate))
 
 
 def _check_base(base: ParameterTransform | None, schedule: Every, exact_average: bool) -> None:

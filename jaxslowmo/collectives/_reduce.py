@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import AxisName
-from ..mesh import axis_size
+from ..mesh import axis_size, settle
 from ._local import gather_slices, own_slice
 from ._shard_layout import shard_layout
 
@@ -23,14 +23,15 @@ def all_mean(flat: jax.Array, axis_name: AxisName) -> jax.Array:
       axis_name: mapped axis, or several.
 
     Returns:
-      The mean, equal (and typed as unvarying) over `axis_name`. The sum is divided, so replicas
-      that agree keep their value; float16 is divided first, so it cannot overflow.
+      The mean, equal (and typed as unvarying) over `axis_name`. The sum is divided, so 2 or 4
+      replicas that agree keep their value, more of them up to rounding; float16 is divided first,
+      so it cannot overflow.
 
     Communication: one all-reduce of `flat` over `axis_name`; none where its size is 1.
     """
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0:
-        return flat
+        return settle(flat, axis_name)
     if _overflows_when_summed(flat.dtype):
         return lax.psum(flat / count, axis_name)
     return lax.psum(flat, axis_name) / count
@@ -56,9 +57,7 @@ def all_mean_in_slices(
     and one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
     """
     parts = axis_size(local_axis_name)
-    if axis_size(axis_name) == 1 or flat.size == 0:
-        return flat
-    if parts == 1:
+    if parts == 1 or axis_size(axis_name) == 1 or flat.size == 0:
         return all_mean(flat, axis_name)
     # Shaped like shards, so that the all-gather stays one on TPU too.
     layout = shard_layout(flat.size, parts)

@@ -5,9 +5,11 @@ from ._axes import axis_size as axis_size
 from ._axes import checks_varying as checks_varying
 from ._axes import match_varying as match_varying
 from ._axes import require_axes as require_axes
+from ._axes import settle as settle
 from ._axes import uniform as uniform
 from ._axes import vary_over as vary_over
 from ._axes import varying_axes as varying_axes
+from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh

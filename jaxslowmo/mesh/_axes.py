@@ -73,6 +73,15 @@ def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
+def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`x`, equal over axes of size 1 as it is, typed so too.
+
+    Communication: none (a sum over one position, where that is tracked).
+    """
+    tracked = tuple(a for a in axis_names(axis_name) if a in varying_axes(x))
+    return lax.psum(x, tracked) if tracked else x
+
+
 def match_varying(tree: PyTree, like: PyTree) -> PyTree:
     """Mark each leaf of `tree` as varying at least over the axes its partner in `like` does."""
     return jax.tree.map(lambda x, ref: vary_over(x, varying_axes(ref)), tree, like)
@@ -83,7 +92,8 @@ def uniform(predicate: jax.Array) -> jax.Array:
     """Identity on a predicate that is equal on all replicas, which keeps `lax.cond` a cond.
 
     Under `vmap` a cond with a batched predicate becomes a select that computes both branches.
-    Replicas count alike, so the batching rule takes the first one's value, unbatched.
+    Replicas count alike, so the batching rule takes the first one's value, unbatched. So a further
+    `vmap` over runs whose counters differ is not possible.
     """
     return predicate
 
@@ -91,4 +101,5 @@ def uniform(predicate: jax.Array) -> jax.Array:
 @uniform.def_vmap
 def _uniform_vmap(axis_size: int, in_batched: list[bool], predicate: jax.Array):
     del axis_size
-    return (predicate[0] if in_batched[0] else predicate), False
+    # Again through `uniform`, so that the next vmap out does the same.
+    return uniform(predicate[0] if in_batched[0] else predicate), False

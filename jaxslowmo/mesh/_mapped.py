@@ -1,5 +1,6 @@
 """Run a per-replica function over stacked trees: `shard_map` on devices, `vmap` without."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -146,7 +147,7 @@ def _map_virtual(
 
         def merge(x: jax.Array) -> jax.Array:
             x = x[(slice(None),) * kept + (0,) * (len(sizes) - kept)]
-            return x.reshape(-1, *x.shape[kept:]) if kept else x
+            return x.reshape(math.prod(x.shape[:kept]), *x.shape[kept:]) if kept else x
 
         return jax.tree.map(merge, tree)
 

@@ -12,11 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..tree import leaf_names
+from ..tree import at_least_float32, leaf_names
 from ._axes import axis_names, vary_over
+from ._broadcast import from_first
 from ._build import VirtualMesh
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
+from ._sharded_like import sharded_like
 from ._verify import check_same_tree_everywhere
+
+
+def _is_on(x: Any, mesh: Mesh) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
 def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
@@ -25,8 +32,7 @@ def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
         return jax.tree.map(jnp.asarray, tree)
 
     def put(x: Any) -> jax.Array:
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        if _is_on(x, mesh):
             return x
         return jax.device_put(x, NamedSharding(mesh, P()))
 
@@ -79,11 +85,14 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       all replicas, and never an alias of `params`.
 
     Raises:
-      ValueError: `axis_name` is not an axis of `mesh`.
+      ValueError: `axis_name` is not an axis of `mesh`, or trees differ between processes in names,
+        shapes or dtypes (every difference listed). Values must be equal on all processes, too.
 
-    Communication: none between replicas; host to device, each device receives one copy.
+    Communication: none between replicas; host to device, each device receives one copy. With
+      several processes one exchange of names, shapes and dtypes through the host.
     """
     replica_count("replicate", mesh, axis_name)
+    check_same_tree_everywhere(params)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     return _replicate_fn(mesh, axis_name, automatic)(placed)
@@ -93,9 +102,8 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
 def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
     def average(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            index = lax.axis_index(axis_name)
-            return lax.psum(jnp.where(index == 0, x, jnp.zeros_like(x)), axis_name)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return from_first(x, axis_name)
+        wide = x.astype(at_least_float32(x.dtype))
         return (lax.psum(wide, axis_name) / lax.axis_size(axis_name)).astype(x.dtype)
 
     return jax.jit(
@@ -120,7 +128,7 @@ def consensus(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
 
     Returns:
       Tree of `s`, in the leaves' dtypes, summed in at least float32, the same bits on all devices.
-      Integer leaves (counters of model state) are replica 0's.
+      Leaves of other dtypes (counters and PRNG keys in model state) are replica 0's.
 
     Raises:
       ValueError: unknown axis, or leaves without the leading axis (all named).
@@ -129,7 +137,8 @@ def consensus(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
     the leaves).
     """
     check_stacked("consensus", params, mesh, axis_name)
-    return _consensus_fn(mesh, axis_name, model_axes(params, mesh, axis_name))(params)
+    placed = _on_mesh(params, mesh, axis_name)
+    return _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(placed)
 
 
 def init(
@@ -163,17 +172,21 @@ def init(
     check_stacked("init", stacked_params, mesh, axis_name)
     check_same_tree_everywhere(stacked_params)
 
+    placed = _on_mesh(stacked_params, mesh, axis_name)
+    automatic = model_axes(placed, mesh, axis_name)
+
     def per_replica(params: PyTree) -> PyTree:
-        return jax.tree.map(jnp.copy, tx.init(params))
+        state = jax.tree.map(jnp.copy, tx.init(params))
+        return sharded_like(state, placed) if automatic else state
 
     mapped = map_replicas(
         per_replica,
         mesh=mesh,
         axis_name=axis_name,
         in_roles=("stacked",),
-        automatic=model_axes(stacked_params, mesh, axis_name),
+        automatic=automatic,
     )
-    return jax.jit(mapped)(_on_mesh(stacked_params, mesh, axis_name))
+    return jax.jit(mapped)(placed)
 
 
 def _on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
@@ -182,10 +195,6 @@ def _on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         return tree
     sharding = NamedSharding(mesh, P(axis_names(axis_name)))
     return jax.tree.map(
-        lambda x: (
-            x
-            if isinstance(getattr(x, "sharding", None), NamedSharding)
-            else jax.device_put(x, sharding)
-        ),
+        lambda x: x if _is_on(x, mesh) else jax.device_put(x, sharding),
         tree,
     )

@@ -13,7 +13,7 @@ from ..tree import leaf_names
 def describe(tree: PyTree) -> list[str]:
     """One line per leaf: name, dtype, shape."""
     return [
-        f"{name}: {leaf.dtype}{list(leaf.shape)}"
+        f"{name}: {jax.typeof(leaf).dtype}{list(np.shape(leaf))}"
         for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
     ]
 
@@ -53,6 +53,6 @@ def check_same_tree_everywhere(tree: PyTree) -> None:
     )
     if found:
         raise ValueError(
-            "stacked_params: the parameter trees differ between processes (compared with process "
+            "params: the parameter trees differ between processes (compared with process "
             "0): " + "; ".join(found) + "."
         )

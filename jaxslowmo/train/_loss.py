@@ -38,16 +38,15 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         if takes_state:
             keywords["model_state"] = model_state
         out = loss_fn(params, batch, **keywords)
-        loss, aux = out if isinstance(out, tuple) else (out, {})
-        if isinstance(aux, tuple):
+        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if isinstance(aux, tuple) and len(aux) == 2:
             metrics, model_state = aux
         else:
             metrics = aux
-        if jnp.shape(loss) != () or not isinstance(metrics, dict):
+        if isinstance(loss, tuple) or jnp.shape(loss) != () or not isinstance(metrics, dict):
             raise ValueError(
                 "`loss_fn` must return a scalar loss, (loss, metrics dict) or (loss, (metrics "
-                f"dict, model_state)), got a loss of shape {jnp.shape(loss)} and "
-                f"{type(metrics).__name__} as metrics."
+                f"dict, model_state)), got {jax.tree.map(jnp.shape, out)}."
             )
         return loss, (metrics, model_state)
 
@@ -85,6 +84,7 @@ def value_and_gradients(
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         (value, (metrics, state)), grads = differentiate(params, part, rng=key, model_state=state)
+        metrics = {name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}
         return {**metrics, "loss": value}, state, grads
 
     if accumulate == 1:

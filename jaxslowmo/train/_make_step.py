@@ -10,7 +10,8 @@ from ..algorithms import ParameterTransform
 from ..mesh import AnyMesh, replica_count
 from ._loss import as_full_loss
 from ._model_state import ModelStateMode
-from ._step import Mode, StepParts, TrainStep
+from ._replica_step import StepParts
+from ._step import Mode, TrainStep
 
 
 def make_train_step(

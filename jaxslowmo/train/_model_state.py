@@ -4,11 +4,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._typing import AxisName, PyTree
 from ..algorithms import replica_mean
-from ..mesh import axis_names, axis_size, vary_over, varying_axes
+from ..mesh import from_first, vary_over
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 
@@ -22,28 +21,26 @@ def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
 
 
-def mean_over(tree: PyTree, axes: AxisName) -> PyTree:
-    """Mean of the floating leaves over `axes`; of integer leaves that differ, the largest.
+def mean_over(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Mean of the floating leaves over `axis_name`; other leaves stay as they are.
 
-    Communication: one all-reduce over `axes` per floating dtype; none for a tree without.
+    Communication: one all-reduce over `axis_name` per floating dtype; none for a tree without.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floating = [i for i, x in enumerate(leaves) if _floating(x)]
-    means = replica_mean([leaves[i] for i in floating], axes, None, None)
+    means = replica_mean([leaves[i] for i in floating], axis_name)
     for i, mean in zip(floating, means, strict=True):
         leaves[i] = mean
-    for i, x in enumerate(leaves):
-        if jnp.issubdtype(x.dtype, jnp.integer) and varying_axes(x) & set(axis_names(axes)):
-            leaves[i] = lax.pmax(x, axes)
     return treedef.unflatten(leaves)
 
 
-def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Every leaf as replica 0 has it.
+def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
+    """One model state for all devices of a replica: floating leaves averaged, others the first's.
 
-    Communication: one all-reduce of each leaf over `axis_name` (all others add zeros).
+    Communication: one all-reduce over `inner_axes` per floating dtype, and one per other leaf.
     """
-    if axis_size(axis_name) == 1:
+    if not inner_axes:
         return tree
-    first = lax.axis_index(axis_name) == 0
-    return jax.tree.map(lambda x: lax.psum(jnp.where(first, x, jnp.zeros_like(x)), axis_name), tree)
+    return jax.tree.map(
+        lambda x: x if _floating(x) else from_first(x, inner_axes), mean_over(tree, inner_axes)
+    )

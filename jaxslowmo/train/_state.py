@@ -63,7 +63,9 @@ class TrainState(NamedTuple):
             step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
             params=stacked,
             opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
-            model_state=replicate(model_state or {}, mesh=mesh, axis_name=axis_name),
+            model_state=replicate(
+                {} if model_state is None else model_state, mesh=mesh, axis_name=axis_name
+            ),
             rng=_replica_keys(seed, mesh, axis_name),
         )
 

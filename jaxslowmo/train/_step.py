@@ -1,134 +1,21 @@
-"""The training step: loss, gradients, optimizer, exchange, on every replica."""
+"""The training step over all replicas: which program runs, and where its arguments lie."""
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, Phase, PyTree
-from ..algorithms import (
-    AllReduceGradientsState,
-    ParameterTransform,
-    all_reduce_gradients,
-    increment,
-    phase_name,
-    run_if,
-)
-from ..mesh import (
-    AnyMesh,
-    VirtualMesh,
-    axis_names,
-    map_replicas,
-    match_varying,
-    model_axes,
-    vary_over,
-    varying_axes,
-)
-from ..tree import apply_exactly, leaf_names
-from ._loss import FullLoss, value_and_gradients
-from ._model_state import ModelStateMode, from_first_replica, mean_over, vary_statistics
+from .._typing import Phase, PyTree
+from ..algorithms import ParameterTransform, phase_name
+from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
+from ..tree import leaf_names
+from ._replica_step import Metrics, StepParts
 from ._state import TrainState
 
-Metrics = dict[str, jax.Array]
 Mode = Literal["traced", "host"]
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """What a step is made of; see `make_train_step`."""
-
-    loss: FullLoss
-    gradients: optax.GradientTransformationExtraArgs | None
-    optimizer: optax.GradientTransformationExtraArgs
-    sync: ParameterTransform | None
-    axis_name: AxisName
-    accumulate: int
-    model_state: ModelStateMode
-
-    def chain(self) -> optax.GradientTransformationExtraArgs:
-        """The whole as one optax transform."""
-        identity = optax.identity()
-        return optax.chain(self.gradients or identity, self.optimizer, self.sync or identity)
-
-    def per_replica(
-        self, state: TrainState, batch: PyTree, phase: Phase | None, inner_axes: tuple[str, ...]
-    ) -> tuple[TrainState, Metrics]:
-        """One update as one replica sees it, or one of its devices along `inner_axes`."""
-        rng, key = jax.random.split(state.rng)
-        for name in inner_axes:
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        before = state.model_state
-        if self.model_state == "broadcast":
-            with jax.named_scope("model_state/broadcast"):
-                before = match_varying(from_first_replica(before, self.axis_name), before)
-        # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
-        # varying they stay local, and the gradient transform reduces them in buckets.
-        axes = (*axis_names(self.axis_name), *inner_axes)
-        metrics, model_state, grads = value_and_gradients(
-            self.loss,
-            vary_over(state.params, axes),
-            batch,
-            rng=key,
-            model_state=vary_statistics(before, axes),
-            accumulate=self.accumulate,
-        )
-        if inner_axes:
-            metrics = mean_over(metrics, inner_axes)
-            model_state = mean_over(model_state, inner_axes)
-        gradients_state, optimizer_state, sync_state = state.opt_state
-        if self.gradients is not None:
-            grads, gradients_state = self.gradients.update(grads, gradients_state, state.params)
-        elif inner_axes:
-            grads, _ = all_reduce_gradients(inner_axes).update(grads, AllReduceGradientsState())
-        updates, optimizer_state = self.optimizer.update(grads, optimizer_state, state.params)
-        _check_reduced(updates, inner_axes)
-        model_state = self._synchronised(model_state, sync_state, phase)
-        if self.sync is not None:
-            updates, sync_state = self.sync.update(updates, sync_state, state.params, phase=phase)
-        new = TrainState(
-            step=increment(state.step),
-            params=apply_exactly(state.params, updates),
-            opt_state=(gradients_state, optimizer_state, sync_state),
-            model_state=model_state,
-            rng=rng,
-        )
-        return new, metrics
-
-    def _synchronised(self, model_state: PyTree, sync_state: PyTree, phase: Phase | None):
-        """Model state averaged over replicas in updates that synchronise the parameters too."""
-        if self.model_state != "sync_mean" or not jax.tree.leaves(model_state):
-            return model_state
-        if self.sync is None:
-            due = True
-        elif phase is None:
-            due = self.sync.due(increment(sync_state.count))
-        else:
-            due = bool(phase)
-
-        def average(tree: PyTree) -> PyTree:
-            with jax.named_scope("phase:*"):  # part of whichever exchange is due
-                return mean_over(tree, self.axis_name)
-
-        return run_if(due, average, lambda tree: tree, model_state)
-
-
-def _check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:
-    wrong = [
-        name
-        for name, u in zip(leaf_names(updates), jax.tree.leaves(updates), strict=True)
-        if varying_axes(u) & set(inner_axes)
-    ]
-    if wrong:
-        raise ValueError(
-            f"`gradients` must average over the inner axes {inner_axes} of the mesh, between whose "
-            f"devices the batch is split; updates still differ there: {', '.join(wrong)}. Leave "
-            f"`gradients` out, or pass js.all_reduce_gradients({inner_axes!r})."
-        )
 
 
 class TrainStep:
@@ -187,7 +74,7 @@ class TrainStep:
         batch = self._placed(batch, automatic)
         so_far = self._updates_so_far(state)
         phase = self.phase(so_far + 1) if self.mode == "host" else None
-        new_state, metrics = self._program(phase, automatic, self.mesh)(state, batch)
+        new_state, metrics = self._program(phase, automatic, self.mesh, state, batch)(state, batch)
         self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics
 
@@ -204,7 +91,7 @@ class TrainStep:
         batch = self._placed(batch, automatic)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
-            return self._program(phase, automatic, mesh).trace(state, batch)
+            return self._build(phase, automatic, mesh).trace(state, batch)
 
         sync = self._parts.sync
         if self.mode == "traced":
@@ -219,9 +106,10 @@ class TrainStep:
         Reading it from the device at every step would wait for the step before.
         """
         array = _counter(state, self._parts.sync)
-        if array is self._counted[0]:
-            return self._counted[1]
-        return int(np.asarray(array.addressable_data(0)).reshape(-1)[0])
+        if array is not self._counted[0]:
+            local = array.addressable_data(0) if isinstance(array, jax.Array) else array
+            self._counted = (array, int(np.asarray(local).reshape(-1)[0]))
+        return self._counted[1]
 
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
@@ -229,43 +117,87 @@ class TrainStep:
         return tuple(a for a in self.mesh.axis_names if a not in skip)
 
     def _program(
-        self, phase: Phase | None, automatic: frozenset[str], mesh: AnyMesh | AbstractMesh
+        self,
+        phase: Phase | None,
+        automatic: frozenset[str],
+        mesh: AnyMesh,
+        state: TrainState,
+        batch: PyTree,
     ) -> Any:
-        key = (phase, automatic, mesh)
+        """The compiled step of a phase, made at its first use."""
+        key = (phase, automatic)
         if key not in self._programs:
-            inner = self._inner_axes(automatic)
-            mapped = map_replicas(
-                lambda state, batch: self._parts.per_replica(state, batch, phase, inner),
-                mesh=mesh,
-                axis_name=self.axis_name,
-                in_roles=("stacked", "batch"),
-                out_roles=("stacked", "stacked"),
-                automatic=automatic,
-            )
-            self._programs[key] = jax.jit(mapped, donate_argnums=(0,) if self._donate else ())
+            if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
+                # vmap cannot tell that inner axes disagree; the types of a device mesh can.
+                jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch)
+            # Where the compiler chooses, it might place the new state unlike the old one, and the
+            # next step would compile again.
+            pinned = jax.tree.map(lambda x: x.sharding, state) if automatic else None
+            self._programs[key] = self._build(phase, automatic, mesh, pinned)
         return self._programs[key]
+
+    def _build(
+        self,
+        phase: Phase | None,
+        automatic: frozenset[str],
+        mesh: AnyMesh | AbstractMesh,
+        state_shardings: PyTree | None = None,
+    ) -> Any:
+        inner = self._inner_axes(automatic)
+        mapped = map_replicas(
+            lambda state, batch: self._parts.per_replica(state, batch, phase, inner),
+            mesh=mesh,
+            axis_name=self.axis_name,
+            in_roles=("stacked", "batch"),
+            out_roles=("stacked", "stacked"),
+            automatic=automatic,
+        )
+        return jax.jit(
+            mapped,
+            donate_argnums=(0,) if self._donate else (),
+            out_shardings=None if state_shardings is None else (state_shardings, None),
+        )
 
     def _placed(self, batch: PyTree, automatic: frozenset[str]) -> PyTree:
         axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))
         parts = math.prod(self.mesh.shape[name] for name in axes)
-        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-            if len(leaf.shape) < 1 or leaf.shape[0] % parts or not leaf.shape[0]:
-                raise ValueError(
-                    f"batch leaf {name} has shape {tuple(leaf.shape)}; its leading dimension must "
-                    f"be a positive multiple of {parts}, the size of axes {axes} together."
-                )
+        if not all(_divides(parts, x) for x in jax.tree.leaves(batch)):
+            raise ValueError(_uneven(batch, parts, axes))
         if isinstance(self.mesh, VirtualMesh):
             return batch
-        sharding = NamedSharding(self.mesh, P(axes))
+        mesh, sharding = self.mesh, NamedSharding(self.mesh, P(axes))
 
         def place(x: Any) -> Any:
-            if getattr(x, "sharding", None) == sharding:
+            if _is_split(x, mesh, axes):
                 return x
             if isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             return jax.device_put(x, sharding)
 
         return jax.tree.map(place, batch)
+
+
+def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether the leading dimension of `x` is split over `axes` of `mesh`, or finer."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or not sharding.spec:
+        return False
+    entry = sharding.spec[0]
+    split = entry if isinstance(entry, tuple) else (entry,)
+    return split[: len(axes)] == axes
+
+
+def _divides(parts: int, x: Any) -> bool:
+    return bool(np.shape(x)) and np.shape(x)[0] > 0 and np.shape(x)[0] % parts == 0
+
+
+def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
+    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
+    wrong = [f"{name} {np.shape(x)}" for name, x in leaves if not _divides(parts, x)]
+    return (
+        f"`batch`: the leading dimension of every leaf must be a positive multiple of {parts}, the "
+        f"size of axes {axes} together, got {', '.join(wrong)}."
+    )
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

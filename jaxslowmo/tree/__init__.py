@@ -5,10 +5,10 @@ from ._landing import apply_exactly as apply_exactly
 from ._landing import landing as landing
 from ._landing import updates_to as updates_to
 from ._landing import widen_updates as widen_updates
+from ._leaves import at_least_float32 as at_least_float32
 from ._leaves import check_floating as check_floating
 from ._leaves import leaf_names as leaf_names
 from ._leaves import tree_bytes as tree_bytes
 from ._plan import Buffer as Buffer
 from ._plan import BufferPlan as BufferPlan
-from ._plan import exchange_dtype as exchange_dtype
 from ._plan import plan_buffers as plan_buffers

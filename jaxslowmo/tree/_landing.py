@@ -6,14 +6,14 @@ have, and returns the update that lands there. Half-precision leaves get float32
 """
 
 import jax
-import jax.numpy as jnp
 
 from .._typing import PyTree
+from ._leaves import at_least_float32
 
 
 def _wide(x: jax.Array) -> jax.Array:
     """`x` in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 def landing(params: PyTree, updates: PyTree) -> PyTree:
@@ -30,7 +30,7 @@ def updates_to(params: PyTree, target: PyTree) -> PyTree:
     """The updates that land on `target`: `target - params` in at least float32.
 
     `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32; leaves
-    in half precision land exactly where neither operand is over 2**16 times the other.
+    in half precision land exactly where `params` is not over 2**12 times `target`.
     """
     return jax.tree.map(lambda p, t: _wide(t) - _wide(p), params, target)
 

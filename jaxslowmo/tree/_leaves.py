@@ -1,5 +1,7 @@
 """Names, sizes and kinds of the leaves of a tree."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,8 +33,14 @@ def check_floating(owner: str, tree: PyTree) -> None:
     if wrong:
         raise ValueError(
             f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: "
-            "leave other leaves out with `optax.masked(transform, mask)`."
+            "leave other leaves out with `optax.masked(transform, mask)` in the chain."
         )
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """float32 for half precision, else `dtype` itself (also under strict promotion)."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def tree_bytes(tree: PyTree) -> int:

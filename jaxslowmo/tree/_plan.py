@@ -13,11 +13,6 @@ from .._typing import PyTree
 from ._buckets import assign_buckets
 
 
-def exchange_dtype(dtype: np.dtype) -> np.dtype:
-    """dtype in which slow state is kept and exchanged: float32, or float64 for float64 leaves."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 @dataclass(frozen=True)
 class Buffer:
     """One flat buffer: which leaves it holds, in which order, in which dtype."""

@@ -122,7 +122,9 @@ def test_state_is_stacked(kind):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), leaf.ndim)
     (anchor,) = state[-1].anchor
     assert np.array_equal(np.asarray(anchor).reshape(-1)[:10], np.arange(10.0))
-    assert np.array_equal(js.read_anchor(state[-1], stacked)["w"], np.arange(10.0))
+    sync = js.slowmo("replica", base=js.local_sgd("replica"), sync_every=3)
+    whole = js.read_anchor(sync, state[-1], stacked, mesh=mesh)
+    assert np.array_equal(whole["w"], np.broadcast_to(np.arange(10.0), (4, 10)))
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -175,6 +177,15 @@ def test_anchor_of_a_tuple_of_parameters_is_read():
     mesh = js.virtual_mesh({"replica": 2})
     params = (jnp.arange(10.0),)
     stacked = js.replicate(params, mesh=mesh, axis_name="replica")
-    state = js.init(js.diloco("replica"), stacked, mesh=mesh, axis_name="replica")
-    (anchor,) = js.read_anchor(state, stacked)
-    assert np.array_equal(anchor, np.arange(10.0))
+    sync = js.diloco("replica")
+    state = js.init(sync, stacked, mesh=mesh, axis_name="replica")
+    (anchor,) = js.read_anchor(sync, state, stacked, mesh=mesh)
+    assert np.array_equal(anchor, np.broadcast_to(np.arange(10.0), (2, 10)))
+
+
+def test_transforms_without_an_anchor_have_none_to_read():
+    mesh = js.virtual_mesh({"replica": 2})
+    stacked = js.replicate({"w": jnp.ones(3)}, mesh=mesh)
+    sync = js.local_sgd("replica")
+    with pytest.raises(ValueError, match=r"`sync` must be made by js\.slowmo or js\.diloco"):
+        js.read_anchor(sync, js.init(sync, stacked, mesh=mesh), stacked, mesh=mesh)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.tree import check_floating, exchange_dtype, leaf_names, plan_buffers, tree_bytes
+from jaxslowmo.tree import at_least_float32, check_floating, leaf_names, plan_buffers, tree_bytes
 
 
 class Layer(NamedTuple):
@@ -71,7 +71,7 @@ def test_every_leaf_is_in_one_buffer(tree, limits):
 
 @given(trees)
 def test_exchange_buffers_are_float32_and_padding_is_dropped(tree):
-    plan = plan_buffers(tree, dtype_of=exchange_dtype)
+    plan = plan_buffers(tree, dtype_of=at_least_float32)
     assert len(plan.buffers) == min(1, len(jax.tree.leaves(tree)))
     padded = [jnp.pad(flat, (0, 5)) for flat in plan.pack(tree)]
     restored = plan.unpack(padded)
@@ -92,7 +92,7 @@ def test_reverse_visits_the_last_leaf_first():
 def test_float64_keeps_its_own_exchange_buffer():
     tree = {"a": np.zeros(2, np.float64), "b": np.zeros(3, np.float16)}
     found = {
-        b.dtype.name: b.num_elements for b in plan_buffers(tree, dtype_of=exchange_dtype).buffers
+        b.dtype.name: b.num_elements for b in plan_buffers(tree, dtype_of=at_least_float32).buffers
     }
     assert found == {"float64": 2, "float32": 3}
 

@@ -1,0 +1,45 @@
+"""The anchor as a tree, read from a train state."""
+
+import jax
+
+from .._typing import AxisName, PyTree
+from ..mesh import AnyMesh, map_replicas, model_axes
+from ._base import ParameterTransform
+
+
+def read_anchor(
+    sync: ParameterTransform,
+    state: PyTree,
+    stacked_params: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+) -> PyTree:
+    """The anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
+
+    Args:
+      sync: the transform that made the state.
+      state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
+      stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
+      mesh: the mesh they live on.
+      axis_name: the replica axis.
+
+    Returns:
+      Tree of `(replicas, *s)`: equal on all replicas, unless `exact_average=False` lets each keep
+      its own.
+
+    Raises:
+      ValueError: a transform without an anchor.
+
+    Communication: where the anchor is sharded one all-gather of it over `axis_name`, else none.
+    """
+    if sync.anchor is None:
+        raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
+    mapped = map_replicas(
+        sync.anchor,
+        mesh=mesh,
+        axis_name=axis_name,
+        in_roles=("stacked", "stacked"),
+        automatic=model_axes(stacked_params, mesh, axis_name),
+    )
+    return jax.jit(mapped)(state, stacked_params)

@@ -1,0 +1,39 @@
+"""Optimizer state laid out as the parameters it belongs to."""
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._typing import PyTree
+
+
+def sharded_like(state: PyTree, stacked_params: PyTree) -> PyTree:
+    """`state` with the leaves that mirror a parameter sharded as it is inside a replica.
+
+    Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
+    every device. A leaf mirrors a parameter if its path ends in the parameter's and its shape is
+    the parameter's, as in optax's states.
+
+    Args:
+      state: one replica's state, under the replica axis.
+      stacked_params: the parameters as they lie on the mesh, leaves `(replicas, *s)`.
+
+    Communication: none.
+    """
+    params = [
+        (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
+        if isinstance(leaf.sharding, NamedSharding)
+    ]
+
+    def place(path: tuple, x: jax.Array) -> jax.Array:
+        for suffix, shape, spec in params:
+            if x.shape == shape and path[len(path) - len(suffix) :] == suffix:
+                return lax.with_sharding_constraint(x, spec)
+        return x
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:  # there, types carry the layout already
+        return state
+    return jax.tree_util.tree_map_with_path(place, state)

@@ -1,0 +1,33 @@
+"""Small programs for tests of what is refused."""
+
+import jax
+import jax.numpy as jnp
+
+import jaxslowmo as js
+from executions import lift
+
+PARAMS = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3, 2))}
+
+
+def over_local(axis_name="replica", **options):
+    return js.slowmo(axis_name, base=js.local_sgd(axis_name), **options)
+
+
+PARAMETER_TRANSFORMS = {
+    "local_sgd": js.local_sgd,
+    "slowmo": over_local,
+    "diloco": js.diloco,
+}
+ALL = {"all_reduce_gradients": js.all_reduce_gradients, **PARAMETER_TRANSFORMS}
+
+
+def trace(fn, *args, execution="vmap", axes=None):
+    """Trace `fn` of one replica; nothing is compiled or run."""
+    return jax.eval_shape(lift(fn, axes or {"replica": 4}, execution, (False,) * len(args)), *args)
+
+
+def one_update(tx, init=None, **keywords):
+    def step(params):
+        return tx.update(params, (init or tx).init(params), params, **keywords)[0]
+
+    return step

@@ -1,0 +1,77 @@
+"""What the training step refuses, and how it says so."""
+
+import numpy as np
+import optax
+import pytest
+from jax import numpy as jnp
+
+import jaxslowmo as js
+
+PARAMS = {"b": np.zeros(3, np.float32), "w": np.ones((8, 3), np.float32)}
+BATCH = np.ones((32, 8), np.float32)
+KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def test_batches_that_do_not_split():
+    step = js.make_train_step(
+        loss, optax.sgd(0.1), mesh=js.make_mesh({"replica": 2, "device": 2}), accumulate=3
+    )
+    state = step.init(PARAMS)
+    for batch, shape in (
+        ({"x": np.ones((6, 8), np.float32)}, r"\(6, 8\)"),
+        ({"x": np.ones((0, 8), np.float32)}, r"\(0, 8\)"),
+        ({"x": np.ones((), np.float32)}, r"\(\)"),
+    ):
+        message = rf"`batch`: .*multiple of 4, .*\('replica', 'device'\) together, got x {shape}"
+        with pytest.raises(ValueError, match=message):
+            step(state, batch)
+    with pytest.raises(ValueError, match=r"`accumulate`=3 must divide .* got 2 examples"):
+        step(state, np.ones((8, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "eager"}, r'`mode` must be "traced" or "host", got \'eager\''),
+        ({"model_state": "mean"}, r"`model_state` must be .* got 'mean'"),
+        ({"accumulate": 0}, r"`accumulate` counts microbatches and must be >= 1, got 0"),
+        ({"accumulate": 1.5}, r"`accumulate` .* got 1\.5"),
+        ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got \w+"),
+        ({"loss_fn": 3}, r"`loss_fn` must be callable, got int"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    given = {"loss_fn": loss, "mesh": js.virtual_mesh({"replica": 2}), **arguments}
+    with pytest.raises(ValueError, match=message):
+        js.make_train_step(given.pop("loss_fn"), optax.sgd(0.1), **given)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda p, b: p["b"], r"scalar loss, .* got \(3,\)"),
+        (lambda p, b: (loss(p, b), [1.0]), r"scalar loss, .* got \(\(\), \[\(\)\]\)"),
+        (lambda p, b: (loss(p, b), {}, {}), r"must return a scalar loss"),
+    ],
+)
+def test_bad_results_of_the_loss(bad, message):
+    step = js.make_train_step(bad, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 2}))
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_left_apart_on_the_devices_of_a_replica(kind):
+    step = js.make_train_step(
+        loss,
+        optax.sgd(0.1),
+        gradients=js.all_reduce_gradients("replica"),
+        mesh=KINDS[kind]({"replica": 2, "device": 2}),
+    )
+    message = r"`gradients` must average over the inner axes \('device',\).*: b, w"
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCH)
