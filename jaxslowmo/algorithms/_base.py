@@ -110,12 +110,14 @@ def is_due(
     phase: Phase | None,
 ) -> bool | jax.Array:
     """Whether `event` runs in this update: a bool where that is static, else a () bool array."""
-    if communicate is False:
-        return False
-    due = schedule(count) if phase is None else event in phase
+    return decide(schedule(count) if phase is None else event in phase, communicate)
+
+
+def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
+    """`due and communicate`, a bool where that is static."""
     if communicate is True or due is False:
         return due
-    return jnp.logical_and(due, communicate)
+    return False if communicate is False else jnp.logical_and(due, communicate)
 
 
 def run_if(

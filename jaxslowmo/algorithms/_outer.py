@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, Phase, PyTree
+from ..collectives import all_mean
 from ..mesh import require_axes
 from ..tree import check_floating, landing, updates_to, widen_updates
 from ._anchor import AnchorLayout
@@ -19,6 +20,7 @@ from ._base import (
     ParameterTransform,
     check_axes,
     check_update_arguments,
+    decide,
     increment,
     is_due,
     phase_scope,
@@ -111,16 +113,24 @@ def outer_transform(
                 **extra,
             )
 
+        def mean_of(y: PyTree, base_state: PyTree) -> PyTree:
+            """What the replicas' parameters y amount to, in the anchor's form."""
+            if base is None or not exact_average:
+                return layout.average(y)
+            numerator, weight = base.numerator(base_state, y)
+            average = layout.average(numerator)
+            if weight is None:
+                return average
+            mean_weight = all_mean(weight, axis_name)
+            return jax.tree.map(lambda x: x / mean_weight, average)
+
         def slow_step(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
             u, s = operand
             base_state = s.base
             if exact_average:  # the base only counts on: its exchange would be wasted
                 u, base_state = step_base(u, base_state, False)
             with phase_scope(SLOW):
-                y = landing(params, u)
-                if base is not None:
-                    y, _ = base.numerator(base_state, y)
-                average = layout.average(y)
+                average = mean_of(landing(params, u), base_state)
                 displacement = jax.tree.map(jnp.subtract, s.anchor, average)
                 step, outer = outer_optimizer.update(
                     displacement, s.outer, s.anchor, learning_rate=gamma
@@ -132,19 +142,22 @@ def outer_transform(
                     base_state = base.reset(base_state)
                 return updates_to(params, rounded), OuterState(count, anchor, outer, base_state)
 
-        def base_only(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
+        def base_step(
+            operand: tuple[PyTree, OuterState], talk: Communicate
+        ) -> tuple[PyTree, OuterState]:
             u, s = operand
-            u, base_state = step_base(u, s.base, communicate)
+            u, base_state = step_base(u, s.base, talk)
             return u, s._replace(count=count, base=base_state)
 
-        def counted(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
-            u, s = operand
-            return widen_updates(u), s._replace(count=count)
+        def exchange(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
+            slow_due = is_due(SLOW, schedule, count, communicate, phase)
+            if exact_average:
+                return run_if(slow_due, slow_step, lambda o: base_step(o, communicate), operand)
+            return run_if(slow_due, slow_step, lambda o: o, base_step(operand, communicate))
 
-        slow_due = is_due(SLOW, schedule, count, communicate, phase)
-        if exact_average:
-            return run_if(slow_due, slow_step, base_only, (updates, state))
-        return run_if(slow_due, slow_step, counted, base_only((updates, state)))
+        # One conditional around all, so that a local step passes its updates through only one.
+        any_due = decide(due(count) if phase is None else bool(phase), communicate)
+        return run_if(any_due, exchange, lambda o: base_step(o, False), (updates, state))
 
     schedules = (schedule, *(base.schedules if base is not None else ()))
     return ParameterTransform(

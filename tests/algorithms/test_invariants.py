@@ -118,3 +118,31 @@ def test_consensus_without_updates_does_not_move(size, seed, momentum):
     )
     history = after_updates(slowmo, params, np.zeros((9, 4, size), np.float32))
     np.testing.assert_array_equal(history, np.broadcast_to(params, history.shape))
+
+
+def test_exact_average_of_a_weighted_base():
+    """sum of numerators / sum of weights, then `reset`: what gossip will need of the protocol."""
+    plain = js.local_sgd("replica", sync_every=2)
+    resets = []
+
+    def numerator(state, y):
+        weight = 1.0 + jax.lax.axis_index("replica")
+        return jax.tree.map(lambda x: weight * x, y), weight
+
+    weighted = js.ParameterTransform(
+        plain.init,
+        plain.update,
+        phase=plain.phase,
+        due=plain.due,
+        schedules=plain.schedules,
+        numerator=numerator,
+        reset=lambda state: resets.append(1) or state,
+    )
+    slowmo = js.slowmo("replica", base=weighted, sync_every=4, momentum=0.0, shard_state=False)
+    rng = np.random.default_rng(0)
+    updates = rng.normal(size=(4, 3, 5)).astype(np.float32)
+    history = after_updates(slowmo, np.zeros((3, 5), np.float32), updates)
+    before = history[2] + updates[3]
+    expected = np.average(before, axis=0, weights=[1.0, 2.0, 3.0])
+    np.testing.assert_allclose(history[3], np.broadcast_to(expected, (3, 5)), atol=1e-6)
+    assert resets
