@@ -36,7 +36,8 @@ def make_train_step(
       optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
         and parameter transforms included, works too in `"traced"` mode.
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.slowmo`, `js.diloco`), or
-        None where gradients are averaged over the replicas.
+        None where gradients are averaged over the replicas. Without any of these, in `optimizer`
+        or here, the replicas train apart.
       gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
         parallelism. None averages them over the inner axes of the mesh, if it has any.
       mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
@@ -56,8 +57,9 @@ def make_train_step(
 
     Raises:
       ValueError: unknown axis, mode or model_state; accumulate < 1; `sync` that is no
-        `ParameterTransform`; at trace time batches that do not split evenly and gradients that were
-        not averaged over the inner axes.
+        `ParameterTransform`; at `init`, host-scheduled with a parameter transform elsewhere; at
+        trace time batches that do not split evenly and gradients that were not averaged over the
+        inner axes.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import Phase, PyTree
-from ..algorithms import ParameterTransform, phase_name
+from ..algorithms import LocalSGDState, OuterState, ParameterTransform, phase_name
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
 from ..tree import leaf_names
 from ._replica_step import Metrics, StepParts
@@ -40,7 +40,7 @@ class TrainStep:
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
     ) -> TrainState:
         """`TrainState.create` with this step's chain, mesh and axis."""
-        return TrainState.create(
+        state = TrainState.create(
             params,
             self.tx,
             mesh=self.mesh,
@@ -48,6 +48,12 @@ class TrainStep:
             model_state=model_state,
             seed=seed,
         )
+        if self.mode == "host" and _holds_parameter_transform(state.opt_state[:2]):
+            raise ValueError(
+                '`mode`="host" schedules `sync` alone, and `optimizer` or `gradients` holds a '
+                'parameter transform too: pass that one as `sync`, or use mode="traced".'
+            )
+        return state
 
     def phase(self, t: int) -> Phase:
         """What update t = 1, 2, ... exchanges beside gradients; `()` without a sync."""
@@ -198,6 +204,12 @@ def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
         f"`batch`: the leading dimension of every leaf must be a positive multiple of {parts}, the "
         f"size of axes {axes} together, got {', '.join(wrong)}."
     )
+
+
+def _holds_parameter_transform(state: PyTree) -> bool:
+    kinds = (LocalSGDState, OuterState)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) for x in leaves)
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

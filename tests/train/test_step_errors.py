@@ -75,3 +75,14 @@ def test_gradients_left_apart_on_the_devices_of_a_replica(kind):
     message = r"`gradients` must average over the inner axes \('device',\).*: b, w"
     with pytest.raises(ValueError, match=message):
         step(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameter_transforms_elsewhere_are_not_host_scheduled(wrapped):
+    sync = js.local_sgd("replica")
+    hidden = optax.masked(sync, {"b": True, "w": True}) if wrapped else sync
+    chain = optax.chain(optax.sgd(0.1), hidden)
+    mesh = js.virtual_mesh({"replica": 2})
+    js.make_train_step(loss, chain, mesh=mesh).init(PARAMS)
+    with pytest.raises(ValueError, match='`mode`="host" schedules `sync` alone'):
+        js.make_train_step(loss, chain, mesh=mesh, mode="host").init(PARAMS)
