@@ -5,7 +5,7 @@ VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTH
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-DEMO ?= compare --preset demo
+DEMO ?= compare --preset demo --out runs/demo
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 

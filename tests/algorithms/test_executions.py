@@ -200,8 +200,8 @@ def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, d
 
 
 def test_states_agree_between_executions():
-    _, virtual = results(4, 1, "vmap", "traced")
-    _, devices = results(4, 1, "shard_map", "host")
+    _, virtual = results(4, 1, "vmap", "traced", None)
+    _, devices = results(4, 1, "shard_map", "host", None)
     assert jax.tree.structure(virtual) == jax.tree.structure(devices)
     for a, b in zip(jax.tree.leaves(virtual), jax.tree.leaves(devices), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -213,7 +213,7 @@ def test_states_agree_between_executions():
 
 @pytest.mark.parametrize("name", ["local_sgd", "slowmo", "slowmo_unsharded", "diloco"])
 def test_replicas_agree_after_a_synchronisation(name):
-    ours, _ = results(4, 1, "shard_map", "traced")
+    ours, _ = results(4, 1, "shard_map", "traced", None)
     for leaf, values in ours[name].items():
         if not isinstance(values, dict | tuple):
             after = values[3].astype(np.float32)  # update 4

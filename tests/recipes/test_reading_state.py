@@ -15,7 +15,7 @@ def test_values_read_from_the_state():
     assert np.float32(found["gamma"]) == np.float32(0.1)
     # Update 24 was a slow step: parameters are the anchor, on every replica.
     for name, anchor in found["anchor"].items():
-        np.testing.assert_allclose(found["first_replica"][name], anchor, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(found["first_replica"][name], anchor[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(found["averaged"][name].shape, anchor.shape[1:])
     assert found["loss"] < 0.5 * np.var(found["y"][24])
 
