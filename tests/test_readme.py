@@ -8,23 +8,24 @@ from pathlib import Path
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def block(language: str) -> str:
-    """The first block of that language."""
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found, f"no {language} block in the README"
-    return found.group(1)
+def example() -> tuple[str, str]:
+    """The Python block, and the output shown after it."""
+    found = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
+    assert found, "no Python block with its output in the README"
+    return found.group(1), found.group(2)
 
 
 def test_example_runs_and_prints_what_is_shown():
+    code, output = example()
     done = subprocess.run(
-        [sys.executable, "-c", block("python")],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    shown, printed = block("text").splitlines(), done.stdout.splitlines()
+    shown, printed = output.splitlines(), done.stdout.splitlines()
     assert [line.split()[:3] for line in printed[:5]] == [line.split()[:3] for line in shown[:5]]
     assert [line.split()[0] for line in printed[5:]] == ["48", "96", "144", "192"]
     assert float(printed[-1].split()[-1].rstrip("}")) < 0.02

@@ -154,6 +154,22 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
+def check_exchange_arguments(
+    owner: str,
+    axis_name: object,
+    local_axis_name: object | None,
+    bucket_bytes: int | None,
+) -> None:
+    """At construction: the arguments that all parameter transforms share; `ValueError` if bad."""
+    check_axis_argument(owner, "axis_name", axis_name)
+    if local_axis_name is not None:
+        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    if bucket_bytes is not None and bucket_bytes < 0:
+        raise ValueError(
+            f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
+        )
+
+
 def check_axes(
     owner: str, axis_name: AxisName, local_axis_name: AxisName | None, warn: Callable[[str], None]
 ) -> None:

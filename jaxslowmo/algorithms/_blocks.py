@@ -19,14 +19,6 @@ from ..collectives import all_mean, all_mean_in_slices
 from ..tree import plan_buffers
 
 
-def check_bucket_bytes(owner: str, bucket_bytes: int | None) -> None:
-    """Raise `ValueError` for a negative size."""
-    if bucket_bytes is not None and bucket_bytes < 0:
-        raise ValueError(
-            f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
-        )
-
-
 def bucket_limits(bucket_bytes: int | None) -> tuple[int, ...] | None:
     """Limits for `plan_buffers`: one buffer per dtype for None."""
     return None if bucket_bytes is None else (bucket_bytes,)

@@ -5,8 +5,7 @@ import optax
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ._anchor import sharded_anchor, whole_anchor
-from ._base import ParameterTransform, check_axis_argument
-from ._blocks import check_bucket_bytes
+from ._base import ParameterTransform, check_exchange_arguments
 from ._outer import outer_transform
 from ._schedule import Every, as_schedule
 
@@ -54,10 +53,7 @@ def diloco(
       2023, algorithm 1.
     """
     owner = "diloco"
-    check_axis_argument(owner, "axis_name", axis_name)
-    check_bucket_bytes(owner, bucket_bytes)
-    if local_axis_name is not None:
-        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(

@@ -12,14 +12,14 @@ from ._base import (
     Communicate,
     ParameterTransform,
     check_axes,
-    check_axis_argument,
+    check_exchange_arguments,
     check_update_arguments,
     increment,
     is_due,
     phase_scope,
     run_if,
 )
-from ._blocks import check_bucket_bytes, replica_mean
+from ._blocks import replica_mean
 from ._schedule import Every, as_schedule
 
 AVERAGE = "average"
@@ -69,10 +69,7 @@ def local_sgd(
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
     owner = "local_sgd"
-    check_axis_argument(owner, "axis_name", axis_name)
-    check_bucket_bytes(owner, bucket_bytes)
-    if local_axis_name is not None:
-        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
     schedule = as_schedule(sync_every)
     warn = warn_once()
 

@@ -5,8 +5,7 @@ import optax
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ._anchor import AnchorLayout, own_anchor, sharded_anchor, whole_anchor
-from ._base import ParameterTransform, check_axis_argument
-from ._blocks import check_bucket_bytes
+from ._base import ParameterTransform, check_exchange_arguments
 from ._outer import outer_transform
 from ._schedule import Every, as_schedule
 from ._slow_momentum import slow_momentum
@@ -81,10 +80,7 @@ def slowmo(
       `SlowMoDistributedDataParallel`.
     """
     owner = "slowmo"
-    check_axis_argument(owner, "axis_name", axis_name)
-    check_bucket_bytes(owner, bucket_bytes)
-    if local_axis_name is not None:
-        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
     schedule = as_schedule(sync_every)
     _check_base(base, schedule, exact_average)
     if shard_state and not exact_average:

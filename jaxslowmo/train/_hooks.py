@@ -1,9 +1,7 @@
 """Hooks of the training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -11,9 +9,7 @@ import numpy as np
 from .._typing import AxisName, PyTree
 from ..algorithms import Every, as_schedule
 from ..mesh import AnyMesh, consensus
-
-if TYPE_CHECKING:
-    from ._loop import StepResult
+from ._result import StepResult
 
 
 class Hook(Protocol):

@@ -1,34 +1,12 @@
 """The training loop: a generator of step results, with hooks."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-import jax
-
-from .._typing import Phase, PyTree
+from .._typing import PyTree
 from ._hooks import Hook, is_hook_due
+from ._result import StepResult
 from ._state import TrainState
 from ._step import TrainStep
-
-
-@dataclass
-class StepResult:
-    """What one step left.
-
-    Attributes:
-      step: number of this step in the loop, from 1.
-      state: the state after it. The next step donates its buffers: read it before going on.
-      metrics: stacked per replica, on the devices; reading them waits for the step.
-      phase: what was exchanged, `()` for a local step; see `js.phase_name`.
-      reports: what hooks returned, merged in their order.
-    """
-
-    step: int
-    state: TrainState
-    metrics: dict[str, jax.Array]
-    phase: Phase
-    reports: dict[str, Any] = field(default_factory=dict)
 
 
 def train_loop(
