@@ -121,6 +121,7 @@ def _check_gradients_vary(owner: str, grads: PyTree, axis_name: AxisName) -> Non
         raise ValueError(
             f"{owner}: these gradients do not vary over the axis they should be averaged over, so "
             f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
-            'differentiating, `jax.lax.pcast(params, axis_name, to="varying")`, as '
-            "`js.make_train_step` does."
+            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
+            "(js.make_train_step does that, and averages over inner axes; pass it "
+            "gradients=optax.identity() where a chain does so itself.)"
         )

@@ -39,7 +39,8 @@ def make_train_step(
         None where gradients are averaged over the replicas. Without any of these, in `optimizer`
         or here, the replicas train apart.
       gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
-        parallelism. None averages them over the inner axes of the mesh, if it has any.
+        parallelism. None averages them over the inner axes of the mesh, if it has any; pass
+        `optax.identity()` where `optimizer` is a chain that does so itself.
       mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
         replica's batch, or `js.virtual_mesh`. Axes over which parameters are sharded are left to
         the compiler.

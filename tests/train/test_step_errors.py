@@ -86,3 +86,16 @@ def test_parameter_transforms_elsewhere_are_not_host_scheduled(wrapped):
     js.make_train_step(loss, chain, mesh=mesh).init(PARAMS)
     with pytest.raises(ValueError, match='`mode`="host" schedules `sync` alone'):
         js.make_train_step(loss, chain, mesh=mesh, mode="host").init(PARAMS)
+
+
+def test_a_chain_that_reduces_by_itself():
+    """On two levels the step averages gradients over "device" unless told that the chain does."""
+    mesh = js.make_mesh({"replica": 2, "device": 2})
+    chain = optax.chain(js.all_reduce_gradients("device"), optax.sgd(0.1), js.local_sgd("replica"))
+    twice = js.make_train_step(loss, chain, mesh=mesh)
+    with pytest.raises(ValueError, match=r"gradients=optax\.identity\(\)"):
+        twice(twice.init(PARAMS), BATCH)
+    once = js.make_train_step(loss, chain, gradients=optax.identity(), mesh=mesh)
+    parts = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    found, expected = (step(step.init(PARAMS), BATCH)[0].params["w"] for step in (once, parts))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
