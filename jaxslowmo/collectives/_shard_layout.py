@@ -11,8 +11,8 @@ the bytes of reduce-scatter and all-gather. What keeps a true reduce-scatter is 
 * other T: a reduce-scatter with a small permute, where the compiler pads the spans itself.
 
 Shards under 3 tiles (12 KiB) become all-reduces whatever their shape, so they are only split
-evenly. Some groups (all chips of a square or 3-D torus as one axis) make an all-reduce of any
-shape; there, give the torus as several replica axes. `tests/tpu_aot` holds the rule.
+evenly. All chips of a square torus as one axis make an all-reduce of any shape; there, give
+the torus as several replica axes. `tests/tpu_aot` holds the rule.
 """
 
 import math
