@@ -37,12 +37,14 @@ class AnchorLayout:
       restore: `restore(anchor, params) -> tree`: float32 values in the shape of the parameters.
       pin: `pin(state, params) -> state`: lays arrays of the anchor's form in `state` out as the
         anchor is; no communication.
+      is_sharded: whether `store` needs the replica axis, to know which shard is this replica's.
     """
 
     store: Callable[[PyTree], Any]
     average: Callable[[PyTree], Any]
     restore: Callable[[Any, PyTree], PyTree]
     pin: Callable[[PyTree, PyTree], PyTree] = lambda state, params: state
+    is_sharded: bool = False
 
 
 def own_anchor() -> AnchorLayout:
@@ -155,4 +157,5 @@ def sharded_anchor(
         lambda y: tuple(jax.tree.leaves(into_shards(average_blocks, y))),
         restore,
         pin,
+        is_sharded=True,
     )

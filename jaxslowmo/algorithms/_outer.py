@@ -73,9 +73,10 @@ def outer_transform(
 
     def init_fn(params: PyTree) -> OuterState:
         check_floating(owner, params)
-        require_axes(owner, "axis_name", axis_name)
-        if local_axis_name is not None:
-            require_axes(owner, "local_axis_name", local_axis_name)
+        if layout.is_sharded:  # others can be initialised outside of the axis
+            require_axes(owner, "axis_name", axis_name)
+            if local_axis_name is not None:
+                require_axes(owner, "local_axis_name", local_axis_name)
         anchor = layout.store(params)
         return OuterState(
             count=jnp.zeros([], jnp.int32),

@@ -78,10 +78,12 @@ class TrainStep:
         """
         automatic = model_axes(state.params, self.mesh, self.axis_name)
         batch = self._placed(batch, automatic)
-        so_far = self._updates_so_far(state)
-        phase = self.phase(so_far + 1) if self.mode == "host" else None
+        phase = self.next_phase(state) if self.mode == "host" else None
+        counter, so_far = self._counted
+        is_counted = _counter(state, self._parts.sync) is counter
         new_state, metrics = self._program(phase, automatic, self.mesh, state, batch)(state, batch)
-        self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
+        if is_counted:  # count on, without asking the device
+            self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics
 
     def traced_by_phase(

@@ -3,11 +3,12 @@
 import re
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from bad_input import ALL, PARAMETER_TRANSFORMS, PARAMS, one_update, trace
+from bad_input import ALL, PARAMETER_TRANSFORMS, PARAMS, one_update, over_local, trace
 from executions import EXECUTIONS
 
 # Axes
@@ -43,6 +44,24 @@ def test_misspelt_axis_at_init(name, execution):
 def test_init_outside_of_the_axis_points_to_js_init(name):
     with pytest.raises(ValueError, match=rf"{name}: .*bound: none.*`js\.init\(tx, stacked_params"):
         ALL[name]("replica").init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        js.local_sgd("replica"),
+        over_local(shard_state=False),
+        over_local(exact_average=False),
+        js.diloco("replica", shard_state=False),
+    ],
+)
+def test_init_that_shards_nothing_needs_no_axis(tx):
+    """As nnx.Optimizer and TrainState.create call it."""
+    one = jax.tree.map(lambda x: x[0], PARAMS)
+    inside = jax.vmap(tx.init, axis_name="replica")(PARAMS)
+    outside = tx.init(one)
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
+        assert np.array_equal(a[0], b)
 
 
 @pytest.mark.parametrize("name", ALL)

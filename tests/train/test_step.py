@@ -348,3 +348,16 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
         seen.add(phase)
     assert sum(compiled) == 0
     assert len(step._programs) == (3 if mode == "host" else 1)
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+def test_a_traced_step_inside_of_jit(kind):
+    mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 4})
+    sync = js.local_sgd("replica", sync_every=2)
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, donate=False)
+    apart = inside = step.init(PARAMS)
+    jitted = jax.jit(lambda state, batch: step(state, batch)[0])
+    for batch in BATCHES[:2]:
+        apart, inside = step(apart, batch)[0], jitted(inside, batch)
+    assert_close(inside.params, apart.params)
+    assert step.next_phase(inside) == ()
