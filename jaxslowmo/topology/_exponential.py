@@ -1,0 +1,120 @@
+"""Graphs whose peers lie at distances that grow exponentially: mixed in a logarithm of rounds."""
+
+from ._checks import check_even, check_size
+from ._circulant import both_ways, circulant, powers_below
+from ._graph import Graph
+
+
+def npeer_directed_exponential(
+    num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
+) -> Graph:
+    """Peers at distances j (p + 1)^i, j = 1 ... p: the default of `js.sgp`.
+
+    With p = `peers_per_step`, exchange i goes to the p peers of level i. On (p + 1)^k nodes all
+    hold the exact mean after k rounds of uniform mixing.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: p, peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers in the phone book.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, or a distance that is a multiple of `num_nodes` (2 or 6 nodes with
+        2 peers): nodes would send to themselves.
+
+    Source: FairScale 0.4.13 `NPeerDynamicDirectedExponentialGraph`; Assran et al., "Stochastic
+      Gradient Push", ICML 2019, appendix A.
+    """
+    check_size("peers_per_step", peers_per_step)
+    base = peers_per_step + 1
+    levels = powers_below(base, num_nodes)
+    return circulant(
+        "npeer_directed_exponential",
+        num_nodes,
+        [j * level for level in levels for j in range(1, base)],
+        peers_per_step,
+        dedupe=dedupe,
+    )
+
+
+def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
+    """Peers at distances +1, -1, +2, -2, +4, -4, ... below `num_nodes`.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers: forwards and backwards meet on a circle.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
+    """
+    return circulant(
+        "directed_exponential",
+        num_nodes,
+        both_ways(powers_below(2, num_nodes)),
+        peers_per_step,
+        dedupe=dedupe,
+    )
+
+
+def bipartite_exponential(
+    num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
+) -> Graph:
+    """Even and odd nodes at distances 1, 1 + 2, 1 + 4, 1 + 8, ..., forwards and backwards.
+
+    Args:
+      num_nodes: number of nodes, even (or 1).
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: an odd number of nodes, sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
+    """
+    check_size("num_nodes", num_nodes)
+    check_even("bipartite_exponential", num_nodes)
+    distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
+    return circulant(
+        "bipartite_exponential",
+        num_nodes,
+        both_ways(distances),
+        peers_per_step,
+        dedupe=dedupe,
+        is_bipartite=True,
+    )
+
+
+def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
+    """Peers at distances 1, 2, 4, ... up to half the circle, in both directions, each once.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange, in turn; None: all, every time. Then
+        uniform mixing is symmetric.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+      NeurIPS 2021.
+    """
+    check_size("num_nodes", num_nodes)
+    distances = powers_below(2, num_nodes // 2 + 1)
+    return circulant(
+        "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
+    )

@@ -1,0 +1,125 @@
+"""Mixing weights: which share of its value a node keeps, and what each peer gets."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._graph import Graph
+
+# (graph, step) -> P[destination, source], (num_nodes, num_nodes), columns sum to 1.
+Mixing = Callable[[Graph, int], Any]
+
+# Columns may have been computed in float32.
+TOLERANCE = 1e-6
+
+
+def uniform_mixing() -> Mixing:
+    """Every node splits its value evenly between itself and the peers of the step.
+
+    Returns:
+      A mixing: `(graph, step) -> P`, with P[k, i] = 1 / (peers of i + 1) for each of them and for i
+      itself; a peer that is named twice gets two shares.
+    """
+
+    def mixing(graph: Graph, step: int) -> np.ndarray:
+        return _split(graph, step, [1.0 / (len(peers) + 1) for peers in graph.out_peers(step)])
+
+    return mixing
+
+
+def self_weighted(keep: float | Sequence[float]) -> Mixing:
+    """Node i keeps `keep` (or `keep[i]`) of its value; its peers share the rest evenly.
+
+    Args:
+      keep: a share strictly between 0 and 1, or one per node.
+
+    Returns:
+      A mixing: `(graph, step) -> P`.
+
+    Raises:
+      ValueError: shares outside (0, 1); when used, another number of shares than nodes.
+    """
+    shares = np.atleast_1d(np.asarray(keep, np.float64))
+    if shares.ndim != 1 or not np.all((shares > 0) & (shares < 1)):
+        raise ValueError(
+            f"`keep` must lie strictly between 0 and 1, one share or one per node, got {keep!r}."
+        )
+
+    def mixing(graph: Graph, step: int) -> np.ndarray:
+        if shares.size not in (1, graph.num_nodes):
+            raise ValueError(
+                f"`keep` must be one share, or one per node of {graph.name}({graph.num_nodes}), "
+                f"got {shares.size}."
+            )
+        return _split(graph, step, np.broadcast_to(shares, graph.num_nodes))
+
+    return mixing
+
+
+def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.ndarray:
+    matrix = np.zeros((graph.num_nodes, graph.num_nodes))
+    for source, peers in enumerate(graph.out_peers(step)):
+        matrix[source, source] = keep[source] if peers else 1.0
+        for peer in peers:
+            matrix[peer, source] += (1.0 - keep[source]) / len(peers)
+    return matrix
+
+
+def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
+    """The checked matrix P of one exchange.
+
+    Args:
+      graph: who sends to whom.
+      mixing: callable `(graph, step) -> P`; None is `uniform_mixing()`.
+      step: number of the exchange, 0, 1, ...
+
+    Returns:
+      (num_nodes, num_nodes) float64, P[destination, source].
+
+    Raises:
+      ValueError: another shape, a negative or non-finite weight, a column that does not sum to 1, a
+        weight where the graph has no edge, a node that is left with nothing.
+    """
+    given = uniform_mixing() if mixing is None else mixing
+    if not callable(given):
+        raise ValueError(
+            "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
+            f"{type(given).__name__}."
+        )
+    size = graph.num_nodes
+    matrix = np.asarray(given(graph, step), np.float64)
+    where = f"`mixing` at step {step} of {graph.name}({size})"
+    if matrix.shape != (size, size):
+        raise ValueError(f"{where}: P must have shape {(size, size)}, got {matrix.shape}.")
+    bad = np.argwhere(~(matrix >= 0) | ~np.isfinite(matrix))
+    if len(bad):
+        row, column = bad[0]
+        raise ValueError(
+            f"{where}: weights must be finite and >= 0, got P[{row}, {column}] = "
+            f"{matrix[row, column]}."
+        )
+    sums = matrix.sum(axis=0)
+    wrong = np.flatnonzero(np.abs(sums - 1) > TOLERANCE)
+    if wrong.size:
+        raise ValueError(
+            f"{where}: every column of P must sum to 1, what a node keeps and sends together; "
+            f"column {wrong[0]} sums to {sums[wrong[0]]:.9g}."
+        )
+    edges = np.eye(size, dtype=bool)
+    for source, peers in enumerate(graph.out_peers(step)):
+        edges[list(peers), source] = True
+    stray = np.argwhere((matrix > 0) & ~edges)
+    if len(stray):
+        row, column = stray[0]
+        raise ValueError(
+            f"{where}: P[{row}, {column}] = {matrix[row, column]:.6g}, but node {column} does not "
+            f"send to node {row} in that step."
+        )
+    empty = np.flatnonzero(matrix.sum(axis=1) == 0)
+    if empty.size:
+        raise ValueError(
+            f"{where}: node {empty[0]} keeps nothing and receives nothing, so its push-sum weight "
+            "would become 0."
+        )
+    return matrix
