@@ -14,6 +14,14 @@ import jaxslowmo as js
 
 FOLDER = Path(__file__).parent / "golden" / "fairscale"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+GRAPHS = {
+    "NPeerDynamicDirectedExponentialGraph": js.topology.npeer_directed_exponential,
+    "DynamicDirectedExponentialGraph": js.topology.directed_exponential,
+    "DynamicDirectedLinearGraph": js.topology.directed_linear,
+    "DynamicBipartiteExponentialGraph": js.topology.bipartite_exponential,
+    "DynamicBipartiteLinearGraph": js.topology.bipartite_linear,
+    "RingGraph": js.topology.ring,
+}
 
 
 @dataclass
@@ -70,18 +78,42 @@ class GoldenRun:
         labels = {f"p{i}": g for g, members in enumerate(groups) for i in members}
         return optax.partition(dict(enumerate(map(one, scales))), labels)
 
+    def graph(self) -> js.topology.Graph:
+        """The graph of a gossip run."""
+        peers = self.config["peers_per_itr"]
+        if self.config["graph"] == "table":
+            return js.topology.from_phone_book(self.config["table"], peers)
+        return GRAPHS[self.config["graph"]](self.axes["replica"], peers_per_step=peers)
+
+    def base(self) -> js.ParameterTransform:
+        """FairScale's base algorithm."""
+        args = self.config["constructor_args"]
+        local = "device" if self.devices_per_replica > 1 else None
+        if not self.config["effective"]["sgp"]:
+            return js.local_sgd(
+                "replica", sync_every=args["localsgd_frequency"], local_axis_name=local
+            )
+        keep = self.config.get("mixing_lo")
+        return js.sgp(
+            "replica",
+            graph=self.graph(),
+            mixing=None if keep is None else js.topology.self_weighted(keep),
+            push_sum=args["push_sum"],
+            local_axis_name=local,
+        )
+
     def sync(self, **overrides: Any) -> js.ParameterTransform:
         """The parameter transform that FairScale's arguments describe."""
         args = self.config["constructor_args"]
         local = "device" if self.devices_per_replica > 1 else None
-        base = js.local_sgd("replica", sync_every=args["localsgd_frequency"], local_axis_name=local)
+        base = self.base()
         if not self.config["effective"]["slowmo"]:
             return base
         rates = np.asarray(self.config["lr_per_step"], np.float32)
-        exact = args["slowmo_memory_efficient"]
+        sharded = args["slowmo_memory_efficient"]
         options: dict[str, Any] = {
-            "shard_state": exact,
-            "exact_average": exact,
+            "shard_state": sharded,
+            "exact_average": sharded or args["slowmo_sgp_average_params"],
             "momentum": args["slowmo_momentum"],
             "slow_learning_rate": args["slowmo_lr"],
             "learning_rate": lambda t: jnp.asarray(rates)[t],

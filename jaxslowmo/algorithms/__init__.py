@@ -16,6 +16,8 @@ from ._read_anchor import read_anchor as read_anchor
 from ._schedule import Every as Every
 from ._schedule import as_schedule as as_schedule
 from ._schedule import every as every
+from ._sgp import SGPState as SGPState
+from ._sgp import sgp as sgp
 from ._slow_momentum import SlowMomentumState as SlowMomentumState
 from ._slow_momentum import slow_momentum as slow_momentum
 from ._slowmo import slowmo as slowmo

@@ -118,7 +118,7 @@ def sharded_anchor(
     def into_shards(fn: Callable[..., Any], tree: PyTree) -> list[tuple[jax.Array, ...]]:
         """Shards of each group of leaves."""
         return [
-            group.on_blocks(fn, group.take(tree), flat=(False,), out_flat=True)
+            group.on_blocks(fn, group.take(tree), kinds=("leaves",), out="flat")
             for group in block_groups(tree, param_specs)
         ]
 
@@ -130,7 +130,7 @@ def sharded_anchor(
         nested = jax.tree.structure(by_group(params)).unflatten(anchor)
         for group, shards in zip(block_groups(params, param_specs), nested, strict=True):
             blocks = group.on_blocks(
-                restore_blocks, shards, group.take(params), flat=(True, False), out_flat=False
+                restore_blocks, shards, group.take(params), kinds=("flat", "leaves"), out="leaves"
             )
             for i, block in zip(group.indices, blocks, strict=True):
                 leaves[i] = block
@@ -148,7 +148,7 @@ def sharded_anchor(
         def place(x: jax.Array) -> jax.Array:
             if x.shape not in group_of:
                 return x
-            return group_of[x.shape].on_blocks(lambda y: y, x, flat=(True,), out_flat=True)
+            return group_of[x.shape].on_blocks(lambda y: y, x, kinds=("flat",), out="flat")
 
         return jax.tree.map(place, state)
 

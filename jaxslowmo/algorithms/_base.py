@@ -1,6 +1,7 @@
 """The protocol of parameter transforms, and the decision whether an exchange runs."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -28,36 +29,41 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     Beside optax's pair it has what other transforms and the step builder need:
 
     Attributes:
-      phase: `phase(t)` on the host: the events of update t = 1, 2, ... as a hashable tuple of
-        names; `()` exchanges nothing.
+      phase: `phase(t, skipped=0)` on the host: the events of update t = 1, 2, ... as a hashable
+        tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
+        was skipped (`communicate=False`); gossip does not rotate in those.
       due: `due(t)`: whether update t exchanges anything, for an int or an array.
       numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
         sums over replicas give the exact mean; w is None where it is always 1.
       reset: `reset(state)`: the state after all replicas were set to one mean.
-      schedules: when it exchanges by itself, then the schedules of its base.
+      schedules: when it exchanges by itself, then what else its phases repeat with.
       anchor: `anchor(state, params)`: the anchor as a tree, under the axis; None without one.
+      sized: `sized(axis_sizes)`: the same transform for axes of known sizes, by name. That fixes
+        what depends on them: the graph that `js.sgp` chooses by itself.
 
     The state is a NamedTuple with a field `count`: () int32, updates so far.
     """
 
-    phase: Callable[[int], Phase]
+    phase: Callable[..., Phase]
     due: Callable[[Any], Any]
     numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]]
     reset: Callable[[PyTree], PyTree]
     schedules: tuple[Every, ...]
     anchor: Callable[[PyTree, PyTree], PyTree] | None
+    sized: Callable[[Mapping[str, int]], "ParameterTransform"]
 
     def __new__(
         cls,
         init: Callable[[PyTree], PyTree],
         update: Callable[..., tuple[PyTree, PyTree]],
         *,
-        phase: Callable[[int], Phase],
+        phase: Callable[..., Phase],
         due: Callable[[Any], Any],
         schedules: tuple[Every, ...],
         numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] | None = None,
         reset: Callable[[PyTree], PyTree] | None = None,
         anchor: Callable[[PyTree, PyTree], PyTree] | None = None,
+        sized: "Callable[[Mapping[str, int]], ParameterTransform] | None" = None,
     ) -> "ParameterTransform":
         """Make one from its functions; `numerator` and `reset` default to plain parameters."""
         self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
@@ -67,6 +73,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         self.anchor = anchor
         self.numerator = numerator or (lambda state, y: (y, None))
         self.reset = reset or (lambda state: state)
+        self.sized = sized or (lambda axis_sizes: self)
         return self
 
     def phases(self) -> list[Phase]:
@@ -102,6 +109,11 @@ def phase_scope(event: str) -> Any:
     return jax.named_scope(f"phase:{event}")
 
 
+def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
+    """`a or b`, a bool where that is static."""
+    return True if a is True or b is True else a | b
+
+
 def is_due(
     event: str,
     schedule: Every,
@@ -133,13 +145,30 @@ def run_if(
     """
     if isinstance(due, bool):
         return exchange(operand) if due else otherwise(operand)
-    # Branches must agree in what their results vary over: a mean varies over less than its input.
-    types = jax.eval_shape(exchange, operand), jax.eval_shape(otherwise, operand)
+    return lax.cond(uniform(due), *_alike([exchange, otherwise], operand), operand)
+
+
+def run_one_of(
+    index: int | jax.Array, branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
+) -> PyTree:
+    """`branches[index](operand)`, as a `lax.switch` where that is undecided; see `run_if`."""
+    if len(branches) == 1:
+        index = 0
+    if isinstance(index, int):
+        return branches[index](operand)
+    return lax.switch(uniform(index), _alike(branches, operand), operand)
+
+
+def _alike(
+    branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
+) -> list[Callable[[PyTree], PyTree]]:
+    """Branches that agree in what their results vary over: a mean varies over less than others."""
+    types = [jax.eval_shape(branch, operand) for branch in branches]
 
     def alike(branch: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return lambda x: match_varying(match_varying(branch(x), types[0]), types[1])
+        return lambda x: functools.reduce(match_varying, types, branch(x))
 
-    return lax.cond(uniform(due), alike(exchange), alike(otherwise), operand)
+    return [alike(branch) for branch in branches]
 
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:

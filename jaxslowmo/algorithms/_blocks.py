@@ -8,7 +8,7 @@ are sharded over the same axes: others would be exchanged once per device of tho
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType
@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, all_mean_in_slices
 from ..tree import plan_buffers
+
+Kind = Literal["leaves", "flat", "whole"]
 
 
 def bucket_limits(bucket_bytes: int | None) -> tuple[int, ...] | None:
@@ -43,22 +45,23 @@ class BlockGroup:
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.indices]
 
-    def on_blocks(self, fn: Callable[..., Any], *args: Any, flat: Sequence[bool], out_flat: bool):
+    def on_blocks(self, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Kind):
         """`fn` of the device's own blocks.
 
         Args:
-          fn: function of lists: of the group's leaves, or of flat buffers.
-          *args: its arguments; flat buffers are split over all axes along their leading dimension.
-          flat: for each argument whether it is flat buffers.
-          out_flat: likewise for the result.
+          fn: function of the arguments.
+          *args: lists of the group's leaves; flat buffers, which are split over all axes along
+            their leading dimension; or values that are whole on every device.
+          kinds: which of these each argument is.
+          out: likewise for the result.
         """
         if not self.axes:
             return fn(*args)
-        leaves, buffers = list(self.specs), P(self.axes)
+        specs = {"leaves": list(self.specs), "flat": P(self.axes), "whole": P()}
         return jax.shard_map(
             fn,
-            in_specs=tuple(buffers if f else leaves for f in flat),
-            out_specs=buffers if out_flat else leaves,
+            in_specs=tuple(specs[kind] for kind in kinds),
+            out_specs=specs[out],
             axis_names=set(self.axes),
         )(*args)
 
@@ -132,7 +135,7 @@ def replica_mean(
 
     leaves, treedef = jax.tree.flatten(tree)
     for group in block_groups(tree, param_specs):
-        means = group.on_blocks(mean_of_blocks, group.take(tree), flat=(False,), out_flat=False)
+        means = group.on_blocks(mean_of_blocks, group.take(tree), kinds=("leaves",), out="leaves")
         for i, mean in zip(group.indices, means, strict=True):
             leaves[i] = mean
     return treedef.unflatten(leaves)

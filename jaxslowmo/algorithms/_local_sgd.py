@@ -73,7 +73,8 @@ def local_sgd(
     schedule = as_schedule(sync_every)
     warn = warn_once()
 
-    def phase_of(t: int) -> Phase:
+    def phase_of(t: int, skipped: int = 0) -> Phase:
+        del skipped  # it counts updates
         return (AVERAGE,) if schedule(t) else ()
 
     def init_fn(params: PyTree) -> LocalSGDState:

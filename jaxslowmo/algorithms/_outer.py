@@ -3,7 +3,8 @@
 SlowMo and DiLoCo are this machinery with different outer optimizers.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from ._base import (
     check_axes,
     check_update_arguments,
     decide,
+    either,
     increment,
     is_due,
     phase_scope,
@@ -58,18 +60,36 @@ def outer_transform(
     When due: D = anchor - average, one step of `outer_optimizer` on the anchor with gradient D, and
     params = anchor. With an exact average the base's own exchange is skipped in that update.
     """
+    build = functools.partial(
+        outer_transform,
+        owner,
+        axis_name,
+        schedule=schedule,
+        outer_optimizer=outer_optimizer,
+        learning_rate=learning_rate,
+        layout=layout,
+        exact_average=exact_average,
+        local_axis_name=local_axis_name,
+        warn=warn,
+    )
     outer_optimizer = optax.with_extra_args_support(outer_optimizer)
 
     def base_phase(phase: Phase | None) -> Phase | None:
         return None if phase is None else tuple(e for e in phase if e != SLOW)
 
-    def phase_of(t: int) -> Phase:
+    def phase_of(t: int, skipped: int = 0) -> Phase:
         slow = bool(schedule(t))
-        own = base.phase(t) if base is not None and not (slow and exact_average) else ()
+        if base is None or (slow and exact_average):
+            own = ()
+        else:
+            own = base.phase(t, skipped + (schedule.times(t - 1) if exact_average else 0))
         return (*own, SLOW) if slow else own
 
     def due(t: Any) -> Any:
-        return schedule(t) if base is None else schedule(t) | base.due(t)
+        return schedule(t) if base is None else either(base.due(t), schedule(t))
+
+    def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
+        return build(base=None if base is None else base.sized(axis_sizes))
 
     def init_fn(params: PyTree) -> OuterState:
         check_floating(owner, params)
@@ -168,4 +188,5 @@ def outer_transform(
         due=due,
         schedules=schedules,
         anchor=lambda state, params: layout.restore(state.anchor, params),
+        sized=sized,
     )

@@ -37,6 +37,12 @@ class Every:
             running = running | (t <= self.start)
         return running
 
+    def times(self, t: int) -> int:
+        """How many of the updates 1 to `t` are due, on the host."""
+        first = min(t, self.start) if self.before == "all" else 0
+        running = max(0, t - self.start)
+        return first + (running - self.offset) // self.k - (-self.offset) // self.k
+
     @property
     def is_plain(self) -> bool:
         """Due exactly when t is a multiple of k."""
@@ -87,11 +93,13 @@ _SCAN = 2**16  # instants looked at per schedule; exact for all periods up to th
 def instants(schedules: Iterable[Every]) -> list[int]:
     """Updates t among which every combination of due schedules that occurs is found.
 
-    A whole cycle is as long as the least common multiple of the periods, which may be huge; so
-    beside its beginning only the due updates of each schedule and their successors are listed.
+    A whole cycle is at most as long as the product of the periods (of their least common multiple,
+    where no schedule holds up another, as the slow step does a base that counts its exchanges),
+    which may be huge; so beside its beginning only the due updates of each schedule and their
+    successors are listed.
     """
     known = list(schedules)
-    cycle = math.lcm(1, *(s.k for s in known))
+    cycle = math.prod(s.k for s in known)
     begin = max((s.start + abs(s.offset) for s in known), default=0)
     found = set(range(1, min(begin + cycle, _SCAN) + 1))
     for s in known:

@@ -1,5 +1,8 @@
 """Collectives on flat buffers, each stating what it sends."""
 
+from ._local import in_slices as in_slices
+from ._permute import Permutation as Permutation
+from ._permute import permute as permute
 from ._reduce import all_mean as all_mean
 from ._reduce import all_mean_in_slices as all_mean_in_slices
 from ._scatter import all_gather_shards as all_gather_shards

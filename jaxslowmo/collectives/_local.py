@@ -1,10 +1,14 @@
 """Sharing work between the devices of one replica, which hold the same values."""
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._typing import AxisName
 from ..mesh import axis_names, axis_size, varying_axes
+from ._shard_layout import shard_layout
 
 
 def own_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.Array:
@@ -35,3 +39,31 @@ def gather_slices(
         to = "invarying" if tracked and name not in varying_axes(like) else "varying"
         x = lax.all_gather(x, name, axis=dimension, tiled=True, to=to)
     return x
+
+
+def in_slices(
+    flat: jax.Array,
+    local_axis_name: AxisName | None,
+    exchange: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """`exchange(flat)`, element-wise between replicas, of which each local device does its part.
+
+    Args:
+      flat: `(n,)`, equal over `local_axis_name`.
+      local_axis_name: axis inside a replica (fast network) of size L; None: no slices.
+      exchange: from an array to one of its shape.
+
+    Returns:
+      `(n,)`, equal over `local_axis_name`.
+
+    Communication: what `exchange` sends of n/L elements (padding apart, see `shard_layout`), and
+      one all-gather of n over `local_axis_name`.
+    """
+    if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
+        return exchange(flat)
+    parts = axis_size(local_axis_name)
+    # Shaped like shards, so that the all-gather stays one on TPU too.
+    layout = shard_layout(flat.size, parts)
+    slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
+    done = exchange(own_slice(slices, local_axis_name))
+    return gather_slices(done, local_axis_name, like=flat).reshape(-1)[: flat.size]

@@ -6,8 +6,7 @@ from jax import lax
 
 from .._typing import AxisName
 from ..mesh import axis_size, settle
-from ._local import gather_slices, own_slice
-from ._shard_layout import shard_layout
+from ._local import in_slices
 
 
 def _overflows_when_summed(dtype: jnp.dtype) -> bool:
@@ -56,11 +55,6 @@ def all_mean_in_slices(
     Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica,
     and one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
     """
-    parts = axis_size(local_axis_name)
-    if parts == 1 or axis_size(axis_name) == 1 or flat.size == 0:
+    if axis_size(axis_name) == 1:
         return all_mean(flat, axis_name)
-    # Shaped like shards, so that the all-gather stays one on TPU too.
-    layout = shard_layout(flat.size, parts)
-    slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
-    mean = all_mean(own_slice(slices, local_axis_name), axis_name)
-    return gather_slices(mean, local_axis_name, like=flat).reshape(-1)[: flat.size]
+    return in_slices(flat, local_axis_name, lambda part: all_mean(part, axis_name))

@@ -35,7 +35,7 @@ def make_train_step(
         where it is wanted. metrics: dict of scalars.
       optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
         and parameter transforms included, works too in `"traced"` mode.
-      sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.slowmo`, `js.diloco`), or
+      sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
         None where gradients are averaged over the replicas. Without any of these, in `optimizer`
         or here, the replicas train apart.
       gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
@@ -84,7 +84,7 @@ def make_train_step(
         loss=as_full_loss(loss_fn),
         gradients=None if gradients is None else optax.with_extra_args_support(gradients),
         optimizer=optax.with_extra_args_support(optimizer),
-        sync=sync,
+        sync=None if sync is None else sync.sized(dict(mesh.shape)),
         axis_name=axis_name,
         accumulate=accumulate,
         model_state=model_state,

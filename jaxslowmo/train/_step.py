@@ -9,7 +9,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import Phase, PyTree
-from ..algorithms import LocalSGDState, OuterState, ParameterTransform, phase_name
+from ..algorithms import (
+    LocalSGDState,
+    OuterState,
+    ParameterTransform,
+    SGPState,
+    phase_name,
+)
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
 from ..tree import leaf_names
 from ._replica_step import Metrics, StepParts
@@ -209,7 +215,7 @@ def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
 
 
 def _holds_parameter_transform(state: PyTree) -> bool:
-    kinds = (LocalSGDState, OuterState)
+    kinds = (LocalSGDState, OuterState, SGPState)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(x, kinds) for x in leaves)
 

@@ -1,0 +1,170 @@
+"""One gossip exchange: send to the out-peers of a round, take the mean of what the in-peers sent.
+
+What travels are parameters as they are (de-biased), and their push-sum weight w where weights can
+differ between nodes. The receiver applies the mixing weights, which it knows: it gets the mean of
+its in-peers' values, each weighted with P[i, k] w_k, and the sum of these weights. So values stay
+in the range of parameters whatever the weights are, and nodes that agree keep their value exactly.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._typing import AxisName, Phase, PyTree
+from ..collectives import in_slices, permute
+from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
+from ..tree import at_least_float32
+from ._base import phase_scope, run_one_of
+from ._packing import Flats, Packing
+
+
+class Arrival(NamedTuple):
+    """What a node received in one exchange."""
+
+    mean: PyTree  # like the parameters: weighted mean of what the in-peers sent
+    weight: jax.Array  # () float32, sum of the push-sum weight that came with it
+
+
+@dataclass(frozen=True)
+class GossipPlan:
+    """What a graph and a mixing amount to.
+
+    Attributes:
+      rounds: the exchanges of a rotation; () for a single node.
+      weight_moves: whether push-sum weights can differ from 1.
+      weight_differs: whether they can differ between nodes, so that they must be sent.
+    """
+
+    rounds: tuple[ExchangeRound, ...]
+    weight_moves: bool
+    weight_differs: bool
+
+
+def gossip_plan(
+    owner: str, graph: Graph, mixing: Mixing | None, *, push_sum: bool, overlap: int
+) -> GossipPlan:
+    """Check graph and mixing for a whole rotation and say what they need.
+
+    Raises:
+      ValueError: a mixing that is none; without push-sum, one that is not doubly stochastic; with
+        late arrivals, a node that keeps nothing meanwhile.
+    """
+    rounds = exchange_rounds(graph, mixing)
+    if graph.num_nodes == 1:
+        return GossipPlan((), False, False)
+    uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
+    if uneven is not None and not push_sum:
+        raise ValueError(
+            f"{owner}: `push_sum`=False needs a doubly stochastic mixing, where what a node keeps "
+            f"and receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
+            "rows of P do not. Leave `push_sum` True, which weighs that out."
+        )
+    late = overlap > 1
+    if late and any(np.any(r.kept == 0) for r in rounds):
+        raise ValueError(
+            f"{owner}: `overlap`={overlap} needs a mixing in which every node keeps a share > 0, "
+            "since what it is sent arrives later; P has a zero on its diagonal."
+        )
+    # What is on its way is missing from w: alike on all nodes where all keep the same share.
+    kept_differs = any(np.ptp(r.kept) > 0 for r in rounds)
+    differs = uneven is not None or (late and kept_differs)
+    return GossipPlan(rounds, late or uneven is not None, differs)
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """The exchanges of a plan.
+
+    Attributes:
+      axis_name: axis of the nodes.
+      local_axis_name: axis inside a node, whose devices each send their part; or None.
+      plan: what each exchange sends.
+    """
+
+    axis_name: AxisName
+    local_axis_name: AxisName | None
+    plan: GossipPlan
+
+    def exchange(
+        self, number: int | jax.Array, values: PyTree, weight: jax.Array, packing: Packing
+    ) -> tuple[Arrival, jax.Array]:
+        """Send `values` with `weight` to the peers of exchange `number`.
+
+        Returns:
+          What arrived, and the share of its own value that this node keeps, () float.
+
+        Communication: for every permutation of the round one collective-permute of each flat buffer
+          over `axis_name`, and of 4 bytes of w where weights differ.
+        """
+
+        def run(index: int):
+            def branch(operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
+                with phase_scope(round_event(index)):
+                    return self._run(self.plan.rounds[index], *operand, packing)
+
+            return branch
+
+        size = len(self.plan.rounds)
+        index = number % size
+        flats, received, kept = run_one_of(
+            index, [run(i) for i in range(size)], (packing.pack(values), weight)
+        )
+        return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
+
+    def _run(
+        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
+    ) -> tuple[Flats, jax.Array, jax.Array]:
+        if self.plan.weight_differs:
+            weights = [permute(weight, self.axis_name, p) for p in round_.permutations]
+        else:
+            weights = [weight] * len(round_.permutations)
+        shares = jnp.stack(
+            [self._own(a) * w for a, w in zip(round_.received, weights, strict=True)]
+        )
+        received = jnp.sum(shares)
+        # A node that nobody sends to in this round has no mean; its weight 0 says so.
+        parts = shares / jnp.where(received == 0, 1, received)
+
+        def mean_of_peers(part: jax.Array, parts: jax.Array) -> jax.Array:
+            arrived = [permute(part, self.axis_name, p) for p in round_.permutations]
+            first = arrived[0].astype(at_least_float32(part.dtype))
+            mean = first
+            for i, other in enumerate(arrived[1:], start=1):
+                # Differences, so that peers that agree give exactly their value.
+                mean += parts[i].astype(mean.dtype) * (other.astype(mean.dtype) - first)
+            return mean.astype(part.dtype)
+
+        def exchange(flat: jax.Array, parts: jax.Array) -> jax.Array:
+            return in_slices(flat, self.local_axis_name, lambda part: mean_of_peers(part, parts))
+
+        return packing.map(exchange, flats, parts), received, self._own(round_.kept)
+
+    def _own(self, per_node: np.ndarray) -> jax.Array:
+        """This node's entry, in JAX's default float dtype."""
+        if np.all(per_node == per_node[0]):
+            return jnp.asarray(float(per_node[0]))
+        return jnp.asarray(per_node)[lax.axis_index(self.axis_name)]
+
+
+def round_event(index: int) -> str:
+    """Name of an exchange in phases and reports."""
+    return f"round {index}"
+
+
+def round_number(owner: str, phase: Phase) -> int:
+    """The exchange that a phase of one event names.
+
+    Raises:
+      ValueError: a phase of something else.
+    """
+    word, _, number = str(phase[0]).partition(" ")
+    if len(phase) != 1 or word != "round" or not number.isdecimal():
+        raise ValueError(
+            f"{owner}: `phase` must come from `transform.phase(t)`, one event such as "
+            f"{(round_event(0),)!r} or none, got {phase!r}."
+        )
+    return int(number)

@@ -1,0 +1,51 @@
+"""The algebra of push-sum: values with weights, and parameters as their quotient."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import PyTree
+from ..tree import at_least_float32
+from ._gossip import Arrival
+
+
+def over(tree: PyTree, weight: jax.Array) -> PyTree:
+    """`tree / weight` leaf by leaf, for a scalar weight > 0, in the leaves' dtypes."""
+    return jax.tree.map(lambda x: x / weight.astype(x.dtype), tree)
+
+
+def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
+    """`updates` that also move `own` by `share` of the way to what arrived.
+
+    With share = (weight that arrived) / (weight afterwards) this is push-sum's new estimate: the
+    mean of own and received values, each with its weight. Where both are equal nothing moves.
+    """
+
+    def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
+        wide = at_least_float32(u.dtype)
+        away = theirs.astype(wide) - mine.astype(wide)
+        return u.astype(wide) + share.astype(wide) * away
+
+    return jax.tree.map(pull, updates, own, arrival.mean)
+
+
+def total_mass(
+    values: PyTree, weight: jax.Array, in_flight: Sequence[Arrival]
+) -> tuple[PyTree, jax.Array]:
+    """Numerators and weight of a node, what was sent to it and not yet mixed in included.
+
+    Returns:
+      `(x, w)`, in at least float32; over all nodes sum x / sum w is the mean that gossip tends to.
+    """
+
+    def numerator(own: jax.Array, *arrived: jax.Array) -> jax.Array:
+        wide = at_least_float32(own.dtype)
+        x = weight.astype(wide) * own.astype(wide)
+        for arrival, mean in zip(in_flight, arrived, strict=True):
+            x += arrival.weight.astype(wide) * mean.astype(wide)
+        return x
+
+    x = jax.tree.map(numerator, values, *(arrival.mean for arrival in in_flight))
+    total = weight + sum((a.weight for a in in_flight), start=jnp.zeros_like(weight))
+    return x, total

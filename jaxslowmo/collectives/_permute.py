@@ -1,0 +1,59 @@
+"""Neighbour exchange: every node sends to at most one other and receives from at most one."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._typing import AxisName
+from ..mesh import axis_names, axis_size
+
+Permutation = Sequence[tuple[int, int]]  # (source, destination), partial
+
+
+def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.Array:
+    """What this node receives when every source in `permutation` sends `x` to its destination.
+
+    Args:
+      x: any shape.
+      axis_name: mapped axis of the nodes; over several, nodes count in row-major order.
+      permutation: (source, destination) pairs, in which a node is source at most once and
+        destination at most once.
+
+    Returns:
+      The sender's `x`, or zeros on a node that nobody sends to.
+
+    Communication: one collective-permute of `x` over `axis_name`; what is not in `permutation` is
+      not sent.
+    """
+    if _takes_partial(axis_name):
+        return lax.ppermute(x, axis_name, permutation)
+    # vmap permutes whole axes only: the others swap places, and what they get is dropped.
+    size = axis_size(axis_name)
+    arrived = lax.ppermute(x, axis_name, complete_permutation(permutation, size))
+    if len(permutation) == size:
+        return arrived
+    receives = np.zeros(size, bool)
+    receives[[destination for _, destination in permutation]] = True
+    return jnp.where(jnp.asarray(receives)[lax.axis_index(axis_name)], arrived, 0)
+
+
+def _takes_partial(axis_name: AxisName) -> bool:
+    """Whether devices run along the axis (shard_map, pmap), as opposed to vmap."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return all(name in manual for name in axis_names(axis_name))
+
+
+def complete_permutation(permutation: Permutation, size: int) -> list[tuple[int, int]]:
+    """`permutation` with further pairs, so that each of `size` nodes sends and receives once.
+
+    Nodes that neither send nor receive are sent to themselves.
+    """
+    sources = set(range(size)) - {source for source, _ in permutation}
+    destinations = set(range(size)) - {destination for _, destination in permutation}
+    idle = sources & destinations
+    added = [(node, node) for node in idle]
+    added += zip(sorted(sources - idle), sorted(destinations - idle), strict=True)
+    return sorted([*permutation, *added])
