@@ -1,5 +1,7 @@
 """Who sends to whom: gossip graphs and mixing weights, in plain Python and NumPy."""
 
+from ._analysis import GraphAnalysis as GraphAnalysis
+from ._analysis import analyse as analyse
 from ._exponential import bipartite_exponential as bipartite_exponential
 from ._exponential import directed_exponential as directed_exponential
 from ._exponential import npeer_directed_exponential as npeer_directed_exponential
@@ -13,6 +15,8 @@ from ._mixing import Mixing as Mixing
 from ._mixing import mixing_matrix as mixing_matrix
 from ._mixing import self_weighted as self_weighted
 from ._mixing import uniform_mixing as uniform_mixing
+from ._registry import GRAPHS as GRAPHS
+from ._registry import make_graph as make_graph
 from ._rounds import ExchangeRound as ExchangeRound
 from ._rounds import exchange_rounds as exchange_rounds
 from ._static import complete as complete

@@ -1,0 +1,236 @@
+"""What a graph with its mixing weights costs per exchange, and how fast its nodes agree."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from numbers import Real
+
+import numpy as np
+
+from ._consensus import Consensus
+from ._graph import Graph
+from ._mixing import TOLERANCE, Mixing, mixing_matrix
+
+_WEIGHT_BYTES = 4  # a push-sum weight in float32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GraphAnalysis:
+    """A graph and a mixing in numbers, from `analyse`; `print` it for a summary.
+
+    A round is one exchange, and X_t the product of the matrices of the first t rounds. From
+    starting values z the nodes hold diag(1 / w_t) X_t z after t rounds, with push-sum weights
+    w_t = X_t 1. The consensus error is how far they are from the mean at most, over all z of
+    length 1:
+
+        e(t) = || diag(1 / w_t) X_t - 1 1^T / n ||_2
+
+    It is 1 at the start (0 for a single node). Where P is doubly stochastic it never grows;
+    elsewhere it can grow a little for a while, at most by the square root of the ratio between
+    push-sum weights.
+
+    Attributes:
+      graph: who sends to whom.
+      mixing: as given; None is uniform.
+      tolerance: consensus error that `rounds_to_tolerance` asks for.
+      model_bytes: size of what a message carries, or None.
+      doubly_stochastic: per round of a rotation, whether the rows of P sum to 1. (The columns do,
+        or the mixing is refused.)
+      product: (n, n) float64, of the matrices of a rotation.
+      second_eigenvalue: |lambda_2|, the second largest modulus among the eigenvalues of `product`;
+        0 for a single node.
+      mixes: whether all nodes approach the mean of the starting values.
+      rounds_to_tolerance: the first number of rounds after which the error is at most `tolerance`;
+        None: never.
+      weight_range: smallest and largest push-sum weight that occurs in the long run, over a
+        rotation; None if they do not settle.
+      messages: per node, how many it sends in a round; a peer that is named twice counts twice.
+      permutes: per round of a rotation, collective permutes per buffer, each of which a node sends
+        and receives at most one message in.
+    """
+
+    graph: Graph
+    mixing: Mixing | None
+    tolerance: float
+    model_bytes: int | None
+    doubly_stochastic: tuple[bool, ...]
+    product: np.ndarray
+    second_eigenvalue: float
+    mixes: bool
+    rounds_to_tolerance: int | None
+    weight_range: tuple[float, float] | None
+    messages: tuple[int, ...]
+    permutes: tuple[int, ...]
+    _consensus: Consensus = field(repr=False)
+
+    @property
+    def weights_move(self) -> bool:
+        """Whether push-sum weights leave 1; only where they do not is `push_sum=False` possible."""
+        return not all(self.doubly_stochastic)
+
+    @property
+    def spectral_gap(self) -> float:
+        """1 - |lambda_2|, of a whole rotation."""
+        return 1 - self.second_eigenvalue
+
+    @property
+    def spectral_gap_per_round(self) -> float:
+        """1 - |lambda_2|^(1 / num_rounds): what an error loses per round in the long run."""
+        return 1 - self.second_eigenvalue ** (1 / self.graph.num_rounds)
+
+    @property
+    def messages_mean(self) -> float:
+        """Messages that a node sends in a round, on average."""
+        return sum(self.messages) / len(self.messages)
+
+    @property
+    def messages_max(self) -> int:
+        """Messages that the busiest sender sends in a round."""
+        return max(self.messages)
+
+    @property
+    def permutes_mean(self) -> float:
+        """Collective permutes in a round, on average over a rotation."""
+        return sum(self.permutes) / len(self.permutes)
+
+    @property
+    def permutes_max(self) -> int:
+        """Collective permutes in the round that has most."""
+        return max(self.permutes)
+
+    @property
+    def message_bytes(self) -> int | None:
+        """Bytes of a message: the model, and 4 of push-sum weight where weights move."""
+        if self.model_bytes is None:
+            return None
+        return self.model_bytes + (_WEIGHT_BYTES if self.weights_move else 0)
+
+    @property
+    def bytes_mean(self) -> float | None:
+        """Bytes that a node sends in a round, on average."""
+        return None if self.message_bytes is None else self.messages_mean * self.message_bytes
+
+    @property
+    def bytes_max(self) -> int | None:
+        """Bytes that the busiest sender sends in a round."""
+        return None if self.message_bytes is None else self.messages_max * self.message_bytes
+
+    def matrix(self, step: int) -> np.ndarray:
+        """P[destination, source] of exchange number `step`, (n, n) float64."""
+        return mixing_matrix(self.graph, self.mixing, step % self.graph.num_rounds)
+
+    def error(self, rounds: int) -> float:
+        """Consensus error after `rounds` rounds; a million take little longer than one."""
+        if rounds < 0:
+            raise ValueError(f"`rounds` must be >= 0, got {rounds}.")
+        return self._consensus.error(rounds)
+
+    def errors(self, rounds: int) -> np.ndarray:
+        """Consensus errors after 0, 1, ..., `rounds` rounds, (rounds + 1,) float64."""
+        return self._consensus.errors(rounds)
+
+    def __repr__(self) -> str:
+        return f"<GraphAnalysis of {self.graph.name}({self.graph.num_nodes})>"
+
+    def __str__(self) -> str:
+        facts = self.summary()
+        width = max(map(len, facts))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+
+    def summary(self) -> dict[str, str]:
+        """What `print` shows, line by line: a name and a value in words."""
+        graph = self.graph
+        low, high = self.weight_range or (None, None)
+        rounds = self.rounds_to_tolerance
+        per_step = f"{graph.peers_per_step} peer{'s' * (graph.peers_per_step > 1)} per step"
+        facts = {
+            "graph": f"{graph.name}, {graph.num_nodes} node{'s' * (graph.num_nodes > 1)}, "
+            + (per_step if graph.num_nodes > 1 else "nobody to send to"),
+            "rotation": f"{graph.num_rounds} round{'s' * (graph.num_rounds > 1)}",
+            "doubly stochastic": "no: push-sum weights move"
+            if self.weights_move
+            else "yes: push-sum weights stay 1, push_sum=False is possible",
+            "push-sum weights in the long run": "they do not settle"
+            if low is None or high is None
+            else f"{low:.4g} to {high:.4g}",
+            "spectral gap of a rotation": f"{self.spectral_gap:.4g}",
+            "spectral gap per round": f"{self.spectral_gap_per_round:.4g}",
+            f"rounds to an error of {self.tolerance:g}": "never" if rounds is None else f"{rounds}",
+            "messages per node and round": _mean_max(self.messages_mean, self.messages_max),
+            "collective permutes per round": _mean_max(self.permutes_mean, self.permutes_max),
+        }
+        if self.bytes_mean is not None and self.bytes_max is not None:
+            facts["bytes per node and round"] = _mean_max(self.bytes_mean, self.bytes_max)
+        return facts
+
+
+def analyse(
+    graph: Graph,
+    mixing: Mixing | None = None,
+    *,
+    model_bytes: int | None = None,
+    tolerance: float = 1e-3,
+) -> GraphAnalysis:
+    """Find out what a graph costs and how fast it mixes.
+
+    Args:
+      graph: who sends to whom.
+      mixing: callable `(graph, step) -> P[destination, source]`; None is uniform.
+      model_bytes: size of the parameters in bytes; None leaves bytes out.
+      tolerance: consensus error to count rounds to, strictly between 0 and 1.
+
+    Returns:
+      A `GraphAnalysis`.
+
+    Raises:
+      ValueError: a matrix that is no mixing for the graph, a tolerance outside of (0, 1), a
+        negative size.
+
+    Example:
+      >>> from jaxslowmo.topology import ring
+      >>> analyse(ring(16)).rounds_to_tolerance, analyse(ring(16, peers_per_step=2)).permutes
+      (357, (2,))
+    """
+    if not isinstance(tolerance, Real) or not 0 < tolerance < 1:
+        raise ValueError(f"`tolerance` must lie strictly between 0 and 1, got {tolerance!r}.")
+    if model_bytes is not None and not model_bytes >= 0:
+        raise ValueError(f"`model_bytes` must be >= 0, got {model_bytes!r}.")
+    doubly_stochastic: list[bool] = []
+
+    def matrices() -> Iterator[np.ndarray]:
+        for step in range(graph.num_rounds):
+            matrix = mixing_matrix(graph, mixing, step)
+            doubly_stochastic.append(bool(np.all(np.abs(matrix.sum(axis=1) - 1) <= TOLERANCE)))
+            yield matrix
+
+    consensus = Consensus(matrices())
+    weight_range = None
+    if all(doubly_stochastic):
+        weight_range = (1.0, 1.0)
+    elif consensus.limit is not None:
+        weight_range = (float(consensus.limit.min()), float(consensus.limit.max()))
+    return GraphAnalysis(
+        graph=graph,
+        mixing=mixing,
+        tolerance=float(tolerance),
+        model_bytes=model_bytes,
+        doubly_stochastic=tuple(doubly_stochastic),
+        product=consensus.product,
+        second_eigenvalue=consensus.second_eigenvalue,
+        mixes=consensus.mixes,
+        rounds_to_tolerance=consensus.rounds_within(tolerance),
+        weight_range=weight_range,
+        messages=tuple(map(len, graph.out_peers(0))),
+        permutes=tuple(_permutes(graph, step) for step in range(graph.num_rounds)),
+        _consensus=consensus,
+    )
+
+
+def _permutes(graph: Graph, step: int) -> int:
+    """Of a round. The colouring needs no more than its busiest node, and is slow to make."""
+    return max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
+
+
+def _mean_max(mean: float, most: float) -> str:
+    if mean == most:
+        return f"{most:,}"
+    return f"{mean:,.{0 if mean >= 1000 else 2}f} on average, {most:,} at most"

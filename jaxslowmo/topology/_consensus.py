@@ -1,0 +1,204 @@
+"""How fast exchanges bring nodes to agree: products of mixing matrices, without their limit.
+
+X_t, the product of the first t matrices, tends to w 1^T / n with w the push-sum weights in the
+long run. Every product here is of matrices from which this limit has been taken away,
+A_r - w_{r+1} 1^T / n, so that errors stay exact however small they are and however long it takes.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ._sparse import Sparse
+
+_MOST_DOUBLINGS = 60
+# A factor that leaves less of a product than this has left its rounding error: the product is 0.
+_VANISHED = 1e-10
+_EXACT = 1e-12
+_PROBES = 8
+# Whether an error that equals the tolerance is within it should not hang on its last bit.
+_SLACK = 1 + 1e-9
+
+
+class Consensus:
+    """The nodes' disagreement after any number of rounds.
+
+    Args:
+      matrices: (n, n) each, the mixing matrices of a rotation, columns summing to 1.
+
+    Attributes:
+      num_rounds: number of matrices.
+      mixes: whether all nodes approach the mean of all starting values, whatever these are.
+      product: (n, n), of the matrices of a rotation.
+      second_eigenvalue: |lambda_2| of the product, 0 for a single node.
+      limit: (num_rounds, n), push-sum weights before each round in the long run; None if they do
+        not settle.
+    """
+
+    def __init__(self, matrices: Iterable[np.ndarray]):
+        # Columns sum to 1 exactly: thousands of products would add up what rounding left.
+        self._matrices, sums = [], []
+        for matrix in matrices:
+            exact = matrix / matrix.sum(axis=0)
+            self._matrices.append(Sparse(exact))
+            sums.append(exact.sum(axis=1))
+        row_sums = np.array(sums)
+        self.num_rounds, self._size = row_sums.shape
+        self.mixes = _is_primitive(self._matrices, self._size)
+        if np.abs(row_sums - 1).max() <= _EXACT:
+            self.limit = np.ones_like(row_sums)
+        else:
+            self.limit = self._limit_weights() if self.mixes else None
+        # What does not settle is followed as it is.
+        self._known = np.zeros_like(row_sums) if self.limit is None else self.limit
+        rotation, vanished = self._rotation()
+        self._powers = [rotation]
+        self.product = rotation + self._known[0][:, None] / self._size
+        self.second_eigenvalue = 0.0 if vanished else self._second_eigenvalue()
+        # Columns: what is left of each node's deviation from the mean, and of the weights'.
+        deviation = np.eye(self._size) - 1 / self._size
+        self._start = np.column_stack([deviation, 1 - self._known[0]])
+
+    def errors(self, count: int) -> np.ndarray:
+        """Consensus errors after 0, 1, ..., `count` rounds."""
+        state, found = self._start, [_norm(self._deviation(self._start, 0))]
+        for t in range(count):
+            state = self._next(state, t)
+            found.append(_norm(self._deviation(state, t + 1)))
+        return np.array(found)
+
+    def error(self, rounds: int) -> float:
+        """Consensus error after `rounds` rounds, in a logarithm of them."""
+        rotations, rest = divmod(rounds, self.num_rounds)
+        state = self._start
+        for k in range(rotations.bit_length()):
+            if rotations >> k & 1:
+                state = self._power(k) @ state
+        for t in range(rest):
+            state = self._next(state, t)
+        return _norm(self._deviation(state, rounds))
+
+    def rounds_within(self, tolerance: float) -> int | None:
+        """The first number of rounds with an error of at most `tolerance`; None: never.
+
+        The deviation from the mean, its squares weighted with w, never grows, and by its bounds on
+        w it bounds the error from below. So it tells how many rotations can be skipped; from there
+        on every round is looked at.
+        """
+        if not self.mixes:
+            return None
+        # Weights are at most this: their ratio to the limit never exceeds its largest start.
+        most = self._known.max() / self._known[0].min()
+        goal = tolerance * np.sqrt(most)
+        doublings = 0
+        while _exceeds(self._weighted(self._power(doublings) @ self._start), goal):
+            doublings += 1
+            if doublings > _MOST_DOUBLINGS:
+                return None
+        t, state = 0, self._start
+        for k in reversed(range(doublings)):
+            ahead = self._power(k) @ state
+            if _exceeds(self._weighted(ahead), goal):
+                t, state = t + 2**k * self.num_rounds, ahead
+        while _exceeds(self._deviation(state, t), tolerance * _SLACK):
+            state = self._next(state, t)
+            t += 1
+        return t
+
+    def _next(self, state: np.ndarray, t: int) -> np.ndarray:
+        """A state one round later."""
+        after = self._known[(t + 1) % self.num_rounds] / self._size
+        moved = self._matrices[t % self.num_rounds].times(state)
+        return moved - after[:, None] * state.sum(axis=0)
+
+    def _deviation(self, state: np.ndarray, t: int) -> np.ndarray:
+        weights = self._known[t % self.num_rounds] + state[:, -1]
+        return state[:, :-1] / weights[:, None]
+
+    def _weighted(self, state: np.ndarray) -> np.ndarray:
+        """The deviation after whole rotations, times the root of w."""
+        weights = self._known[0] + state[:, -1]
+        return state[:, :-1] / np.sqrt(weights)[:, None]
+
+    def _power(self, k: int) -> np.ndarray:
+        """Of 2^k rotations."""
+        while len(self._powers) <= k:
+            self._powers.append(self._powers[-1] @ self._powers[-1])
+        return self._powers[k]
+
+    def _limit_weights(self) -> np.ndarray:
+        product = np.eye(self._size)
+        for matrix in self._matrices:
+            product = matrix.times(product)
+        # (I - M) w = 0 with sum(w) = n, as one regular system.
+        system = np.eye(self._size) - product + 1 / self._size
+        limit = [np.linalg.solve(system, np.ones(self._size))]
+        for matrix in self._matrices[:-1]:
+            limit.append(matrix.times(limit[-1][:, None])[:, 0])
+        return np.array(limit)
+
+    def _rotation(self) -> tuple[np.ndarray, bool]:
+        """Product of a rotation's factors, and whether nothing is left of it."""
+        total = np.eye(self._size)
+        size = _length(total)
+        for t in range(self.num_rounds):
+            total = self._next(total, t)
+            before, size = size, _length(total)
+            if size <= _VANISHED * before:
+                return np.zeros_like(total), True
+        return total, False
+
+    def _second_eigenvalue(self) -> float:
+        if self.limit is None:
+            moduli = np.sort(np.abs(np.linalg.eigvals(self.product)))
+            return float(min(moduli[-2], 1.0))
+        power = self._powers[0]
+        for _ in range(self._size.bit_length()):
+            # Rounding gives a nilpotent matrix eigenvalues far above the rounding itself.
+            power = power / _length(power)
+            power = power @ power
+            if _length(power) <= _VANISHED:
+                return 0.0
+        return float(min(np.abs(np.linalg.eigvals(self._powers[0])).max(), 1.0))
+
+
+def _exceeds(matrix: np.ndarray, bound: float) -> bool:
+    """Whether the largest singular value is above `bound`."""
+    probe = np.random.default_rng(0).normal(size=len(matrix))
+    for _ in range(_PROBES):
+        # The power method bounds it from below, at a small part of the cost of knowing it.
+        image = matrix @ probe
+        if _length(image) > bound * _length(probe):
+            return True
+        probe = image @ matrix
+    return _norm(matrix) > bound
+
+
+def _norm(matrix: np.ndarray) -> float:
+    """Largest singular value."""
+    scale = _length(matrix)
+    if scale == 0:
+        return 0.0
+    # Several times as fast as a singular value decomposition; scaled, squares do not vanish.
+    scaled = matrix / scale
+    return float(scale * np.sqrt(max(np.linalg.eigvalsh(scaled.T @ scaled)[-1], 0.0)))
+
+
+def _length(x: np.ndarray) -> float:
+    """Root of the sum of squares; `np.linalg.norm` would wake BLAS threads for it."""
+    return float(np.sqrt(np.square(x).sum()))
+
+
+def _is_primitive(matrices: Sequence[Sparse], size: int) -> bool:
+    """Whether a power of the rotation's product has no zeros; decided on the zeros alone."""
+    pattern = np.eye(size, dtype=bool)
+    for matrix in matrices:
+        # No row of a mixing matrix is empty, so what is full stays full.
+        pattern = pattern if pattern.all() else matrix.pattern_times(pattern)
+    # By Wielandt's bound the power (n - 1)^2 + 1 tells, and with it every higher one.
+    power = 1
+    while power <= (size - 1) ** 2 and not pattern.all():
+        counts = pattern.astype(np.float32)
+        pattern = counts @ counts > 0
+        power *= 2
+    return bool(pattern.all())

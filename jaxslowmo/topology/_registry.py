@@ -1,0 +1,73 @@
+"""Graphs by name, as command lines and configurations give them."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ._exponential import (
+    bipartite_exponential,
+    directed_exponential,
+    npeer_directed_exponential,
+    symmetric_exponential,
+)
+from ._graph import Graph
+from ._linear import bipartite_linear, directed_linear, ring
+from ._static import complete, grid_2d, star, torus_2d
+from ._varied import inner_outer, random_matching
+
+GRAPHS: Mapping[str, Callable[..., Graph]] = MappingProxyType(
+    {
+        make.__name__: make
+        for make in (
+            npeer_directed_exponential,
+            directed_exponential,
+            bipartite_exponential,
+            symmetric_exponential,
+            inner_outer,
+            random_matching,
+            directed_linear,
+            bipartite_linear,
+            ring,
+            torus_2d,
+            grid_2d,
+            star,
+            complete,
+        )
+    }
+)
+"""Constructors of graphs by their names, as `make_graph` takes them."""
+
+
+def make_graph(
+    name: str, num_nodes: int, *, peers_per_step: int | None = None, **options: Any
+) -> Graph:
+    """A graph by its constructor's name.
+
+    Args:
+      name: a key of `GRAPHS`, such as "ring".
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange; None: the constructor's default.
+      **options: further arguments of the constructor, such as `dedupe`; None is its default, too.
+
+    Returns:
+      `GRAPHS[name](num_nodes, ...)`.
+
+    Raises:
+      ValueError: an unknown name, an option that the constructor lacks, or what it refuses itself.
+
+    Example:
+      >>> make_graph("ring", 8, peers_per_step=2).phone_book[0]
+      (1, 7)
+    """
+    if name not in GRAPHS:
+        raise ValueError(f"unknown graph {name!r}; the graphs are {', '.join(GRAPHS)}.")
+    options = {"peers_per_step": peers_per_step, **options}
+    given = {option: value for option, value in options.items() if value is not None}
+    known = list(inspect.signature(GRAPHS[name]).parameters)[1:]
+    unknown = [option for option in given if option not in known]
+    if unknown:
+        raise ValueError(
+            f"{name} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}."
+        )
+    return GRAPHS[name](num_nodes, **given)

@@ -1,0 +1,299 @@
+"""What `analyse` says of a graph, against direct products, closed forms and simulation."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxslowmo import topology
+from jaxslowmo.topology import analyse, from_phone_book, make_graph, ring, self_weighted
+
+
+def matrices_of(graph, mixing):
+    return [topology.mixing_matrix(graph, mixing, step) for step in range(graph.num_rounds)]
+
+
+def brute_force_errors(graph, mixing, count):
+    """Errors by the definition, with everything multiplied out."""
+    n = graph.num_nodes
+    product, found = np.eye(n), []
+    rounds = itertools.cycle(matrices_of(graph, mixing))
+    for _ in range(count + 1):
+        weights = product.sum(axis=1)
+        found.append(np.linalg.norm(product / weights[:, None] - 1 / n, 2))
+        product = next(rounds) @ product
+    return np.array(found)
+
+
+@st.composite
+def named_graphs(draw):
+    name = draw(st.sampled_from(sorted(topology.GRAPHS)))
+    while True:
+        try:
+            return make_graph(
+                name,
+                draw(st.integers(1, 9)),
+                peers_per_step=draw(st.sampled_from([None, None, 1, 2])),
+            )
+        except ValueError:
+            continue  # odd bipartite graphs, more peers than there are
+
+
+@st.composite
+def phone_books(draw):
+    """A circle, so that all are connected, and any further peers."""
+    n = draw(st.integers(2, 7))
+    others = [
+        st.lists(st.sampled_from([k for k in range(n) if k != i]), max_size=3) for i in range(n)
+    ]
+    table = [[(i + 1) % n, *draw(more)] for i, more in enumerate(others)]
+    return from_phone_book(table, draw(st.sampled_from([None, 1])))
+
+
+@st.composite
+def cases(draw):
+    graph = draw(named_graphs() | phone_books())
+    shares = st.lists(st.floats(0.1, 0.9), min_size=graph.num_nodes, max_size=graph.num_nodes)
+    return graph, draw(st.none() | shares.map(self_weighted))
+
+
+@given(cases(), st.sampled_from([0.5, 1e-2, 1e-3, 1e-6]))
+def test_errors_and_rounds_are_those_of_the_definition(case, tolerance):
+    graph, mixing = case
+    found = analyse(graph, mixing, tolerance=tolerance)
+    assert found.mixes
+    rounds = found.rounds_to_tolerance
+    assert rounds is not None
+    errors = brute_force_errors(graph, mixing, rounds + 3)
+    np.testing.assert_allclose(found.errors(rounds + 3), errors, rtol=1e-6, atol=1e-13)
+    # By powers of the rotation, the same.
+    for t in (0, 1, rounds, rounds + 3):
+        assert found.error(t) == pytest.approx(errors[t], rel=1e-6, abs=1e-13)
+    assert errors[rounds] <= tolerance * (1 + 1e-6)
+    assert np.all(errors[:rounds] > tolerance * (1 - 1e-6))
+
+
+@given(cases())
+def test_facts_are_those_of_the_matrices(case):
+    graph, mixing = case
+    found = analyse(graph, mixing, model_bytes=1000)
+    matrices = matrices_of(graph, mixing)
+    for step, matrix in enumerate(matrices):
+        np.testing.assert_array_equal(found.matrix(step), matrix)
+        np.testing.assert_array_equal(found.matrix(step + graph.num_rounds), matrix)
+    rows = [np.allclose(matrix.sum(axis=1), 1) for matrix in matrices]
+    assert list(found.doubly_stochastic) == rows
+    assert found.weights_move is not all(rows)
+    np.testing.assert_allclose(
+        found.product,
+        np.linalg.multi_dot([np.eye(graph.num_nodes)] * 2 + matrices[::-1]),
+        atol=1e-12,
+    )
+    assert found.permutes == tuple(len(graph.permutations(s)) for s in range(graph.num_rounds))
+    for step in range(graph.num_rounds):
+        assert found.messages == tuple(map(len, graph.out_peers(step)))
+    size = 1004 if found.weights_move else 1000
+    assert found.bytes_max == found.messages_max * size
+    assert found.bytes_mean == pytest.approx(found.messages_mean * size)
+
+
+@given(cases())
+def test_weights_in_the_long_run_are_those_of_a_simulation(case):
+    graph, mixing = case
+    found = analyse(graph, mixing)
+    weights, seen = np.ones(graph.num_nodes), []
+    matrices = matrices_of(graph, mixing)
+    for _ in range(5 * found.rounds_to_tolerance // graph.num_rounds + 5):
+        seen = []
+        for matrix in matrices:
+            seen.append(weights)
+            weights = matrix @ weights
+    assert found.weight_range == pytest.approx((np.min(seen), np.max(seen)), rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 16])
+def test_complete_graph_agrees_in_one_round(n):
+    found = analyse(topology.complete(n))
+    assert (found.rounds_to_tolerance, found.spectral_gap, found.messages_max) == (1, 1.0, n - 1)
+    assert found.error(1) < 1e-14
+
+
+@pytest.mark.parametrize(("n", "p"), [(8, 1), (64, 1), (256, 1), (9, 2), (27, 2), (64, 3)])
+def test_npeer_exponential_graph_agrees_in_a_rotation(n, p):
+    found = analyse(topology.npeer_directed_exponential(n, peers_per_step=p), tolerance=1e-9)
+    assert (p + 1) ** found.rounds_to_tolerance == n
+    # Base 3 has no exact shares in binary: what rounding leaves must not count as an eigenvalue.
+    assert (found.spectral_gap, found.spectral_gap_per_round) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 64])
+def test_ring_has_the_eigenvalue_of_a_circle(n):
+    """I / 2 + S / 2 with S a shift is normal: its errors are powers of cos(pi / n)."""
+    found = analyse(ring(n))
+    rate = abs(np.cos(np.pi / n)) if n > 2 else 0.0
+    assert found.second_eigenvalue == pytest.approx(rate, abs=1e-12)
+    assert found.spectral_gap_per_round == found.spectral_gap
+    expected = 1 if n == 2 else int(np.ceil(np.log(1e-3) / np.log(rate)))
+    assert found.rounds_to_tolerance == expected
+    assert found.error(expected) == pytest.approx(rate**expected, rel=1e-6, abs=1e-14)
+
+
+def test_ring_with_two_peers():
+    """(I + S + S^-1) / 3: eigenvalues (1 + 2 cos(2 pi k / n)) / 3."""
+    found = analyse(ring(10, peers_per_step=2))
+    assert found.second_eigenvalue == pytest.approx((1 + 2 * np.cos(np.pi / 5)) / 3)
+
+
+def test_long_rotation_keeps_its_eigenvalue():
+    """128 rounds leave 5e-20 of an error, far below rounding errors of the product."""
+    found = analyse(topology.directed_linear(128))
+    assert found.graph.num_rounds == 128
+    assert found.spectral_gap_per_round == pytest.approx(1 - np.sqrt(0.5), rel=1e-6)
+
+
+def test_star_with_its_weights_by_hand():
+    """Centre keeps and sends 1/4, leaves 1/2: w = (1.6, 0.8, 0.8, 0.8)."""
+    found = analyse(topology.star(4), model_bytes=100)
+    assert found.weights_move
+    assert found.weight_range == pytest.approx((0.8, 1.6))
+    assert (found.messages, found.permutes) == ((3, 1, 1, 1), (3,))
+    assert (found.messages_mean, found.bytes_mean, found.bytes_max) == (1.5, 156.0, 312)
+
+
+def keeping_nothing(graph, step):
+    matrix = np.zeros((graph.num_nodes, graph.num_nodes))
+    for source, peers in enumerate(graph.out_peers(step)):
+        matrix[list(peers), source] = 1 / len(peers)
+    return matrix
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [ring(4, peers_per_step=2), ring(7), topology.npeer_directed_exponential(8)],
+    ids=["bipartite", "cycle", "rotating"],
+)
+def test_nodes_that_keep_nothing_and_swap_for_ever_never_agree(graph):
+    found = analyse(graph, keeping_nothing)
+    assert (found.mixes, found.rounds_to_tolerance) == (False, None)
+    assert found.second_eigenvalue == pytest.approx(1)
+    assert found.error(10**6) == pytest.approx(1)
+    assert "never" in str(found)
+
+
+def test_weights_that_never_settle():
+    """A star whose nodes keep nothing: all weight is at the centre, then none of it."""
+    found = analyse(topology.star(4), keeping_nothing)
+    assert (found.mixes, found.rounds_to_tolerance, found.weight_range) == (False, None, None)
+    assert found.second_eigenvalue == pytest.approx(1)
+    assert "they do not settle" in str(found)
+    np.testing.assert_allclose(found.errors(7), brute_force_errors(found.graph, keeping_nothing, 7))
+
+
+def test_odd_ring_that_keeps_nothing_agrees():
+    assert analyse(ring(5, peers_per_step=2), keeping_nothing).mixes
+
+
+def test_node_whose_weight_runs_out_never_agrees():
+    """Node 0 gives all that it has not kept and gets nothing back."""
+
+    def draining(graph, step):
+        return np.array([[0.5, 0.0, 0.0], [0.5, 0.5, 0.5], [0.0, 0.5, 0.5]])
+
+    found = analyse(from_phone_book([[1, 2], [2, 0], [1, 0]], None), draining)
+    assert (found.mixes, found.rounds_to_tolerance) == (False, None)
+
+
+def test_slow_ring_of_many_nodes():
+    assert analyse(ring(256)).rounds_to_tolerance == 91736
+
+
+def test_slow_mixing_is_counted_without_walking_there():
+    """Keeping 1 - 2^-40 of everything: 3e13 rounds."""
+    found = analyse(ring(2), self_weighted(1 - 2.0**-40), tolerance=1e-3)
+    assert found.rounds_to_tolerance == pytest.approx(np.log(1e3) * 2.0**39, rel=1e-3)
+
+
+def test_slow_irregular_graph_is_counted_without_walking_there():
+    """A path of 64 nodes: ends that keep 1/2 and others 1/3."""
+    found = analyse(topology.grid_2d(64, rows=1))
+    rounds = found.rounds_to_tolerance
+    assert found.error(rounds) <= 1e-3 < found.error(rounds - 1)
+    assert rounds == pytest.approx(np.log(1e-3) / np.log(found.second_eigenvalue), rel=0.1)
+
+
+def test_single_node():
+    found = analyse(ring(1), model_bytes=10)
+    assert (found.mixes, found.rounds_to_tolerance, found.spectral_gap_per_round) == (True, 0, 1.0)
+    assert (found.messages, found.permutes, found.bytes_max) == ((0,), (0,), 0)
+    assert found.error(0) == found.error(5) == 0
+
+
+def test_mixing_computed_in_float32_counts_as_doubly_stochastic():
+    def rounded(graph, step):
+        return np.asarray(topology.mixing_matrix(graph, None, step), np.float32)
+
+    found = analyse(ring(6, peers_per_step=2), rounded)
+    assert (found.weights_move, found.weight_range) == (False, (1.0, 1.0))
+    assert found.rounds_to_tolerance == analyse(ring(6, peers_per_step=2)).rounds_to_tolerance
+
+
+def test_text_tells_the_facts():
+    text = str(analyse(topology.grid_2d(4, rows=1), model_bytes=4000))
+    for part in (
+        "grid_2d, 4 nodes, 2 peers per step",
+        "no: push-sum weights move",
+        "rounds to an error of 0.001",
+        "1.50 on average, 2 at most",
+        "6,006 on average, 8,008 at most",
+    ):
+        assert part in text
+    assert "bytes" not in str(analyse(ring(4)))
+    assert "push_sum=False is possible" in str(analyse(ring(4)))
+    assert repr(analyse(ring(4))) == "<GraphAnalysis of ring(4)>"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0.0}, "`tolerance` must lie strictly between 0 and 1, got 0.0"),
+        ({"tolerance": 1}, "`tolerance` must lie strictly between 0 and 1, got 1"),
+        ({"tolerance": "no"}, "`tolerance` must lie strictly between 0 and 1, got 'no'"),
+        ({"tolerance": float("nan")}, "`tolerance` must lie strictly between 0 and 1, got nan"),
+        ({"model_bytes": -1}, "`model_bytes` must be >= 0, got -1"),
+        ({"mixing": lambda graph, step: np.eye(3)}, r"P must have shape \(4, 4\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        analyse(ring(4), **options)
+
+
+def test_negative_rounds_are_refused():
+    with pytest.raises(ValueError, match="`rounds` must be >= 0, got -1"):
+        analyse(ring(4)).error(-1)
+
+
+def test_graphs_by_name():
+    assert make_graph("ring", 8, peers_per_step=2) == ring(8, peers_per_step=2)
+    assert make_graph("complete", 5) == topology.complete(5)  # its own default: all peers
+    assert make_graph("grid_2d", 6, rows=1, peers_per_step=None).phone_book[0] == (1,)
+    assert set(topology.GRAPHS) <= set(vars(topology))
+    for name in topology.GRAPHS:
+        assert make_graph(name, 8).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rnig", {}, "unknown graph 'rnig'; the graphs are npeer_directed_exponential, .*, ring"),
+        ("ring", {"rows": 2}, "ring has no option 'rows'; it has peers_per_step, dedupe"),
+        ("ring", {"peers_per_step": 3}, "`peers_per_step` must be at most 2"),
+        ("bipartite_linear", {"num_nodes": 5}, "`num_nodes` must be even"),
+    ],
+)
+def test_wrong_names_and_options_are_refused(name, options, message):
+    options = {"num_nodes": 4} | options
+    with pytest.raises(ValueError, match=message):
+        make_graph(name, **options)
