@@ -1,13 +1,16 @@
 """Optimizers and synchronisation out of their configurations."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 import jaxslowmo as js
+from jaxslowmo.topology import make_graph
 
 from ._config import AlgorithmConfig, OptimizerConfig, TrainConfig
+from ._mixing import parse_mixing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +70,22 @@ def _sync(
     config: AlgorithmConfig, schedule: optax.Schedule, two_levels: bool
 ) -> js.ParameterTransform | None:
     levels: dict[str, Any] = {"local_axis_name": "device"} if two_levels else {}
-    if config.algorithm == "local_sgd":
-        return js.local_sgd("replica", sync_every=config.sync_every, **levels)
-    if config.algorithm == "slowmo":
+    bases: dict[str, Callable[[], js.ParameterTransform]] = {
+        "local_sgd": lambda: js.local_sgd("replica", sync_every=config.sync_every, **levels),
+        "sgp": lambda: js.sgp(
+            "replica",
+            graph=lambda n: make_graph(config.graph, n, peers_per_step=config.peers_per_step),
+            mixing=parse_mixing(config.mixing),
+            overlap=config.overlap,
+            **levels,
+        ),
+    }
+    if config.algorithm in bases:
+        return bases[config.algorithm]()
+    if config.algorithm in ("slowmo", "slowmo_sgp"):
         return js.slowmo(
             "replica",
-            base=js.local_sgd("replica", sync_every=config.sync_every, **levels),
+            base=bases["sgp" if config.algorithm == "slowmo_sgp" else "local_sgd"](),
             sync_every=config.slow_every,
             momentum=config.slow_momentum,
             slow_learning_rate=config.slow_learning_rate,

@@ -61,7 +61,11 @@ def _train(*, out: Out = None, **given: Any) -> None:
 def _compare(
     *,
     algorithms: Annotated[
-        str, typer.Option(help="Separated by commas; the ratios are to the first.")
+        str,
+        typer.Option(
+            help="Separated by commas; the ratios are to the first. Each may bring settings: "
+            "sgp+overlap=1+graph=ring."
+        ),
     ] = "all_reduce,local_sgd,slowmo",
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
     out: Out = None,

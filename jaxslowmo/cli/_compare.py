@@ -32,7 +32,7 @@ def compare(config: CompareConfig, out: Path | None) -> int:
         placement = choose_mesh(config.train)
         # All before the first step: a wrong argument of the last one should not wait for it.
         jobs = {
-            name: Job(config.run(name, config.seeds[0]), placement, text)
+            name: Job(config.run(name, config.seeds[0]), placement, text, label=name)
             for name in config.algorithms
         }
     folder = make_folder(out, "compare")
@@ -60,7 +60,9 @@ def _run_seeds(
     for seed in seeds:
         label = name if len(seeds) == 1 else f"{name}, seed {seed}"
         with Reporter(console, label, job.config.steps, would=job.placement.is_virtual) as reporter:
-            runs.append(job.run(seed, folder / f"{name}-seed{seed}", reporter))
+            # Some file systems have no colons in names.
+            out = folder / f"{name.replace(':', '-')}-seed{seed}"
+            runs.append(job.run(seed, out, reporter))
         if runs[-1].status == "interrupted":
             break
     return runs
@@ -95,12 +97,21 @@ def _write_results(
 
 def _describe(config: CompareConfig, placement: Placement, size: str) -> str:
     train: TrainConfig = config.train
-    seeds = len(config.seeds)
+    seeds, used = len(config.seeds), set(config.base_algorithms)
+    exchanges = [
+        text
+        for text, users in (
+            (f"average every {train.algorithm.sync_every}", {"local_sgd", "slowmo"}),
+            (f"slow step every {train.algorithm.slow_every}", {"slowmo", "slowmo_sgp", "diloco"}),
+            (f"gossip over {train.algorithm.graph}", {"sgp", "slowmo_sgp"}),
+        )
+        if users & used
+    ]
     parts = [
         f"byte-level GPT, {size} parameters",
         placement.description,
         f"{train.steps} steps",
-        f"average every {train.algorithm.sync_every}, slow step every {train.algorithm.slow_every}",
+        *([", ".join(exchanges)] if exchanges else []),
         f"{seeds} seeds (mean, least to largest)" if seeds > 1 else f"seed {config.seeds[0]}",
     ]
     return "  ·  ".join(parts)

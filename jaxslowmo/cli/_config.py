@@ -1,9 +1,14 @@
 """Configurations: one frozen dataclass per command, whose fields are also its options."""
 
 import dataclasses
+import typing
 from typing import Any, get_type_hints
 
-ALGORITHMS = ("all_reduce", "local_sgd", "slowmo", "diloco")
+from jaxslowmo.topology import GRAPHS
+
+from ._mixing import parse_mixing
+
+ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
@@ -48,7 +53,9 @@ class AlgorithmConfig(_Checked):
 
     algorithm: str = _field(
         "slowmo",
-        "What replicas exchange: gradients every step (all_reduce), or parameters now and then.",
+        "What replicas exchange: gradients every step (all_reduce), parameters with a few peers "
+        "every step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over "
+        "sgp.",
         panel="Algorithm",
         choices=ALGORITHMS,
     )
@@ -57,6 +64,29 @@ class AlgorithmConfig(_Checked):
     )
     slow_every: int = _field(
         48, "Steps between slow (outer) steps of slowmo and diloco.", panel="Algorithm", least=1
+    )
+    graph: str = _field(
+        "npeer_directed_exponential",
+        "Who sends to whom in sgp; see jaxslowmo inspect graph.",
+        panel="Algorithm",
+        choices=tuple(GRAPHS),
+    )
+    peers_per_step: int | None = _field(
+        None, "Peers that a replica sends to in a step of sgp (default: the graph's).",
+        panel="Algorithm", least=1,
+    )  # fmt: skip
+    overlap: int = _field(
+        0,
+        "sgp: 0 sends the new parameters; 1 those of before the step, beside the computation of "
+        "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
+        "sent k - 1 steps earlier.",
+        panel="Algorithm",
+        least=0,
+    )
+    mixing: str = _field(
+        "uniform",
+        "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
+        panel="Algorithm",
     )
     slow_momentum: float = _field(
         0.5, "Momentum of slowmo's slow step.", panel="Algorithm", least=0, below=1
@@ -70,7 +100,7 @@ class AlgorithmConfig(_Checked):
     )
     exact_average: bool = _field(
         True,
-        "Average in slowmo's slow step; without, it takes what local_sgd left (and implies "
+        "Average in slowmo's slow step; without, it takes what its base left (and implies "
         "--no-shard-state).",
         panel="Algorithm",
     )
@@ -80,6 +110,10 @@ class AlgorithmConfig(_Checked):
     outer_momentum: float = _field(
         0.9, "Nesterov momentum of diloco's outer optimizer.", panel="Algorithm", least=0, below=1
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_mixing(self.mixing)  # only for its checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +200,10 @@ class TrainConfig(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Several algorithms, each trained with every seed; all else is equal."""
+    """Several algorithms, each trained with every seed; all else is equal.
+
+    An algorithm may bring settings of its own: "sgp+overlap=1+graph=ring".
+    """
 
     train: TrainConfig
     algorithms: tuple[str, ...]
@@ -177,21 +214,56 @@ class CompareConfig:
             if not values or len(set(values)) < len(values):
                 given = ",".join(str(value) for value in values) or "nothing"
                 raise ValueError(f"{name} must list one or more different values, got {given}")
-        unknown = [name for name in self.algorithms if name not in ALGORITHMS]
+        unknown = [name for name in self.base_algorithms if name not in ALGORITHMS]
         if unknown:
             raise ValueError(
                 f"--algorithms must be of {', '.join(ALGORITHMS)}, got {', '.join(unknown)}"
             )
         if min(self.seeds) < 0:
             raise ValueError(f"--seeds must be >= 0, got {min(self.seeds)}")
+        for algorithm in self.algorithms:
+            self.run(algorithm, self.seeds[0])  # its settings are checked, too
+
+    @property
+    def base_algorithms(self) -> tuple[str, ...]:
+        """The algorithms without their settings."""
+        return tuple(algorithm.partition("+")[0] for algorithm in self.algorithms)
 
     def run(self, algorithm: str, seed: int) -> TrainConfig:
         """The configuration of one of the runs."""
+        name, *settings = algorithm.split("+")
+        changes = dict(_setting(text) for text in settings)
         return dataclasses.replace(
             self.train,
             seed=seed,
-            algorithm=dataclasses.replace(self.train.algorithm, algorithm=algorithm),
+            algorithm=dataclasses.replace(self.train.algorithm, algorithm=name, **changes),
         )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Name and value of "overlap=1"."""
+    name, equals, value = text.partition("=")
+    name = name.replace("-", "_")
+    hints = get_type_hints(AlgorithmConfig)
+    if not equals or name == "algorithm" or name not in hints:
+        known = ", ".join(key for key in hints if key != "algorithm")
+        raise ValueError(
+            f"--algorithms: settings are written name+SETTING=VALUE with {known}, got {text!r}"
+        )
+    return name, _parse(name, hints[name], value)
+
+
+def _parse(name: str, kind: Any, text: str) -> Any:
+    kinds = set(typing.get_args(kind)) - {type(None)} or {kind}
+    (kind,) = kinds
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(
+            f"--algorithms: {name} must be of type {kind.__name__}, got {text!r}"
+        ) from None
 
 
 # What differs from the defaults above, by preset of the model.

@@ -1,7 +1,8 @@
 """The picture of a comparison: what a loss costs in steps, and in bytes."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from ._units import format_bytes
 _STYLES = {
     "all_reduce": ("#000000", "o"),
     "local_sgd": ("#0072B2", "s"),
+    "sgp": ("#CC79A7", "v"),
     "slowmo": ("#D55E00", "D"),
+    "slowmo_sgp": ("#E69F00", "P"),
     "diloco": ("#009E73", "^"),
 }
+# An algorithm with settings of its own has its colour, and the next of these.
+_LINES = ("-", "--", ":", "-.")
 _INK, _FAINT = "#333333", "#d9d9d9"
 
 
@@ -48,6 +53,7 @@ def draw_comparison(
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
     losses: list[float] = []
     most_steps = 0
+    lines = _lines(histories)
     for algorithm, runs in histories.items():
         points = _mean_over_seeds(runs)
         if points:
@@ -55,9 +61,10 @@ def draw_comparison(
             for point in points[1:] or points:
                 losses += [point["low"], point["high"]]
             most_steps = max(most_steps, points[-1]["step"])
-            _draw(by_steps, algorithm, points, "step")
+            _draw(by_steps, algorithm, points, "step", lines[algorithm])
             # Before the first exchange there is no place on a logarithmic axis.
-            _draw(by_bytes, algorithm, [p for p in points if p["bytes_sent"] > 0], "bytes_sent")
+            sending = [p for p in points if p["bytes_sent"] > 0]
+            _draw(by_bytes, algorithm, sending, "bytes_sent", lines[algorithm])
     by_bytes.set_xscale("log")
     by_bytes.xaxis.set_major_formatter(FuncFormatter(_label))
     by_bytes.xaxis.set_minor_formatter(FuncFormatter(_minor_label))
@@ -101,8 +108,19 @@ def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
     return points
 
 
-def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str) -> None:
-    colour, marker = _STYLES.get(algorithm, ("#CC79A7", "v"))
+def _lines(algorithms: Iterable[str]) -> dict[str, str]:
+    """Line style of each algorithm: in turn where they differ by their settings only."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for algorithm in algorithms:
+        name = algorithm.partition("+")[0]
+        found[algorithm] = _LINES[seen[name] % len(_LINES)]
+        seen[name] += 1
+    return found
+
+
+def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str, line: str) -> None:
+    colour, marker = _STYLES[algorithm.partition("+")[0]]
     xs = [point[x] for point in points]
     last = points[-1] if points else None
     label = (
@@ -114,8 +132,8 @@ def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str) -> N
     )  # fmt: skip
     axes.plot(
         xs, [point["mean"] for point in points],
-        color=colour, marker=marker, markersize=5, linewidth=1.8, markeredgecolor="white",
-        markeredgewidth=0.7, label=label, zorder=3,
+        color=colour, linestyle=line, linewidth=1.8, marker=marker, markersize=5,
+        markeredgecolor="white", markeredgewidth=0.7, label=label, zorder=3,
     )  # fmt: skip
 
 

@@ -89,13 +89,17 @@ class Job:
         config: its seed is not used, `run` is given one.
         placement: where.
         text: what `load_text` returned.
+        label: what the summary calls the algorithm; None: its name.
 
     Raises:
         ValueError: for arguments that the library refuses.
     """
 
-    def __init__(self, config: TrainConfig, placement: Placement, text: Text):
+    def __init__(
+        self, config: TrainConfig, placement: Placement, text: Text, label: str | None = None
+    ):
         self.config, self.placement, self._text = config, placement, text
+        self.label = label or config.algorithm.algorithm
         self._model = gpt_preset(config.preset, dtype=config.dtype)
         self.num_parameters = num_parameters(self._model)
         loss_fn = gpt_loss_fn(self._model)
@@ -144,6 +148,7 @@ class Job:
             with contextlib.suppress(KeyboardInterrupt):
                 status = self._loop(state, batches, recorder, stop)
         summary = recorder.summary(status) | {
+            "algorithm": self.label,
             "parameters": self.num_parameters,
             "placement": self.placement.description,
             "bytes_are_hypothetical": self.placement.is_virtual,

@@ -38,6 +38,24 @@ def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
     assert first["validation_loss"] == second["validation_loss"]  # the same start
 
 
+def test_one_algorithm_with_several_settings(call, text, tmp_path):
+    out = tmp_path / "out"
+    outcome = call(
+        "compare", "--preset", "demo", "--algorithms", "sgp,sgp+overlap=1+mixing=self_weighted:0.7",
+        "--steps", 3, "--batch", 2, "--eval-every", 3, "--eval-batches", 1, "--mode", "host",
+        "--graph", "ring", "--data", text, "--out", out,
+        "--optimizer", "sgd", "--clip", 0, "--learning-rate", 0.2,
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["sgp", "sgp+overlap=1+mixing=self_weighted:0.7"]
+    assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"]
+    assert rows[0]["validation_loss"] != rows[1]["validation_loss"]
+    folder = out / "sgp+overlap=1+mixing=self_weighted-0.7-seed0"
+    settings = json.loads((folder / "config.json").read_text())["algorithm"]
+    assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
+
+
 def test_a_figure_of_runs_that_all_diverged_is_empty_and_not_an_error(tmp_path):
     draw_comparison({"slowmo": []}, tmp_path / "empty.png", title="", subtitle="")
     assert (tmp_path / "empty.png").exists()

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from jaxslowmo.cli._bytes import ByteLedger
 from jaxslowmo.cli._config import (
     ALGORITHMS,
     PRESET_DEFAULTS,
+    CompareConfig,
     OptimizerConfig,
     flat_fields,
     train_config,
@@ -49,8 +51,47 @@ def test_algorithms_exchange_gradients_or_parameters(algorithm):
     built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
     assert (built.gradients is None) != (built.sync is None)
     if built.sync is not None:
-        due = {48: ("average",) if algorithm == "local_sgd" else ("slow",), 47: ()}
-        assert {t: built.sync.phase(t) for t in due} == due
+        last = {"local_sgd": ("average",), "sgp": ("round 0",)}.get(algorithm, ("slow",))
+        due = {48: last, 47: ("round 0",) if "sgp" in algorithm else ()}
+        sync = built.sync.sized({"replica": 2})
+        assert {t: sync.phase(t) for t in due} == due
+
+
+def test_gossip_is_built_as_configured():
+    given = {
+        "algorithm": "sgp",
+        "graph": "ring",
+        "peers_per_step": 2,
+        "mixing": "self_weighted:0.5",
+    }
+    sync = build_algorithm(train_config(given)).sync
+    assert sync is not None
+    params = np.arange(4.0, dtype=np.float32)
+
+    def update(p):
+        return sync.update(np.zeros((), np.float32), sync.init(p), p)[0]
+
+    moved = jax.vmap(update, axis_name="replica")(params)
+    # Half of its own value, a quarter of each neighbour's on the ring.
+    np.testing.assert_allclose(params + moved, [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("sgp", {}),
+        ("sgp+overlap=1", {"overlap": 1}),
+        ("sgp+peers-per-step=2+graph=ring", {"peers_per_step": 2, "graph": "ring"}),
+        ("slowmo+slow_momentum=0.1+nesterov=true", {"slow_momentum": 0.1, "nesterov": True}),
+        ("sgp+mixing=self_weighted:0.7", {"mixing": "self_weighted:0.7"}),
+    ],
+)
+def test_algorithms_of_a_comparison_bring_settings(algorithm, expected):
+    config = CompareConfig(train_config({}), algorithms=("all_reduce", algorithm), seeds=(0,))
+    chosen = config.run(algorithm, 0).algorithm
+    assert chosen.algorithm == algorithm.partition("+")[0]
+    assert {name: getattr(chosen, name) for name in expected} == expected
+    assert config.run("all_reduce", 0).algorithm.overlap == 0
 
 
 def test_bytes_of_events_that_no_kind_holds_together_add_up():

@@ -20,7 +20,7 @@ def assert_one_line(outcome, *parts):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--algorithm sgd", "--algorithm must be one of all_reduce, local_sgd, slowmo, diloco"),
+        ("--algorithm sgd", "--algorithm must be one of all_reduce, local_sgd, sgp, slowmo"),
         ("--steps -3", "--steps must be >= 1, got -3"),
         ("--steps ten", "Invalid value for '--steps'"),
         ("--preset 3m", "--preset must be one of demo, 1m, 10m, 124m, got 3m"),
@@ -34,6 +34,13 @@ def assert_one_line(outcome, *parts):
         ("--data /no/such/path", "must be an existing file or folder, got '/no/such/path'"),
         ("--replicas 9 --execution devices", "need 9 devices, found 8"),
         ("--replicas 100 --execution devices", "need 100 devices, found 8"),
+        ("--algorithm sgp --graph clique", "--graph must be one of npeer_directed_exponential, "),
+        ("--algorithm sgp --peers-per-step 0", "--peers-per-step must be >= 1, got 0"),
+        ("--algorithm sgp --graph ring --peers-per-step 3", "must be at most 2, the peers in"),
+        ("--algorithm sgp --graph bipartite_linear --replicas 3", "must be even"),
+        ("--algorithm sgp --overlap=-1", "--overlap must be >= 0, got -1"),
+        ("--mixing self_weighted:1.5", "with a share between 0 and 1"),
+        ("--mixing even", "--mixing must be uniform, or self_weighted:SHARE"),
     ],
 )
 def test_train_refuses(call, arguments, message):
@@ -44,6 +51,12 @@ def test_train_refuses(call, arguments, message):
     ("arguments", "message"),
     [
         ("--algorithms all_reduce,sgd", "--algorithms must be of all_reduce, local_sgd"),
+        ("--algorithms sgp+overlap", "settings are written name+SETTING=VALUE with"),
+        ("--algorithms sgp+speed=1", "got 'speed=1'"),
+        ("--algorithms sgp+algorithm=diloco", "got 'algorithm=diloco'"),
+        ("--algorithms sgp+overlap=x", "overlap must be of type int, got 'x'"),
+        ("--algorithms slowmo+nesterov=1", "nesterov must be of type bool, got '1'"),
+        ("--algorithms sgp+overlap=-1", "--overlap must be >= 0, got -1"),
         ("--algorithms slowmo,slowmo", "must list one or more different values"),
         ("--seeds ,", "--seeds must list one or more different values, got nothing"),
         ("--seeds a", "--seeds must be integers separated by commas, got a"),

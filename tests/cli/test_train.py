@@ -9,12 +9,14 @@ import time
 
 import pytest
 
+from jaxslowmo.cli._config import ALGORITHMS
+
 # SGD compiles faster than AdamW, and most of these tests' time is compilation.
 DEMO = (
     "train", "--preset", "demo", "--eval-batches", 1, "--batch", 2, "--optimizer", "sgd",
     "--clip", 0,
 )  # fmt: skip
-ALGORITHM = ("--sync-every", 2, "--slow-every", 4)
+PERIODS = ("--sync-every", 2, "--slow-every", 4)
 
 
 def read_lines(path):
@@ -32,11 +34,11 @@ def test_help_and_version(call):
     assert version.out.startswith("jaxslowmo 0.")
 
 
-@pytest.mark.parametrize("algorithm", ["all_reduce", "local_sgd", "slowmo", "diloco"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm):
     out = tmp_path / "out"
     outcome = call(
-        *DEMO, *ALGORITHM, "--algorithm", algorithm, "--data", text, "--out", out,
+        *DEMO, *PERIODS, "--algorithm", algorithm, "--data", text, "--out", out,
         "--steps", 9, "--eval-every", 4, "--log-every", 2, "--learning-rate", 0.2,
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
@@ -55,7 +57,8 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 9)
     assert summary["bytes_sent"] == records[-1]["bytes_sent"]
-    once = 4 * summary["parameters"] * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
+    size = 4 * summary["parameters"]
+    once = size * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
     by_kind = summary["bytes_per_step_by_kind"]
     if algorithm == "all_reduce":
         assert by_kind == {"every": once}
@@ -63,11 +66,14 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     elif algorithm == "local_sgd":
         assert by_kind == {"local": 0, "average": once}
         assert summary["bytes_sent"] == 4 * once
+    elif algorithm == "sgp":
+        assert by_kind == {"local": 0, "round 0": size, "round 1": size}
+        assert summary["bytes_sent"] == 9 * size
     else:
         # Shards are padded to equal parts.
         assert once <= by_kind["slow"] <= 1.1 * once + 4096 * 4 * 2
-        averages = 2 if algorithm == "slowmo" else 0
-        assert summary["bytes_sent"] == 2 * by_kind["slow"] + averages * once
+        between = {"slowmo": 2 * once, "slowmo_sgp": 7 * size, "diloco": 0}[algorithm]
+        assert summary["bytes_sent"] == 2 * by_kind["slow"] + between
 
     config = json.loads((out / "config.json").read_text())
     assert config["algorithm"]["algorithm"] == algorithm
@@ -79,7 +85,7 @@ def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text
     for execution in ("devices", "virtual"):
         out = tmp_path / execution
         outcome = call(
-            *DEMO, *ALGORITHM, "--data", text, "--out", out, "--steps", 8,
+            *DEMO, *PERIODS, "--data", text, "--out", out, "--steps", 8,
             "--execution", execution, "--learning-rate", 0.2,
         )  # fmt: skip
         assert outcome.code == 0
