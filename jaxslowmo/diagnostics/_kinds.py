@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._find_mesh import MeshAxes
-from ._groups import axis_of
+from ._groups import UNKNOWN_AXIS, axis_of
 from ._program import Block, Collective, Loop, Program, leaves, wire_bytes
 from ._report import CommRow
 
@@ -175,10 +175,11 @@ class _Counter:
         if group_size == 1:
             return {}
         times = 1 if trips is None else trips
+        num_devices = 0 if axis == UNKNOWN_AXIS else len(self.meshes[0].ids)
         amount = _Amount(
             times,
             times * node.nbytes,
-            times * wire_bytes(node, group_size),
+            times * wire_bytes(node, group_size, num_devices),
             frozenset(node.dtypes),
         )
         return {_Key(axis, node.name, group_size, conditional, in_loop, trips): amount}

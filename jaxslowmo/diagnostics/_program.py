@@ -86,12 +86,16 @@ def leaves(block: Block, conditional: bool = False) -> Iterator[tuple[Collective
                 yield from leaves(branch, True)
 
 
-def wire_bytes(collective: Collective, group_size: int) -> int:
+def wire_bytes(collective: Collective, group_size: int, num_devices: int = 0) -> int:
     """Bytes that one device sends when the collective runs as a ring over `group_size` devices.
 
-    A group size of 0 (unknown) gives the limit of a large group, an upper bound.
+    A group size of 0 (unknown) gives the limit of a large group, an upper bound. Of a permute that
+    not all of `num_devices` take part in (0: unknown) it is their mean.
     """
     nbytes, name = collective.nbytes, collective.name
+    if name == "collective-permute" and collective.groups is not None and num_devices:
+        senders = sum(source != target for source, target in collective.groups)
+        return nbytes * senders // num_devices
     if name == "recv":
         return 0  # its partner, the send, is counted
     if name == "send":

@@ -28,7 +28,8 @@ class CommRow:
         full result of an all-gather, of a recv. Times `count`, as `wire_bytes`.
       wire_bytes: what one device sends when the collective runs as a ring over n = `group_size`
         devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for reduce-scatter, all-gather and
-        all-to-all, all of them for a permute or broadcast; 0 for a recv.
+        all-to-all, all of them for a broadcast, or for a permute in which every device sends (the
+        mean over devices where some do not); 0 for a recv.
       group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
       dtypes: element types on the wire, by their jax names.
       conditional: stands in a branch of a conditional.
