@@ -146,6 +146,9 @@ class GraphAnalysis:
             "graph": f"{graph.name}, {graph.num_nodes} node{'s' * (graph.num_nodes > 1)}, "
             + (per_step if graph.num_nodes > 1 else "nobody to send to"),
             "rotation": f"{graph.num_rounds} round{'s' * (graph.num_rounds > 1)}",
+            "regular": "yes: every node sends and receives as much in a round"
+            if graph.is_regular
+            else "no: nodes send or receive different numbers of messages",
             "doubly stochastic": "no: push-sum weights move"
             if self.weights_move
             else "yes: push-sum weights stay 1, push_sum=False is possible",

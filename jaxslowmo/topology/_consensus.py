@@ -130,9 +130,7 @@ class Consensus:
         product = np.eye(self._size)
         for matrix in self._matrices:
             product = matrix.times(product)
-        # (I - M) w = 0 with sum(w) = n, as one regular system.
-        system = np.eye(self._size) - product + 1 / self._size
-        limit = [np.linalg.solve(system, np.ones(self._size))]
+        limit = [_stationary(product) * self._size]
         for matrix in self._matrices[:-1]:
             limit.append(matrix.times(limit[-1][:, None])[:, 0])
         return np.array(limit)
@@ -160,6 +158,26 @@ class Consensus:
             if _length(power) <= _VANISHED:
                 return 0.0
         return float(min(np.abs(np.linalg.eigvals(self._powers[0])).max(), 1.0))
+
+
+def _stationary(matrix: np.ndarray) -> np.ndarray:
+    """The vector with sum 1 that a primitive matrix, whose columns sum to 1, keeps.
+
+    Node after node is left out, and what it got is given to those that it passed it on to. Nothing
+    is subtracted, so entries have all their digits however small they are: on a star whose centre
+    serves its n leaves in turn the smallest is 2^-n.
+
+    Source: Grassmann, Taksar and Heyman, "Regenerative Analysis and Steady State Distributions for
+      Markov Chains", Operations Research 33(5), 1985.
+    """
+    left = matrix.T.copy()
+    for k in range(len(left) - 1, 0, -1):
+        left[:k, k] /= left[k, :k].sum()
+        left[:k, :k] += np.outer(left[:k, k], left[k, :k])
+    found = np.ones(len(left))
+    for k in range(1, len(left)):
+        found[k] = found[:k] @ left[:k, k]
+    return found / found.sum()
 
 
 def _exceeds(matrix: np.ndarray, bound: float) -> bool:

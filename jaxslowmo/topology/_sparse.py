@@ -1,4 +1,4 @@
-"""Mixing matrices applied by their few entries per row; dense products would take most time."""
+"""Mixing matrices applied by their few entries; dense products would take most of the time."""
 
 import numpy as np
 
@@ -7,30 +7,22 @@ class Sparse:
     """A square matrix that others are multiplied with from the left.
 
     Args:
-      matrix: (n, n), with entries >= 0.
+      matrix: (n, n), entries >= 0, no row of zeros.
     """
 
     def __init__(self, matrix: np.ndarray):
-        size = len(matrix)
-        most = int(np.count_nonzero(matrix, axis=1).max())
-        # Gathering rows costs about this much more than multiplying with them.
-        self._dense = matrix if 4 * most > size else None
-        # Row i is the sum of weights[k, i] times row sources[k, i]; short rows end with weights 0.
-        self._sources = np.argsort(matrix == 0, axis=1, kind="stable")[:, :most].T.copy()
-        self._weights = matrix[np.arange(size), self._sources]
+        rows, self._columns = np.nonzero(matrix)
+        self._entries = matrix[rows, self._columns][:, None]
+        self._starts = np.searchsorted(rows, np.arange(len(matrix)))
+        # Collecting rows costs about this much more than multiplying with them.
+        self._dense = matrix if 4 * len(rows) > matrix.size else None
 
     def times(self, right: np.ndarray) -> np.ndarray:
         """The product with (n, m) `right`."""
         if self._dense is not None:
             return self._dense @ right
-        total = self._weights[0][:, None] * right[self._sources[0]]
-        for sources, weights in zip(self._sources[1:], self._weights[1:], strict=True):
-            total += weights[:, None] * right[sources]
-        return total
+        return np.add.reduceat(self._entries * right[self._columns], self._starts, axis=0)
 
     def pattern_times(self, right: np.ndarray) -> np.ndarray:
         """Where the product with bool (n, m) `right` is not 0."""
-        found = np.zeros_like(right)
-        for sources, weights in zip(self._sources, self._weights, strict=True):
-            found |= right[sources] & (weights > 0)[:, None]
-        return found
+        return np.logical_or.reduceat(right[self._columns], self._starts, axis=0)

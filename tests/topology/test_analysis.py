@@ -162,6 +162,14 @@ def test_star_with_its_weights_by_hand():
     assert (found.messages_mean, found.bytes_mean, found.bytes_max) == (1.5, 156.0, 312)
 
 
+def test_tiny_weights_keep_their_digits():
+    """The centre serves one leaf after the other, and a leaf halves until its turn comes."""
+    found = analyse(topology.star(100, peers_per_step=1))
+    assert found.weight_range == pytest.approx((50 / (2.0**99 - 1), 50), rel=1e-9, abs=0)
+    rounds = found.rounds_to_tolerance
+    assert found.error(rounds) <= 1e-3 < found.error(rounds - 1)
+
+
 def keeping_nothing(graph, step):
     matrix = np.zeros((graph.num_nodes, graph.num_nodes))
     for source, peers in enumerate(graph.out_peers(step)):
@@ -244,6 +252,7 @@ def test_text_tells_the_facts():
     for part in (
         "grid_2d, 4 nodes, 2 peers per step",
         "no: push-sum weights move",
+        "no: nodes send or receive different numbers of messages",
         "rounds to an error of 0.001",
         "1.50 on average, 2 at most",
         "6,006 on average, 8,008 at most",
