@@ -76,6 +76,14 @@ def variants() -> dict[str, dict]:
         "slowmo: average + slow step, base left": slowmo(1, 1, exact_average=False),
         "diloco: outer step": js.diloco("replica", sync_every=1),
     }
+    found["sgp: one peer, traced"] = {"sync": js.sgp("replica")}
+    due |= {
+        "sgp: one peer, host": js.sgp("replica"),
+        "sgp: one peer, overlap=1, host": js.sgp("replica", overlap=1),
+        "slowmo over sgp: slow step, sharded": js.slowmo(
+            "replica", base=js.sgp("replica"), sync_every=1
+        ),
+    }
     return found | {name: {"sync": sync, "mode": "host"} for name, sync in due.items()}
 
 

@@ -1,6 +1,7 @@
 """The picture of a comparison: what a loss costs in steps, and in bytes."""
 
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ _STYLES = {
 }
 # An algorithm with settings of its own has its colour, and the next of these.
 _LINES = ("-", "--", ":", "-.")
+_SUBTITLE_WIDTH = 150  # letters that fit into a line
 _INK, _FAINT = "#333333", "#d9d9d9"
 
 
@@ -47,7 +49,9 @@ def draw_comparison(
         would: whether the bytes are only what the runs would send.
     """
     # Without pyplot: no global state and no display, whatever the user's backend is.
-    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.87), wspace=0.06)
+    lines_below_title = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
+    height = 0.91 - 0.04 * max(1, len(lines_below_title))
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, height), wspace=0.06)
     figure = Figure(figsize=(11, 5), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
@@ -79,7 +83,8 @@ def draw_comparison(
     if losses:
         by_steps.legend(frameon=False, labelcolor=_INK, loc="upper right")
     figure.text(0.012, 0.945, title, size=14, weight="bold", color="#111111")
-    figure.text(0.012, 0.9, subtitle, size=9.5, color="#666666")
+    for i, text in enumerate(lines_below_title):
+        figure.text(0.012, 0.9 - 0.04 * i, text, size=9.5, color="#666666")
     figure.savefig(path)
 
 

@@ -72,7 +72,7 @@ def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
         f"bytes {'that a replica would send' if would else 'sent per replica'}",
         caption_justify="left",
     )
-    table.add_column("algorithm")
+    table.add_column("algorithm", overflow="fold")  # settings make long names
     for name in ("validation", "spread", "bytes", f"of {first}", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
