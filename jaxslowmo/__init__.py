@@ -5,40 +5,35 @@
 step sends (`comm_report`).
 """
 
+import sys as _sys
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
-from .algorithms import AllReduceGradientsState as AllReduceGradientsState
-from .algorithms import Every as Every
-from .algorithms import LocalSGDState as LocalSGDState
-from .algorithms import OuterState as OuterState
-from .algorithms import ParameterTransform as ParameterTransform
-from .algorithms import SlowMomentumState as SlowMomentumState
-from .algorithms import all_reduce_gradients as all_reduce_gradients
-from .algorithms import diloco as diloco
-from .algorithms import every as every
-from .algorithms import local_sgd as local_sgd
-from .algorithms import phase_name as phase_name
-from .algorithms import read_anchor as read_anchor
-from .algorithms import slow_momentum as slow_momentum
-from .algorithms import slowmo as slowmo
-from .diagnostics import CommReport as CommReport
-from .diagnostics import CommRow as CommRow
-from .diagnostics import comm_report as comm_report
-from .diagnostics import comm_report_of as comm_report_of
-from .mesh import VirtualMesh as VirtualMesh
-from .mesh import consensus as consensus
-from .mesh import init as init
-from .mesh import make_mesh as make_mesh
-from .mesh import replicate as replicate
-from .mesh import virtual_mesh as virtual_mesh
-from .train import Evaluate as Evaluate
-from .train import Log as Log
-from .train import StepResult as StepResult
-from .train import TrainState as TrainState
-from .train import TrainStep as TrainStep
-from .train import host_mean as host_mean
-from .train import make_train_step as make_train_step
-from .train import train_loop as train_loop
-from .tree import assign_buckets as assign_buckets
+from . import topology as topology
 
 __version__ = _version("jaxslowmo")
+
+# `_api` loads jax and optax. It waits for the first use of one of its names, because
+# `jaxslowmo.topology` is also for programs that have neither, such as those of torch.
+if TYPE_CHECKING:
+    from ._api import *  # noqa: F403
+else:  # hidden from type checkers, to which `__getattr__` would make every name a valid one
+
+    def __getattr__(name: str) -> object:
+        """A name of `_api`, or a package that is loaded with it, such as `jaxslowmo.train`."""
+        # Python and its tools ask every module for underscored names, and `_api` has none.
+        if name == "__all__" or not name.startswith("_"):
+            try:
+                from . import _api
+            except AttributeError as error:  # `hasattr` and `from` would read: no such name
+                raise ImportError(f"cannot import jaxslowmo._api: {error}") from error
+            public = {key: value for key, value in vars(_api).items() if not key.startswith("_")}
+            public["__all__"] = sorted({*public, "topology"})
+            globals().update(public | globals())  # what somebody has set since stays
+            if name in globals():
+                return globals()[name]
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*__getattr__("__all__"), *globals()} - {"TYPE_CHECKING"})

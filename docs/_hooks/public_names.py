@@ -3,18 +3,30 @@
 import ast
 from pathlib import Path
 
-INIT = Path(__file__).parents[2] / "jaxslowmo" / "__init__.py"
+PACKAGE = Path(__file__).parents[2] / "jaxslowmo"
+# The packages whose own names are public too, as `jaxslowmo.<package>.<name>`.
+TOPICS = ["topology"]
 MARK = "<!-- public names -->"
 
 
-def reexports(source: str) -> dict[str, list[str]]:
-    """Names that `source` re-exports, by the package they come from, in order of appearance."""
+def reexports(path: Path) -> list[tuple[str, str]]:
+    """Names that the file re-exports, in order of appearance, and the module each comes from."""
+    return [
+        (node.module or "", alias.name)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    ]
+
+
+def public_names() -> dict[str, list[str]]:
+    """Dotted names below `jaxslowmo`, by the package that says in its docstring what they are."""
     groups: dict[str, list[str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            for alias in node.names:
-                group = node.module.split(".")[0] if node.module else alias.name
-                groups.setdefault(group, []).append(alias.name)
+    for module, name in reexports(PACKAGE / "_api.py"):
+        groups.setdefault(module.split(".")[0], []).append(name)
+    for topic in TOPICS:
+        names = reexports(PACKAGE / topic / "__init__.py")
+        groups.setdefault(topic, []).extend(f"{topic}.{name}" for _, name in names)
     return groups
 
 
@@ -23,11 +35,10 @@ def on_page_markdown(markdown: str, **kwargs: object) -> str:
     if MARK not in markdown:
         return markdown
     lines = []
-    for group, names in reexports(INIT.read_text(encoding="utf-8")).items():
+    for group, names in public_names().items():
         lines += [f"## jaxslowmo.{group}", "", f"::: jaxslowmo.{group}", "    options:"]
         lines += ["      show_root_heading: false", "      show_root_toc_entry: false"]
-        lines += ["      members: false" if group not in names else "      members: true", ""]
+        lines += ["      members: false", ""]
         for name in names:
-            if name != group:
-                lines += [f"::: jaxslowmo.{name}", ""]
+            lines += [f"::: jaxslowmo.{name}", ""]
     return markdown.replace(MARK, "\n".join(lines))

@@ -61,9 +61,8 @@ def test_no_public_transform_is_missing():
     made = {name.split()[0] for name in TRANSFORMS}
     factories = {
         name
-        for name, value in vars(js).items()
-        if inspect.isfunction(value)
-        and inspect.isclass(returned := typing.get_type_hints(value).get("return"))
+        for name, value in inspect.getmembers(js, inspect.isfunction)
+        if inspect.isclass(returned := typing.get_type_hints(value).get("return"))
         and issubclass(returned, optax.GradientTransformation)
     }
     assert made == factories

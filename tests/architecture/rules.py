@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 PACKAGE = "jaxslowmo"
 TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
+API = "_api"  # what the top level re-exports, at the first use of one of the names
 MAX_LINES = 400
 
 # A package imports only from lower floors; packages on one floor do not import each other.
@@ -24,12 +25,15 @@ FLOORS = {
     "pipeline": 3,
     "diagnostics": 4,
     "train": 5,
-    "cli": 6,
-    "__main__": 7,
+    API: 6,
+    "cli": 7,
+    "__main__": 8,
 }
 # These may need the `train` extra. All others import, at module level, only what the core installs.
 BEYOND_CORE = {"data", "models", "cli", "__main__"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
+# `import jaxslowmo.topology` runs these and must work without jax.
+JAX_FREE = {TOP_LEVEL, "topology"}
 
 
 class Import(NamedTuple):
@@ -74,11 +78,12 @@ def climbs(importer: str, imported: str) -> bool:
     """Whether this import goes up, or sideways, instead of down."""
     if importer == imported:
         return False
-    above = {"cli", "__main__"}
     if imported == TOP_LEVEL:
-        return importer not in above
+        return importer not in {"cli", "__main__"}
     if importer == TOP_LEVEL:
-        return imported in above
+        return imported not in {API, "topology"}
+    if imported == API:
+        return True
     return FLOORS[imported] >= FLOORS[importer]
 
 
@@ -96,19 +101,22 @@ def floor_violations(root: Path) -> list[str]:
             continue
         for line, target, eager in imports_of(path, root):
             where = f"{path.relative_to(root)}:{line}"
+            who = importer or "the top level"
             name, *rest = target.split(".")
             if name == PACKAGE:
                 imported = _unit(tuple(rest), known)
                 if imported in units - set(FLOORS):
                     continue
                 if climbs(importer, imported):
-                    found.append(f"{where} {importer or 'the top level'} must not import {target}")
+                    found.append(f"{where} {who} must not import {target}")
+                if importer == TOP_LEVEL and imported == API and eager:
+                    found.append(f"{where} {who} must not load {API} before a name is used")
                 if importer == "topology" and imported != "topology":
                     found.append(f"{where} topology stands alone and must not import {target}")
             elif name in sys.stdlib_module_names:
                 continue
-            elif importer == "topology" and name != "numpy":
-                found.append(f"{where} topology is plain Python and NumPy, not {name}")
+            elif importer in JAX_FREE and name != "numpy":
+                found.append(f"{where} {who} is plain Python and NumPy, not {name}")
             elif importer not in BEYOND_CORE and eager and name not in CORE_DEPENDENCIES:
                 found.append(f"{where} {name} is not a core dependency: import it where it is used")
     return found
@@ -132,10 +140,25 @@ def _is_dunder_assignment(node: ast.stmt) -> bool:
     )
 
 
+def _is_lazy_api(node: ast.stmt) -> bool:
+    """Whether this is all names of `_api` for type checkers, and a lazy look-up at run time."""
+    return (
+        isinstance(node, ast.If)
+        and ast.unparse(node.test) == "TYPE_CHECKING"
+        and [ast.unparse(n) for n in node.body] == [f"from .{API} import *"]
+        and all(isinstance(n, ast.FunctionDef) for n in node.orelse)
+        and [n.name for n in node.orelse] == ["__getattr__", "__dir__"]
+    )
+
+
 def reexport_violations(root: Path) -> list[str]:
-    """Statements of an `__init__.py` other than a docstring, re-exports and `__version__`-likes."""
+    """Statements of an `__init__.py` other than a docstring, re-exports and `__version__`-likes.
+
+    The top level has its lazy look-up of `_api` besides, and `_api.py` nothing but re-exports.
+    """
+    source = root / PACKAGE
     found = []
-    for path in sorted((root / PACKAGE).rglob("__init__.py")):
+    for path in sorted([*source.rglob("__init__.py"), source / f"{API}.py"]):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         where = path.relative_to(root)
         if not (body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)):
@@ -149,8 +172,10 @@ def reexport_violations(root: Path) -> list[str]:
                     for a in node.names
                     if a.asname != a.name
                 ]
-            elif not isinstance(node, ast.Import | ast.ImportFrom) and not _is_dunder_assignment(
-                node
+            elif path.stem == API or not (
+                isinstance(node, ast.Import | ast.ImportFrom)
+                or _is_dunder_assignment(node)
+                or (path.parent == source and _is_lazy_api(node))
             ):
                 found.append(f"{where}:{node.lineno} only re-exports, no logic")
     return found

@@ -1,27 +1,20 @@
-"""`pip install jaxslowmo` brings jax, optax and numpy; importing the package needs no more."""
+"""`pip install jaxslowmo` brings jax, optax and numpy; using all names needs no more."""
 
 import importlib.metadata
-import subprocess
-import sys
+
+from architecture.fresh import run_python
 
 EXTRAS = ["flax", "grain", "matplotlib", "orbax", "orbax.checkpoint", "rich", "typer"]
 
 
-def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
 def test_import_works_without_the_extras():
     # None in sys.modules makes an import of that name fail as if it were not installed.
-    run_python(f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); import jaxslowmo")
+    code = "import sys; sys.modules.update(dict.fromkeys({})); from jaxslowmo import *"
+    run_python(code.format(EXTRAS))
 
 
 def test_import_does_not_load_installed_extras():
-    code = f"import jaxslowmo, sys; print([m for m in {EXTRAS} if m in sys.modules])"
+    code = f"from jaxslowmo import *; import sys; print([m for m in {EXTRAS} if m in sys.modules])"
     assert run_python(code) == "[]"
 
 

@@ -38,11 +38,24 @@ def test_climbs():
     assert not rules.climbs("tree", "tree")
 
 
+LAZY = '''"""Top."""
+from . import topology as topology
+__version__ = "0"
+if TYPE_CHECKING:
+    from ._api import *
+else:
+    def __getattr__(name):
+        from . import _api
+    def __dir__(): ...
+'''
+
+
 def make_tree(root: Path, files: dict[str, str]) -> Path:
     """A small repository that keeps every rule, with `files` added or replaced."""
     clean = {
-        "jaxslowmo/__init__.py": '"""Top."""\nfrom .mesh import make as make\n__version__ = "0"\n',
+        "jaxslowmo/__init__.py": LAZY,
         "jaxslowmo/__main__.py": "from jaxslowmo.cli import main\nmain()\n",
+        "jaxslowmo/_api.py": '"""Names."""\nfrom .mesh import make as make\n',
         "jaxslowmo/_typing.py": "import jax\n",
         "jaxslowmo/tree/__init__.py": '"""Trees."""\nfrom ._x import f as f\n',
         "jaxslowmo/tree/_x.py": "import jax\nfrom .._typing import T\nfrom . import _y\n",
@@ -87,6 +100,12 @@ def test_a_clean_tree_has_no_violations(tmp_path):
         ("jaxslowmo/mesh/_b.py", "from ..data import text", "mesh must not import"),
         ("jaxslowmo/mesh/sub/_b.py", "from ...train import x", "mesh must not import"),
         ("jaxslowmo/__init__.py", '"""T."""\nfrom .cli import main as main', "the top level must"),
+        ("jaxslowmo/__init__.py", '"""T."""\nfrom .mesh import make as make', "the top level must"),
+        ("jaxslowmo/__init__.py", '"""T."""\nfrom ._api import f as f', "before a name is used"),
+        ("jaxslowmo/__init__.py", '"""T."""\nimport jax', "the top level is plain Python"),
+        ("jaxslowmo/tree/_x.py", "from .._api import make", "tree must not import"),
+        ("jaxslowmo/cli/_a.py", "from .._api import make", "cli must not import"),
+        ("jaxslowmo/_api.py", '"""N."""\nfrom .cli import main as main', "_api must not import"),
         ("jaxslowmo/gossip/__init__.py", '"""New."""', "gossip has no floor"),
         ("jaxslowmo/_helpers.py", "", "_helpers has no floor"),
         ("jaxslowmo/topology/_g.py", "def f():\n    import jax", "plain Python and NumPy, not jax"),
@@ -95,6 +114,13 @@ def test_a_clean_tree_has_no_violations(tmp_path):
         ("torch_compat/_a.py", "from jaxslowmo.tree import f", "not jaxslowmo.tree.f"),
         ("torch_compat/_a.py", "import jaxslowmo", "not jaxslowmo"),
         ("jaxslowmo/__init__.py", '"""T."""\nif True:\n    x = 1', "no logic"),
+        ("jaxslowmo/__init__.py", f"{LAZY}\n    x = 1", "no logic"),
+        ("jaxslowmo/__init__.py", LAZY.replace("__dir__", "helper"), "no logic"),
+        ("jaxslowmo/__init__.py", LAZY.replace("import *", "import make"), "no logic"),
+        ("jaxslowmo/__init__.py", LAZY.replace("TYPE_CHECKING", "DEBUG"), "no logic"),
+        ("jaxslowmo/_api.py", '"""N."""\nimport jax', "no logic"),
+        ("jaxslowmo/_api.py", '"""N."""\nfrom .mesh import make', "re-export as `make as make`"),
+        ("jaxslowmo/mesh/__init__.py", LAZY, "no logic"),
         ("jaxslowmo/mesh/__init__.py", '"""M."""\ndef f(): ...', "no logic"),
         ("jaxslowmo/mesh/__init__.py", '"""M."""\nfrom ._b import f', "re-export as `f as f`"),
         ("jaxslowmo/mesh/__init__.py", "", "says in a docstring"),
