@@ -4,10 +4,9 @@ Trees are dicts of NumPy arrays. Parameters have a leading axis of replicas, gra
 of devices (replicas times devices inside a replica, replica-major).
 """
 
-import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,16 @@ EXECUTIONS = ("vmap", "pmap", "shard_map", "shard_map_unchecked")
 SCHEDULES = ("traced", "host")
 
 
-def one_step(tx: optax.GradientTransformationExtraArgs, phase: Any = None) -> Callable[..., Any]:
-    """`(params, state, grads) -> (params, state)` of one replica."""
+def one_step(
+    tx: optax.GradientTransformationExtraArgs, phase: Any = None, communicate: bool = True
+) -> Callable[..., Any]:
+    """`(params, state, grads) -> (params, state)` of one replica.
 
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, phase=phase)
+    A fourth argument, a () bool array, takes the place of `communicate`.
+    """
+
+    def step(params, state, grads, talk=communicate):
+        updates, state = tx.update(grads, state, params, phase=phase, communicate=talk)
         return optax.apply_updates(params, updates), state
 
     return step
@@ -80,10 +84,27 @@ def run(
     axes: Mapping[str, int],
     execution: str = "shard_map",
     sync: js.ParameterTransform | None = None,
-) -> tuple[list[dict[str, np.ndarray]], Any]:
-    """Parameters after every step, and the last state. `sync` given: scheduled on the host."""
+    paused: Collection[int] = (),
+    pause: Literal["array", "static"] = "static",
+    record: Callable[[Any, Any], Any] = lambda params, state: params,
+) -> tuple[list[Any], Any]:
+    """What `record` takes of every step, by default the parameters; and the last state.
+
+    Args:
+      tx: the chain.
+      params: stacked over replicas.
+      grads: stacked over steps and devices.
+      axes: sizes by name, replicas first.
+      execution: one of `EXECUTIONS`.
+      sync: given, scheduled on the host by its phases; else decided inside the program.
+      paused: updates with `communicate=False`, by number; on the host their phase is `()`.
+      pause: whether `communicate` is an array in one program, or static in two.
+      record: of stacked parameters and states.
+    """
     sizes = tuple(axes.values())
     mesh = js.make_mesh(axes)
+    as_array = bool(paused) and sync is None and pause == "array"
+    split = (False, False, True, *([False] if as_array else []))
     with (
         warnings.catch_warnings()
     ):  # an axis of size 1 warns once; tests of warnings do not run here
@@ -97,14 +118,17 @@ def run(
         history = []
         steps = next(iter(jax.tree.leaves(grads))).shape[0]
         for t in range(1, steps + 1):
-            phase = None if sync is None else sync.phase(t)
-            if phase not in programs:
-                programs[phase] = lift(one_step(tx, phase), axes, execution, (False, False, True))
+            talk = t not in paused
+            if sync is not None:
+                phase = sync.phase(t, sum(s < t for s in paused)) if talk else ()
+                key, static = phase, True
+            else:
+                phase, static = None, talk or as_array
+                key = static
+            if key not in programs:
+                programs[key] = lift(one_step(tx, phase, static), axes, execution, split)
             g = jax.tree.map(lambda x, t=t: x[t - 1].reshape(*sizes, *x.shape[2:]), grads)
-            params, state = programs[phase](params, state, g)
-            history.append(jax.tree.map(np.asarray, params))
+            told = (np.full(sizes[0], talk),) if as_array else ()
+            params, state = programs[key](params, state, g, *told)
+            history.append(jax.tree.map(np.asarray, record(params, state)))
     return history, state
-
-
-def num_devices(axes: Mapping[str, int]) -> int:
-    return math.prod(axes.values())

@@ -14,6 +14,8 @@ import jaxslowmo as js
 
 FOLDER = Path(__file__).parent / "golden" / "fairscale"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+GOSSIP = [name for name in NAMES if "sgp_" in name and not name.startswith("singlenode")]
+LOCAL = [name for name in NAMES if name not in GOSSIP]
 GRAPHS = {
     "NPeerDynamicDirectedExponentialGraph": js.topology.npeer_directed_exponential,
     "DynamicDirectedExponentialGraph": js.topology.directed_exponential,
@@ -22,6 +24,8 @@ GRAPHS = {
     "DynamicBipartiteLinearGraph": js.topology.bipartite_linear,
     "RingGraph": js.topology.ring,
 }
+FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
+FLOAT16 = {"rtol": 0, "atol": 2.5e-2}
 
 
 @dataclass
@@ -61,6 +65,29 @@ class GoldenRun:
     def of_replicas(self, recorded: np.ndarray) -> np.ndarray:
         """`[steps, world, ...]` at the first rank of every node."""
         return recorded[:, :: self.devices_per_replica]
+
+    @property
+    def paused(self) -> frozenset[int]:
+        """Updates t = 1, 2, ... in evaluation mode, in which FairScale does not gossip."""
+        return frozenset(t + 1 for t in self.config.get("eval_at", ()))
+
+    def weights(self) -> np.ndarray:
+        """`[steps, replicas]`, push-sum weights after every step; 1 without gossip."""
+        ranks = self.arrays.get("ps_weight")
+        if ranks is None:
+            return np.ones((self.config["steps"], self.axes["replica"]), np.float32)
+        return self.of_replicas(ranks)
+
+    def check(self, history: list[dict[str, np.ndarray]]) -> None:
+        """Parameters after every step are the recorded ones."""
+        half = self.config.get("dtype") == "float16"
+        weights = self.weights()
+        for key, numerators in self.tree("params").items():
+            ours = np.stack([step[key] for step in history])
+            recorded = self.of_replicas(numerators)
+            recorded = recorded / weights.reshape(*weights.shape, *[1] * (recorded.ndim - 2))
+            tolerance = FLOAT16 if half else FLOAT32
+            np.testing.assert_allclose(ours, recorded, **tolerance, err_msg=key)
 
     def optimizer(self) -> optax.GradientTransformation:
         rates = np.asarray(self.config["lr_per_step"], np.float32)

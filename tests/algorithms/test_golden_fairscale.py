@@ -7,14 +7,11 @@ import pytest
 
 import jaxslowmo as js
 from executions import EXECUTIONS, run
-from golden_fairscale import NAMES, GoldenRun
-
-FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
-FLOAT16 = {"rtol": 0, "atol": 2.5e-2}
+from golden_fairscale import FLOAT16, FLOAT32, LOCAL, NAMES, GoldenRun
 
 
 def test_all_families_are_here():
-    assert len(NAMES) == 32
+    assert len(NAMES) == 69
     for family, count in {
         "localsgd_w": 5,
         "localsgd_slowmo_": 17,
@@ -22,20 +19,15 @@ def test_all_families_are_here():
         "singlenode_": 3,
         "buffers_": 2,
         "fp16_": 1,
+        "sgp_w": 22,
+        "sgp_slowmo_": 10,
+        "sgp_pushsum_": 2,
+        "hier_sgp_": 3,
     }.items():
         assert sum(name.startswith(family) for name in NAMES) == count, family
 
 
-def check(golden: GoldenRun, history: list[dict[str, np.ndarray]]) -> None:
-    half = golden.config.get("dtype") == "float16"
-    for key, recorded in golden.tree("params").items():
-        ours = np.stack([step[key] for step in history])
-        np.testing.assert_allclose(
-            ours, golden.of_replicas(recorded), **(FLOAT16 if half else FLOAT32), err_msg=key
-        )
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("execution", ["vmap", "shard_map"])
 def test_trajectory_traced(name, execution):
     golden = GoldenRun.load(name)
@@ -43,10 +35,10 @@ def test_trajectory_traced(name, execution):
     history, _ = run(
         tx, golden.initial(), golden.tree("grads"), axes=golden.axes, execution=execution
     )
-    check(golden, history)
+    golden.check(history)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "_w2_" in n or "hier" in n])
+@pytest.mark.parametrize("name", [n for n in LOCAL if "_w2_" in n or "hier" in n])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_trajectory_host_scheduled(name, execution):
     golden = GoldenRun.load(name)
@@ -59,10 +51,10 @@ def test_trajectory_host_scheduled(name, execution):
         execution=execution,
         sync=sync,
     )
-    check(golden, history)
+    golden.check(history)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "slowmo" in n and "_me" in n])
+@pytest.mark.parametrize("name", [n for n in LOCAL if "slowmo" in n and "_me" in n])
 def test_sharding_never_changes_numbers(name):
     golden = GoldenRun.load(name)
     history, _ = run(
@@ -72,7 +64,7 @@ def test_sharding_never_changes_numbers(name):
         axes=golden.axes,
         execution="vmap",
     )
-    check(golden, history)
+    golden.check(history)
 
 
 def test_devices_of_a_node_agree_in_the_recording_after_the_first_average():
