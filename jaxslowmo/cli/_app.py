@@ -11,6 +11,7 @@ import jaxslowmo
 
 from ._config import PRESET_DEFAULTS, CompareConfig, train_config
 from ._errors import CommandError, usage_errors
+from ._inspect import inspect_app
 from ._options import with_config_options
 
 Out = Annotated[
@@ -96,6 +97,7 @@ def _register(name: str, command: Callable[..., None], leave_out: tuple[str, ...
 
 _register("train", _train)
 _register("compare", _compare, leave_out=("algorithm", "seed"))
+app.add_typer(inspect_app, name="inspect")
 
 
 def _show_version(wanted: bool) -> None:
