@@ -16,9 +16,10 @@ from jax import lax
 
 from .._typing import AxisName, Phase, PyTree
 from ..collectives import in_slices, permute
-from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
+from ..topology import ExchangeRound
 from ..tree import at_least_float32
 from ._base import phase_scope, run_one_of
+from ._gossip_plan import GossipPlan
 from ._packing import Flats, Packing
 
 
@@ -27,52 +28,6 @@ class Arrival(NamedTuple):
 
     mean: PyTree  # like the parameters: weighted mean of what the in-peers sent
     weight: jax.Array  # () float32, sum of the push-sum weight that came with it
-
-
-@dataclass(frozen=True)
-class GossipPlan:
-    """What a graph and a mixing amount to.
-
-    Attributes:
-      rounds: the exchanges of a rotation; () for a single node.
-      weight_moves: whether push-sum weights can differ from 1.
-      weight_differs: whether they can differ between nodes, so that they must be sent.
-    """
-
-    rounds: tuple[ExchangeRound, ...]
-    weight_moves: bool
-    weight_differs: bool
-
-
-def gossip_plan(
-    owner: str, graph: Graph, mixing: Mixing | None, *, push_sum: bool, overlap: int
-) -> GossipPlan:
-    """Check graph and mixing for a whole rotation and say what they need.
-
-    Raises:
-      ValueError: a mixing that is none; without push-sum, one that is not doubly stochastic; with
-        late arrivals, a node that keeps nothing meanwhile.
-    """
-    rounds = exchange_rounds(graph, mixing)
-    if graph.num_nodes == 1:
-        return GossipPlan((), False, False)
-    uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
-    if uneven is not None and not push_sum:
-        raise ValueError(
-            f"{owner}: `push_sum`=False needs a doubly stochastic mixing, where what a node keeps "
-            f"and receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
-            "rows of P do not. Leave `push_sum` True, which weighs that out."
-        )
-    late = overlap > 1
-    if late and any(np.any(r.kept == 0) for r in rounds):
-        raise ValueError(
-            f"{owner}: `overlap`={overlap} needs a mixing in which every node keeps a share > 0, "
-            "since what it is sent arrives later; P has a zero on its diagonal."
-        )
-    # What is on its way is missing from w: alike on all nodes where all keep the same share.
-    kept_differs = any(np.ptp(r.kept) > 0 for r in rounds)
-    differs = uneven is not None or (late and kept_differs)
-    return GossipPlan(rounds, late or uneven is not None, differs)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,8 @@ from ._base import (
     increment,
     run_if,
 )
-from ._gossip import (
-    Arrival,
-    Gossip,
-    GossipPlan,
-    gossip_plan,
-    round_event,
-    round_number,
-)
+from ._gossip import Arrival, Gossip, round_event, round_number
+from ._gossip_plan import GossipPlan, gossip_plan
 from ._packing import Packing
 from ._push_sum import over, pulled, total_mass
 from ._schedule import every
@@ -95,7 +89,8 @@ def sgp(
     Raises:
       ValueError: no graph, mixing or overlap; a mixing with negative weights, columns that don't
         sum to 1, or weights where there is no edge, checked for a whole rotation; push_sum=False
-        where P is not doubly stochastic; overlap > 1 with a node that keeps nothing. At trace time
+        where P is not doubly stochastic; overlap > 1 with a node that keeps nothing; push-sum
+        weights that would fall below 1e-30. At trace time
         a graph of another size than the axis, an unbound axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1; once for phases of an unknown number of replicas.
 
