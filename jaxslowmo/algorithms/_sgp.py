@@ -136,7 +136,10 @@ def sgp(
         return (round_event(number % len(known.rounds)),) if known.rounds else ()
 
     def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        num_nodes = math.prod(axis_sizes[name] for name in axis_names(axis_name))
+        names = axis_names(axis_name)
+        if not set(names) <= set(axis_sizes):
+            return transform  # which says at trace time that the axis is not bound
+        num_nodes = math.prod(axis_sizes[name] for name in names)
         plan_for(num_nodes)  # refuses another size
         return sgp(
             axis_name,
@@ -222,7 +225,7 @@ def sgp(
         )
 
     rotation = () if known is None else (every(max(1, len(known.rounds))),)
-    return ParameterTransform(
+    transform = ParameterTransform(
         init_fn,
         update_fn,
         phase=phase_of,
@@ -232,6 +235,7 @@ def sgp(
         reset=reset,
         sized=sized,
     )
+    return transform
 
 
 def _check_arguments(graph: object, push_sum: object, overlap: object) -> None:
