@@ -36,6 +36,13 @@ def one_step(
     return step
 
 
+def gossip_state(state: Any) -> js.SGPState:
+    """The one that the state of a chain holds."""
+    is_one = lambda x: isinstance(x, js.SGPState)  # noqa: E731
+    (found,) = filter(is_one, jax.tree.leaves(state, is_leaf=is_one))
+    return found
+
+
 def lift(fn: Callable[..., Any], axes: Mapping[str, int], execution: str, split: tuple[bool, ...]):
     """`fn` over all axes; arguments have axes (R,) or, where `split`, (R, D). Results have (R,)."""
     names, two_levels = tuple(axes), len(axes) == 2
@@ -85,6 +92,7 @@ def run(
     execution: str = "shard_map",
     sync: js.ParameterTransform | None = None,
     paused: Collection[int] = (),
+    skipped: Collection[int] | None = None,
     pause: Literal["array", "static"] = "static",
     record: Callable[[Any, Any], Any] = lambda params, state: params,
 ) -> tuple[list[Any], Any]:
@@ -98,11 +106,13 @@ def run(
       execution: one of `EXECUTIONS`.
       sync: given, scheduled on the host by its phases; else decided inside the program.
       paused: updates with `communicate=False`, by number; on the host their phase is `()`.
+      skipped: those of `paused` in which gossip would have rotated; None: all of them.
       pause: whether `communicate` is an array in one program, or static in two.
       record: of stacked parameters and states.
     """
     sizes = tuple(axes.values())
     mesh = js.make_mesh(axes)
+    unturned = paused if skipped is None else skipped
     as_array = bool(paused) and sync is None and pause == "array"
     split = (False, False, True, *([False] if as_array else []))
     with (
@@ -120,7 +130,7 @@ def run(
         for t in range(1, steps + 1):
             talk = t not in paused
             if sync is not None:
-                phase = sync.phase(t, sum(s < t for s in paused)) if talk else ()
+                phase = sync.phase(t, sum(s < t for s in unturned)) if talk else ()
                 key, static = phase, True
             else:
                 phase, static = None, talk or as_array

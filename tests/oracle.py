@@ -1,7 +1,7 @@
 """The algorithms in NumPy and float64, replicas as the leading axis; no jax, no shared code."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,64 @@ class Outer:
     gamma: Callable[[int], float] = lambda t: 1.0  # of the 0-based update count
 
 
+@dataclass
+class Gossip:
+    """Push-sum: numerators x = w * params, and u from outside, in every exchange
+
+        x <- P (x + u)                         overlap 0
+        x <- kept * x + what arrives + u       overlap k: what was sent k - 1 exchanges ago arrives
+
+    and w alike, without u.
+    """
+
+    matrices: Sequence[np.ndarray]  # P[destination, source] of exchange 0, 1, ..., over and over
+    overlap: int = 0
+
+    def start(self, x: np.ndarray) -> "Nodes":
+        late = max(0, self.overlap - 1)
+        ones = np.ones((x.shape[0], *[1] * (x.ndim - 1)))
+        return Nodes(self, ones, [(0 * x, 0 * ones) for _ in range(late)])
+
+
+@dataclass
+class Nodes:
+    """What nodes hold beside their parameters."""
+
+    gossip: Gossip
+    weight: np.ndarray  # [nodes, 1, ...]
+    in_flight: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    exchanges: int = 0
+
+    def exchange(self, params: np.ndarray, u: np.ndarray) -> np.ndarray:
+        matrices = self.gossip.matrices
+        p = matrices[self.exchanges % len(matrices)]
+        self.exchanges += 1
+        x, w = self.weight * params, self.weight
+
+        def mix(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
+            return np.einsum("ij,j...->i...", matrix, values)
+
+        if self.gossip.overlap == 0:
+            x, self.weight = mix(p, x + u), mix(p, w)
+            return x / self.weight
+        kept, sent = np.diag(np.diag(p)), p - np.diag(np.diag(p))
+        self.in_flight.append((mix(sent, x), mix(sent, w)))
+        late_x, late_w = self.in_flight.pop(0)
+        self.weight = mix(kept, w) + late_w
+        return (mix(kept, x) + late_x + u) / self.weight
+
+    def alone(self, params: np.ndarray, u: np.ndarray) -> np.ndarray:
+        return params + u / self.weight
+
+    def settle(self, params: np.ndarray) -> np.ndarray:
+        """The mean of all, also of what is on its way; weights start over."""
+        x = (self.weight * params).sum(0) + sum(x.sum(0) for x, _ in self.in_flight)
+        w = self.weight.sum(0) + sum(w.sum(0) for _, w in self.in_flight)
+        self.weight = np.ones_like(self.weight)
+        self.in_flight = [(0 * x, 0 * w) for x, w in self.in_flight]
+        return np.broadcast_to(x / w, params.shape)
+
+
 def mean(x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.mean(0, keepdims=True), x.shape)
 
@@ -29,7 +87,9 @@ def train(
     learning_rate: Callable[[int], float],
     inner_momentum: float = 0.0,
     average_every: int | None = None,
+    gossip: Gossip | None = None,
     outer: Outer | None = None,
+    paused: Collection[int] = (),
 ) -> np.ndarray:
     """SGD with momentum on every replica, averages and outer steps between.
 
@@ -39,7 +99,9 @@ def train(
       learning_rate: of the 0-based update count.
       inner_momentum: of torch's and optax's SGD.
       average_every: LocalSGD period.
+      gossip: in every update, in place of that.
       outer: slow momentum or DiLoCo.
+      paused: updates (from 1) in which nothing is exchanged.
 
     Returns:
       `[steps, replicas, ...]` after every update.
@@ -47,16 +109,25 @@ def train(
     x = params.astype(np.float64)
     trace, anchor = np.zeros_like(x), x.copy()
     velocity, gamma_before = np.zeros_like(x), 1.0  # velocity = gamma * m
+    nodes = None if gossip is None else gossip.start(x)
     history = []
     for step, grad in enumerate(grads.astype(np.float64)):
         trace = inner_momentum * trace + grad
-        x = x - learning_rate(step) * trace
-        slow = outer is not None and (step + 1) % outer.every == 0
-        if average_every and (step + 1) % average_every == 0 and not (slow and outer.exact):
-            x = mean(x)
+        u = -learning_rate(step) * trace
+        talk = step + 1 not in paused
+        slow = talk and outer is not None and (step + 1) % outer.every == 0
+        own = talk and not (slow and outer.exact)
+        if nodes is None:
+            x = x + u
+            if own and average_every and (step + 1) % average_every == 0:
+                x = mean(x)
+        else:
+            x = nodes.exchange(x, u) if own else nodes.alone(x, u)
         if slow:
             gamma = outer.gamma(step)
-            displacement = anchor - (mean(x) if outer.exact else x)
+            if outer.exact:
+                x = mean(x) if nodes is None else nodes.settle(x)
+            displacement = anchor - x
             rescale = 1.0 if gamma_before == 0 else gamma / gamma_before
             velocity = outer.momentum * rescale * velocity + displacement
             gamma_before = gamma

@@ -31,7 +31,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     Attributes:
       phase: `phase(t, skipped=0)` on the host: the events of update t = 1, 2, ... as a hashable
         tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
-        was skipped (`communicate=False`); gossip does not rotate in those.
+        was skipped (`communicate=False`); gossip does not rotate in those. Slow steps with an exact
+        average do not count: gossip does not rotate in them anyway.
       due: `due(t)`: whether update t exchanges anything, for an int or an array.
       numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
         sums over replicas give the exact mean; w is None where it is always 1.

@@ -1,37 +1,19 @@
-"""One transform, every execution, equal results; and all equal to the NumPy oracle.
-
-Several chains share one program, each with its own parameters, so that a test compiles once per
-phase and not once per algorithm.
-"""
+"""One transform, every execution, equal results; and all equal to the NumPy oracle."""
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
 import oracle
-from executions import EXECUTIONS, SCHEDULES, run
+from executions import EXECUTIONS, SCHEDULES
+from side_by_side import RATES, check_oracle, compare, run_together, schedule
 
 pytestmark = pytest.mark.xdist_group("executions")  # cases share cached results
-
-STEPS = 9
-RATES = np.array([0.0, 0.1, 0.2, 0.1, 0.1, 0.05, 0.02, 0.0, 0.0])  # warm-up, slow step at rate 0
-SHAPES: dict[str, Any] = {
-    "large": ((41, 7), np.float32),
-    "odd": ((3,), np.float32),
-    "scalar": ((), np.float32),
-    "half": ((5, 3), jnp.bfloat16),
-    "other_half": ((), jnp.bfloat16),
-}
-
-
-def schedule(t):
-    return jnp.asarray(RATES, jnp.float32)[t]
 
 
 MAIN = ("local_sgd", "slowmo", "slowmo_base_left", "diloco")
@@ -75,53 +57,6 @@ ORACLES: dict[str, dict[str, Any]] = {
 }
 
 
-class Together(js.ParameterTransform):
-    """Chains side by side, each on its own copy of the parameters and the same gradients."""
-
-
-def together(local: str | None, names: tuple[str, ...] | None) -> Together:
-    parts = syncs(local, names)
-    inner = [js.all_reduce_gradients(local)] if local else []
-    chains = {
-        name: optax.chain(*inner, optax.sgd(schedule, momentum=0.9), sync)
-        for name, sync in parts.items()
-    }
-
-    def init(params):
-        return {name: tx.init(params[name]) for name, tx in chains.items()}
-
-    def update(grads, state, params, *, phase=None, **extra):
-        out = {
-            name: tx.update(
-                grads, state[name], params[name], phase=None if phase is None else dict(phase)[name]
-            )
-            for name, tx in chains.items()
-        }
-        return {n: u for n, (u, _) in out.items()}, {n: s for n, (_, s) in out.items()}
-
-    return Together(
-        init,
-        update,
-        phase=lambda t: tuple((name, sync.phase(t)) for name, sync in parts.items()),
-        due=lambda t: True,
-        schedules=(),
-    )
-
-
-@functools.cache
-def problem(replicas: int, devices: int):
-    """Initial parameters and gradients, the same for every execution."""
-    rng = np.random.default_rng(replicas * 10 + devices)
-
-    def tree(*lead: int):
-        values = {k: rng.normal(size=(*lead, *s)).astype(d) for k, (s, d) in SHAPES.items()}
-        return {**values, "empty": {}, "nothing": ()}
-
-    one, grads = tree(), tree(STEPS, replicas * devices)
-    params = jax.tree.map(lambda x: np.broadcast_to(x, (replicas, *x.shape)).copy(), one)
-    return params, grads
-
-
 @functools.cache
 def results(
     replicas: int,
@@ -130,33 +65,8 @@ def results(
     scheduled: str,
     names: tuple[str, ...] | None = None,
 ):
-    params, grads = problem(replicas, devices)
-    axes = {"replica": replicas} if devices == 1 else {"replica": replicas, "device": devices}
-    tx = together("device" if devices > 1 else None, names)
-    copies = dict.fromkeys(syncs(None, names), params)
-    history, state = run(
-        tx,
-        copies,
-        grads,
-        axes=axes,
-        execution=execution,
-        sync=tx if scheduled == "host" else None,
-    )
-    return jax.tree.map(lambda *xs: np.stack(xs), *history), state
-
-
-def compare(ours, theirs, *, float32: float, half: float) -> None:
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
-    ):
-        tolerance = float32 if a.dtype == np.float32 else half
-        np.testing.assert_allclose(
-            a.astype(np.float64),
-            b.astype(np.float64),
-            rtol=tolerance,
-            atol=tolerance,
-            err_msg=jax.tree_util.keystr(path),
-        )
+    parts = syncs("device" if devices > 1 else None, names)
+    return run_together(parts, replicas, devices, execution, scheduled)
 
 
 ALL = [
@@ -177,23 +87,13 @@ OTHERS = [
 )
 def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, devices, names):
     ours, _ = results(replicas, devices, execution, scheduled, names)
-    params, grads = problem(replicas, devices)
     for name, settings in ORACLES.items():
         if name not in ours:
             continue
         outer = settings.get("outer")
         if outer is not None and name != "diloco":
             outer.gamma = lambda t: RATES[t]
-        for leaf in ("large", "odd", "scalar"):
-            g = grads[leaf].reshape(STEPS, replicas, devices, *grads[leaf].shape[2:]).mean(2)
-            expected = oracle.train(
-                params[leaf],
-                g,
-                learning_rate=lambda t: RATES[t],
-                inner_momentum=0.9,
-                **settings,
-            )
-            np.testing.assert_allclose(ours[name][leaf], expected, rtol=3e-6, atol=3e-6)
+        check_oracle(ours, name, replicas, devices, **settings)
     reference, _ = results(replicas, devices, "vmap", "traced", names)
     # Half-precision leaves: compilers may round at other places, 2**-8 relative at a time.
     compare(ours, reference, float32=1e-6, half=3e-2)

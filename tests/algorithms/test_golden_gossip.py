@@ -1,11 +1,9 @@
 """Every adopted recorded run of gossip, alone and under slow momentum, in every execution."""
 
-import jax
 import numpy as np
 import pytest
 
-import jaxslowmo as js
-from executions import EXECUTIONS, run
+from executions import EXECUTIONS, gossip_state, run
 from golden_fairscale import FLOAT32, GOSSIP, GoldenRun
 
 PUSH_SUM = [name for name in GOSSIP if "pushsum" in name]
@@ -26,12 +24,7 @@ def test_the_special_recordings_are_here():
 
 
 def weights_and_params(params, state):
-    (gossip,) = (
-        s
-        for s in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, js.SGPState))
-        if isinstance(s, js.SGPState)
-    )
-    return gossip.weight, params
+    return gossip_state(state).weight, params
 
 
 def check(golden: GoldenRun, history) -> None:

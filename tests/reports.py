@@ -1,0 +1,43 @@
+"""A training step with leaves of two dtypes, and what it sends."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxslowmo as js
+
+PARAMS = {
+    "embedding": jax.ShapeDtypeStruct((96, 64), jnp.float32),
+    "kernel": jax.ShapeDtypeStruct((64, 33), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((33,), jnp.float32),
+    "half": jax.ShapeDtypeStruct((31,), jnp.bfloat16),
+    "scale": jax.ShapeDtypeStruct((), jnp.float32),
+}
+FLOAT32_BYTES = 4 * (96 * 64 + 64 * 33 + 33 + 1)
+HALF_BYTES = 2 * 31
+SLOW_BYTES = FLOAT32_BYTES + 4 * 31  # the slow exchange is float32
+BATCH = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+
+
+def loss(params, batch):
+    hidden = params["embedding"][:4].T @ jnp.eye(4) @ batch.T
+    out = params["kernel"].T @ hidden + params["bias"][:, None]
+    return jnp.mean(out * params["scale"]) + jnp.sum(params["half"].astype(jnp.float32))
+
+
+def report(mesh, mode="traced", accumulate=1, **parts) -> js.CommReport:
+    """Of the lowered programs only: compiling takes most of the time."""
+    step = js.make_train_step(
+        loss, optax.adam(1e-3), mesh=mesh, mode=mode, accumulate=accumulate, **parts
+    )
+    traced = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCH)
+    lowered = {kind: program.lower() for kind, program in traced.items()}
+    return js.comm_report_of(lowered.get(None, lowered), compile=False)
+
+
+def rows(report: js.CommReport, kind: str, axis: str = "replica") -> set[tuple[str, int, int]]:
+    """(collective, count, bytes) over the axis, as emitted."""
+    return {
+        (r.collective, r.count, r.bytes)
+        for r in report.select(axis=axis, kind=kind, level="emitted")
+    }

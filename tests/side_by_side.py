@@ -1,0 +1,140 @@
+"""Many parameter transforms in one program, over one problem that has all kinds of leaves.
+
+Each chain has its own parameters, so a test compiles once per phase and not once per algorithm.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+import oracle
+from executions import run
+
+STEPS = 9
+RATES = np.array([0.0, 0.1, 0.2, 0.1, 0.1, 0.05, 0.02, 0.0, 0.0])  # warm-up, slow step at rate 0
+SHAPES: dict[str, Any] = {
+    "large": ((41, 7), np.float32),
+    "odd": ((3,), np.float32),
+    "scalar": ((), np.float32),
+    "half": ((5, 3), jnp.bfloat16),
+    "other_half": ((), jnp.bfloat16),
+}
+MOMENTUM = 0.9
+
+
+def schedule(t):
+    return jnp.asarray(RATES, jnp.float32)[t]
+
+
+class Together(js.ParameterTransform):
+    """Chains side by side, each on its own copy of the parameters and the same gradients."""
+
+
+def together(parts: Mapping[str, js.ParameterTransform], local: str | None) -> Together:
+    inner = [js.all_reduce_gradients(local)] if local else []
+    chains = {
+        name: optax.chain(*inner, optax.sgd(schedule, momentum=MOMENTUM), sync)
+        for name, sync in parts.items()
+    }
+
+    def init(params):
+        return {name: tx.init(params[name]) for name, tx in chains.items()}
+
+    def update(grads, state, params, *, phase=None, **extra):
+        out = {
+            name: tx.update(
+                grads,
+                state[name],
+                params[name],
+                phase=None if phase is None else dict(phase).get(name, ()),
+                **extra,
+            )
+            for name, tx in chains.items()
+        }
+        return {n: u for n, (u, _) in out.items()}, {n: s for n, (_, s) in out.items()}
+
+    return Together(
+        init,
+        update,
+        phase=lambda t, skipped=0: tuple((n, sync.phase(t, skipped)) for n, sync in parts.items()),
+        due=lambda t: True,
+        schedules=(),
+    )
+
+
+@functools.cache
+def problem(replicas: int, devices: int):
+    """Initial parameters and gradients, the same for every execution."""
+    rng = np.random.default_rng(replicas * 10 + devices)
+
+    def tree(*lead: int):
+        values = {k: rng.normal(size=(*lead, *s)).astype(d) for k, (s, d) in SHAPES.items()}
+        return {**values, "empty": {}, "nothing": ()}
+
+    one, grads = tree(), tree(STEPS, replicas * devices)
+    params = jax.tree.map(lambda x: np.broadcast_to(x, (replicas, *x.shape)).copy(), one)
+    return params, grads
+
+
+def run_together(
+    parts: Mapping[str, js.ParameterTransform],
+    replicas: int,
+    devices: int,
+    execution: str,
+    scheduled: str,
+    *,
+    steps: int = STEPS,
+    **options: Any,
+):
+    """Parameters `{name: tree}` with leading axes (steps, replicas), and the last state."""
+    params, grads = problem(replicas, devices)
+    axes = {"replica": replicas} if devices == 1 else {"replica": replicas, "device": devices}
+    tx = together(parts, "device" if devices > 1 else None)
+    history, state = run(
+        tx,
+        dict.fromkeys(parts, params),
+        jax.tree.map(lambda g: g[:steps], grads),
+        axes=axes,
+        execution=execution,
+        sync=tx if scheduled == "host" else None,
+        **options,
+    )
+    return jax.tree.map(lambda *xs: np.stack(xs), *history), state
+
+
+def compare(ours, theirs, *, float32: float, half: float) -> None:
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
+    ):
+        tolerance = float32 if a.dtype == np.float32 else half
+        np.testing.assert_allclose(
+            a.astype(np.float64),
+            b.astype(np.float64),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+def check_oracle(ours, name: str, replicas: int, devices: int, **settings: Any) -> None:
+    """The float32 leaves of chain `name` are what `oracle.train` says."""
+    params, grads = problem(replicas, devices)
+    for leaf in ("large", "odd", "scalar"):
+        g = grads[leaf].reshape(STEPS, replicas, devices, *grads[leaf].shape[2:]).mean(2)
+        expected = oracle.train(
+            params[leaf],
+            g,
+            learning_rate=lambda t: RATES[t],
+            inner_momentum=MOMENTUM,
+            **settings,
+        )
+        found = ours[name][leaf]
+        np.testing.assert_allclose(
+            found, expected[: len(found)], rtol=3e-6, atol=3e-6, err_msg=f"{name}/{leaf}"
+        )
