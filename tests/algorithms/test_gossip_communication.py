@@ -185,7 +185,7 @@ def pairs(text: str) -> list[list[tuple[int, int]]]:
 
 
 def test_rounds_are_the_branches_of_one_conditional(mesh):
-    for graph, rounds in ((None, 2), (IRREGULAR, 2), (js.topology.directed_linear, 3)):
+    for graph, rounds in ((None, 2), (IRREGULAR, 2), (js.topology.directed_linear, 4)):
         text = update(js.sgp("replica", graph=graph), mesh)
         assert conditionals(text) == 1
         assert len(re.findall(r"(?m)^ *\}, \{$", text)) == rounds - 1
