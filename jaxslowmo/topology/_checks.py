@@ -1,12 +1,33 @@
 """What a graph must be to work; every violation is a `ValueError` that says why."""
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 
-def check_size(argument: str, value: object) -> None:
-    """Raise unless `value` is an int >= 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{argument}` must be an int >= 1, got {value!r}.")
+def check_size(argument: str, value: object, least: int = 1) -> None:
+    """Raise unless `value` is an int >= `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
+
+
+def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
+    """`table` as tuples with plain integers; an entry that is none is left for a check to name."""
+    try:
+        return tuple(tuple(map(_plain, row)) for row in table)
+    except TypeError:
+        raise ValueError(
+            f"`{argument}` must hold one sequence of peers per node, got {table!r}."
+        ) from None
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, bool):
+        return entry
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
 
 
 def check_divides(argument: str, value: int, num_nodes: int) -> None:
@@ -28,7 +49,7 @@ def check_even(name: str, num_nodes: int) -> None:
 def check_phone_book(
     name: str, num_nodes: int, rows: Sequence[Sequence[int]], bipartite: bool
 ) -> None:
-    """Raise for phone books over which the nodes cannot agree."""
+    """Raise for phone books with rows or entries that mean nothing, or send to the sender."""
     if len(rows) != num_nodes:
         raise ValueError(
             f"{name}: the phone book must have one row per node, got {len(rows)} rows for "
@@ -51,6 +72,16 @@ def check_phone_book(
                     f"{name}({num_nodes}): a bipartite graph joins even with odd nodes, and node "
                     f"{node} would send to {peer}."
                 )
+
+
+def check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
+    """Raise where what a node holds does not reach all others.
+
+    Args:
+      name: of the graph, for messages.
+      num_nodes: number of nodes.
+      rows: the peers of every node that get a turn.
+    """
     reached = {peer for row in rows for peer in row}
     for node in range(num_nodes if num_nodes > 1 else 0):
         if not rows[node]:
@@ -63,10 +94,6 @@ def check_phone_book(
                 f"{name}({num_nodes}): nobody sends to node {node}, so it never learns what the "
                 "others hold."
             )
-    _check_connected(name, num_nodes, rows)
-
-
-def _check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
     backward: list[list[int]] = [[] for _ in rows]
     for source, row in enumerate(rows):
         for peer in row:
@@ -78,8 +105,8 @@ def _check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -
         missing = set(range(num_nodes)) - _reachable(table)
         if missing:
             raise ValueError(
-                f"{name}({num_nodes}): every node must be able to reach every other over the "
-                f"phone book, and {text.format(min(missing))}."
+                f"{name}({num_nodes}): every node must be able to reach every other over the peers "
+                f"that get a turn, and {text.format(min(missing))}."
             )
 
 

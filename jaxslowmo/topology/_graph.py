@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._checks import check_phone_book, check_size
+from ._checks import as_rows, check_connected, check_phone_book, check_size
 from ._colouring import Edge, colour_edges
 
 Peers = tuple[tuple[int, ...], ...]  # per node
+
+# Rows of many different lengths need millions of exchanges until all start over together, and every
+# exchange of a rotation is a branch of the program.
+MAX_ROUNDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Graph:
 
     Raises:
       ValueError: unknown nodes, self-loops, a node that nobody sends to, nodes that cannot reach
-        each other, more peers than any row has, an edge inside one side of a bipartite graph.
+        each other, more peers than any row has, an edge inside one side of a bipartite graph, rows
+        of so many lengths that a rotation has more than 10000 exchanges.
     """
 
     num_nodes: int
@@ -43,6 +48,7 @@ class Graph:
     def __post_init__(self) -> None:
         check_size("num_nodes", self.num_nodes)
         check_size("peers_per_step", self.peers_per_step)
+        object.__setattr__(self, "phone_book", as_rows("phone_book", self.phone_book))
         longest = max(map(len, self.phone_book), default=0)
         if self.num_nodes > 1 and self.peers_per_step > max(longest, 1):
             raise ValueError(
@@ -50,6 +56,16 @@ class Graph:
                 f"{self.name}({self.num_nodes}), got {self.peers_per_step}."
             )
         check_phone_book(self.name, self.num_nodes, self.phone_book, self.is_bipartite)
+        # A static graph stays at the first entries: the others connect nothing.
+        in_use = self.phone_book if self.is_dynamic else self.out_peers(0)
+        check_connected(self.name, self.num_nodes, in_use)
+        if self.num_rounds > MAX_ROUNDS:
+            raise ValueError(
+                f"{self.name}({self.num_nodes}): a rotation must have at most {MAX_ROUNDS} "
+                f"exchanges, and rows of lengths {sorted(set(map(len, self.phone_book)))} take "
+                f"{self.num_rounds} until all start over together; make them equally long, by "
+                "repeating peers, or send to all of them every time."
+            )
 
     @cached_property
     def num_rounds(self) -> int:
@@ -80,7 +96,10 @@ class Graph:
         largest number of sends or receipts at one node; `peers_per_step` where the graph is
         regular.
         """
-        return self._colours[step % self.num_rounds]
+        step %= self.num_rounds
+        if step not in self._coloured:
+            self._coloured[step] = self._colour(step)
+        return self._coloured[step]
 
     @cached_property
     def is_regular(self) -> bool:
@@ -92,8 +111,9 @@ class Graph:
         return True
 
     @cached_property
-    def _colours(self) -> tuple[tuple[tuple[Edge, ...], ...], ...]:
-        return tuple(self._colour(step) for step in range(self.num_rounds))
+    def _coloured(self) -> dict[int, tuple[tuple[Edge, ...], ...]]:
+        """Rounds that somebody asked for."""
+        return {}
 
     def _colour(self, step: int) -> tuple[tuple[Edge, ...], ...]:
         out = self.out_peers(step)
@@ -130,16 +150,18 @@ def from_phone_book(
       A `Graph`.
 
     Raises:
-      ValueError: unknown nodes, self-loops, a node that nobody sends to, nodes that cannot reach
-        each other, more peers per step than a row has.
+      ValueError: no rows, unknown nodes, self-loops, a node that nobody sends to, nodes that cannot
+        reach each other, more peers per step than a row has, rows of so many lengths that a
+        rotation has more than 10000 exchanges.
 
     Example:
       >>> graph = from_phone_book([[1, 2], [0], [1]])
       >>> graph.out_peers(1), graph.num_rounds, graph.is_regular
       (((2,), (0,), (1,)), 2, False)
     """
-    # NumPy's integers become plain ones; anything else is left for the check to name.
-    rows = tuple(tuple(int(p) if hasattr(p, "__index__") else p for p in row) for row in table)
+    rows = as_rows("table", table)
+    if not rows:
+        raise ValueError("`table` must have one row per node, got none.")
     if peers_per_step is None:
         return Graph(len(rows), max([1, *map(len, rows)]), rows, is_dynamic=False, name=name)
     check_size("peers_per_step", peers_per_step)
