@@ -28,13 +28,21 @@ def npeer_directed_exponential(
     Source: FairScale 0.4.13 `NPeerDynamicDirectedExponentialGraph`; Assran et al., "Stochastic
       Gradient Push", ICML 2019, appendix A.
     """
+    check_size("num_nodes", num_nodes)
     check_size("peers_per_step", peers_per_step)
     base = peers_per_step + 1
-    levels = powers_below(base, num_nodes)
+    distances = [j * power for power in powers_below(base, num_nodes) for j in range(1, base)]
+    loop = next((d for d in distances if d % num_nodes == 0), None)
+    if loop is not None:
+        raise ValueError(
+            f"npeer_directed_exponential: no distance j * (`peers_per_step` + 1)**i, j = 1 to "
+            f"`peers_per_step`, may be a multiple of `num_nodes`={num_nodes}, where nodes would "
+            f"send to themselves; `peers_per_step`={peers_per_step} gives {loop}."
+        )
     return circulant(
         "npeer_directed_exponential",
         num_nodes,
-        [j * level for level in levels for j in range(1, base)],
+        distances,
         peers_per_step,
         dedupe=dedupe,
     )
@@ -56,6 +64,7 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 
     Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
     """
+    check_size("num_nodes", num_nodes)
     return circulant(
         "directed_exponential",
         num_nodes,

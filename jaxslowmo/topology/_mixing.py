@@ -40,8 +40,8 @@ def self_weighted(keep: float | Sequence[float]) -> Mixing:
     Raises:
       ValueError: shares outside (0, 1); when used, another number of shares than nodes.
     """
-    shares = np.atleast_1d(np.asarray(keep, np.float64))
-    if shares.ndim != 1 or not np.all((shares > 0) & (shares < 1)):
+    shares = np.atleast_1d(_numbers("`keep`", keep)).copy()
+    if shares.ndim != 1 or not shares.size or not np.all((shares > 0) & (shares < 1)):
         raise ValueError(
             f"`keep` must lie strictly between 0 and 1, one share or one per node, got {keep!r}."
         )
@@ -55,6 +55,13 @@ def self_weighted(keep: float | Sequence[float]) -> Mixing:
         return _split(graph, step, np.broadcast_to(shares, graph.num_nodes))
 
     return mixing
+
+
+def _numbers(where: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} must hold real numbers, got {value!r}.") from None
 
 
 def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -88,8 +95,8 @@ def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
             f"{type(given).__name__}."
         )
     size = graph.num_nodes
-    matrix = np.asarray(given(graph, step), np.float64)
     where = f"`mixing` at step {step} of {graph.name}({size})"
+    matrix = _numbers(where, given(graph, step))
     if matrix.shape != (size, size):
         raise ValueError(f"{where}: P must have shape {(size, size)}, got {matrix.shape}.")
     bad = np.argwhere(~(matrix >= 0) | ~np.isfinite(matrix))

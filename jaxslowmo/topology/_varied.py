@@ -31,12 +31,14 @@ def random_matching(
     Source: Boyd et al., "Randomized Gossip Algorithms", IEEE Trans. Inf. Theory 52(6), 2006.
     """
     check_size("num_nodes", num_nodes)
+    check_size("peers_per_step", peers_per_step)
+    check_size("seed", seed, least=0)
     check_even("random_matching", num_nodes)
-    if num_nodes == 1:
-        return from_phone_book([[]], peers_per_step, name="random_matching")
     if num_rounds is None:
         num_rounds = max(2 * (num_nodes - 1).bit_length(), peers_per_step)
     check_size("num_rounds", num_rounds)
+    if num_nodes == 1:
+        return from_phone_book([[]], peers_per_step, name="random_matching")
     if num_rounds < 2 < num_nodes:
         raise ValueError(
             f"random_matching: `num_rounds` must be at least 2 to connect {num_nodes} nodes, got "
