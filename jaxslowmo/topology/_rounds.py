@@ -10,7 +10,7 @@ from ._graph import Graph
 from ._mixing import TOLERANCE, Mixing, mixing_matrix
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class ExchangeRound:
     """One exchange.
 
