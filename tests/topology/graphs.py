@@ -1,0 +1,138 @@
+"""Graphs to draw from, and what an exchange does, each told apart from the code under test."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import strategies as st
+
+from jaxslowmo import topology
+
+# The six of FairScale, with their classes there.
+FAIRSCALE = {
+    "NPeerDynamicDirectedExponentialGraph": topology.npeer_directed_exponential,
+    "DynamicDirectedExponentialGraph": topology.directed_exponential,
+    "DynamicDirectedLinearGraph": topology.directed_linear,
+    "DynamicBipartiteExponentialGraph": topology.bipartite_exponential,
+    "DynamicBipartiteLinearGraph": topology.bipartite_linear,
+    "RingGraph": topology.ring,
+}
+OTHERS = {
+    make.__name__: make
+    for make in (
+        topology.symmetric_exponential,
+        topology.complete,
+        topology.star,
+        topology.grid_2d,
+        topology.torus_2d,
+        topology.inner_outer,
+        topology.random_matching,
+    )
+}
+NAMED = {make.__name__: make for make in FAIRSCALE.values()} | OTHERS
+# Their nodes exchange in pairs.
+PAIRED = ("bipartite_exponential", "bipartite_linear", "random_matching")
+MOST_NODES = 33
+
+
+def peer_counts(name: str, num_nodes: int) -> list[int]:
+    """Every `peers_per_step` that the named graph can have."""
+    if num_nodes == 1:
+        return [1, 2, 3]
+    if name == "npeer_directed_exponential":
+        # p = num_nodes and more come round to the sender.
+        return [p for p in range(1, num_nodes) if not comes_round(num_nodes, p)]
+    return list(range(1, min(map(len, NAMED[name](num_nodes).phone_book)) + 1))
+
+
+def comes_round(num_nodes: int, p: int) -> bool:
+    """Whether a distance j (p + 1)^i, j <= p, (p + 1)^i < num_nodes, is a multiple of it."""
+    return any(
+        j * (p + 1) ** i % num_nodes == 0
+        for i in range(num_nodes)
+        for j in range(1, p + 1)
+        if (p + 1) ** i < num_nodes
+    )
+
+
+@st.composite
+def named_graphs(draw, names=tuple(NAMED), least=1) -> topology.Graph:
+    name = draw(st.sampled_from(names))
+    num_nodes = draw(st.integers(least, MOST_NODES))
+    if name in PAIRED and num_nodes > 1:
+        num_nodes -= num_nodes % 2
+    options = {"peers_per_step": draw(st.sampled_from(peer_counts(name, num_nodes)))}
+    if name in ("symmetric_exponential", "complete", "star", "grid_2d", "torus_2d"):
+        options = draw(st.sampled_from([options, {}]))  # or all peers, every time
+    return NAMED[name](num_nodes, **options)
+
+
+@st.composite
+def phone_books(draw) -> list[list[int]]:
+    """Rows of different lengths, in random order, some peers named twice; strongly connected."""
+    num_nodes = draw(st.integers(2, 9))
+    nodes = st.integers(0, num_nodes - 1)
+    circle = draw(st.permutations(range(num_nodes)))
+    rows = [[circle[(circle.index(node) + 1) % num_nodes]] for node in range(num_nodes)]
+    for source, peer in draw(st.lists(st.tuples(nodes, nodes), max_size=2 * num_nodes)):
+        # Up to 4 entries: rotations of at most 12 exchanges.
+        if source != peer and len(rows[source]) < 4:
+            rows[source].append(peer)
+    return [draw(st.permutations(row)) for row in rows]
+
+
+@st.composite
+def custom_graphs(draw) -> topology.Graph:
+    rows = draw(phone_books())
+    lengths = [len(row) for row in rows]
+    kind = draw(st.sampled_from(["dynamic", "all at once", "short rows whole"]))
+    if kind == "all at once":
+        return topology.from_phone_book(rows, None)
+    if kind == "dynamic":
+        return topology.from_phone_book(rows, draw(st.integers(1, min(lengths))))
+    return topology.Graph(len(rows), draw(st.integers(1, max(lengths))), rows)
+
+
+any_graphs = st.one_of(named_graphs(), custom_graphs())
+
+
+@st.composite
+def mixings(draw):
+    """Uniform, self-weighted, and any weights on the edges of the round."""
+    kind = draw(st.sampled_from(["default", "uniform", "self", "self per node", "random"]))
+    if kind == "default":
+        return None
+    if kind == "uniform":
+        return topology.uniform_mixing()
+    if kind == "self":
+        return topology.self_weighted(draw(st.floats(0.05, 0.95)))
+    seed = draw(st.integers(0, 999))
+    if kind == "self per node":
+        keep = np.random.default_rng(seed).uniform(0.1, 0.9, MOST_NODES)
+        return lambda graph, step: topology.self_weighted(keep[: graph.num_nodes])(graph, step)
+    return lambda graph, step: random_weights(graph, step, seed)
+
+
+def random_weights(graph: topology.Graph, step: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, step])
+    matrix = np.diag(rng.uniform(0.1, 1, graph.num_nodes))
+    for source, peers in enumerate(graph.out_peers(step)):
+        for peer in peers:
+            matrix[peer, source] += rng.uniform(0.1, 1)
+    return matrix / matrix.sum(axis=0)
+
+
+def edges_of(graph: topology.Graph, step: int) -> Counter:
+    """How often each (source, destination) occurs in an exchange."""
+    out = graph.out_peers(step)
+    return Counter((source, peer) for source, peers in enumerate(out) for peer in peers)
+
+
+def exchange(found: topology.ExchangeRound, values: np.ndarray) -> np.ndarray:
+    """What the nodes hold after a round: kept, and what arrives by each permutation."""
+    after = found.kept * values
+    for permutation, weights in zip(found.permutations, found.received, strict=True):
+        arrived = np.zeros_like(values)
+        for source, destination in permutation:
+            arrived[destination] = values[source]
+        after = after + weights * arrived
+    return after

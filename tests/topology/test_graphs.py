@@ -1,0 +1,208 @@
+"""Each graph worked by hand, and what holds for all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxslowmo import topology
+from topology.graphs import FAIRSCALE, MOST_NODES, NAMED, PAIRED, comes_round, named_graphs
+
+# Peers of node 0, in the order of their turns.
+BY_HAND = {
+    "npeer_directed_exponential": (topology.npeer_directed_exponential(10), [1, 2, 4, 8]),
+    "npeer, 3 peers": (
+        topology.npeer_directed_exponential(17, peers_per_step=3),
+        [1, 2, 3, 4, 8, 12, 16, 15, 14],
+    ),
+    "directed_exponential": (topology.directed_exponential(10), [1, 9, 2, 8, 4, 6, 8, 2]),
+    "bipartite_exponential": (topology.bipartite_exponential(10), [1, 9, 3, 7, 5, 5, 9, 1]),
+    "directed_linear": (topology.directed_linear(7), [1, 6, 3, 4, 5, 2]),
+    "bipartite_linear": (topology.bipartite_linear(6), [1, 5, 3, 3, 5, 1]),
+    "ring": (topology.ring(10), [1, 9]),
+    "symmetric_exponential": (topology.symmetric_exponential(16), [1, 15, 2, 14, 4, 12, 8]),
+    "symmetric_exponential, odd": (topology.symmetric_exponential(7), [1, 6, 2, 5]),
+    "complete": (topology.complete(5), [1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize(("graph", "row"), BY_HAND.values(), ids=list(BY_HAND))
+def test_graphs_that_look_alike_from_every_node(graph, row):
+    size = graph.num_nodes
+    expected = tuple(tuple((node + peer) % size for peer in row) for node in range(size))
+    assert graph.phone_book == expected
+
+
+def test_a_grid_of_3_by_4():
+    #  0  1  2  3
+    #  4  5  6  7
+    #  8  9 10 11
+    graph = topology.grid_2d(12)
+    assert graph.phone_book == (
+        (1, 4),
+        (2, 0, 5),
+        (3, 1, 6),
+        (2, 7),
+        (5, 8, 0),
+        (6, 4, 9, 1),
+        (7, 5, 10, 2),
+        (6, 11, 3),
+        (9, 4),
+        (10, 8, 5),
+        (11, 9, 6),
+        (10, 7),
+    )
+    assert graph.out_peers(5) == graph.phone_book
+    assert (graph.is_dynamic, graph.is_regular, len(graph.permutations(0))) == (False, False, 4)
+
+
+def test_a_torus_of_3_by_4():
+    graph = topology.torus_2d(12)
+    assert graph.phone_book == (
+        (1, 3, 4, 8),
+        (2, 0, 5, 9),
+        (3, 1, 6, 10),
+        (0, 2, 7, 11),
+        (5, 7, 8, 0),
+        (6, 4, 9, 1),
+        (7, 5, 10, 2),
+        (4, 6, 11, 3),
+        (9, 11, 0, 4),
+        (10, 8, 1, 5),
+        (11, 9, 2, 6),
+        (8, 10, 3, 7),
+    )
+    assert (graph.is_dynamic, graph.is_regular, len(graph.permutations(0))) == (False, True, 4)
+
+
+def test_the_rows_of_a_rectangle():
+    assert topology.grid_2d(12, rows=1).phone_book[:2] == ((1,), (2, 0))
+    assert topology.grid_2d(12, rows=4).phone_book[4] == (5, 3, 7, 1)
+    # Both ways around are the same neighbour on two rows; one row has none above.
+    assert topology.torus_2d(8, rows=2).phone_book[0] == (1, 3, 4)
+    assert topology.torus_2d(5).phone_book[0] == (1, 4)
+    assert topology.torus_2d(36).phone_book[7] == (8, 6, 13, 1)
+
+
+def test_a_star():
+    graph = topology.star(4)
+    assert graph.phone_book == ((1, 2, 3), (0,), (0,), (0,))
+    assert (graph.is_regular, len(graph.permutations(0)), graph.num_rounds) == (False, 3, 1)
+    in_turn = topology.star(4, peers_per_step=1)
+    assert [in_turn.out_peers(step)[0] for step in range(4)] == [(1,), (2,), (3,), (1,)]
+    assert not in_turn.is_regular
+    assert topology.star(2).is_regular
+
+
+def test_levels_are_counted_in_integers():
+    """The logarithm of 243 to base 3 is less than 5 in floating point."""
+    assert topology.npeer_directed_exponential(244, peers_per_step=2).phone_book[0] == tuple(
+        j * 3**i % 244 for i in range(6) for j in (1, 2)
+    )
+    assert topology.npeer_directed_exponential(243, peers_per_step=2).num_rounds == 5
+
+
+@pytest.mark.parametrize(("groups", "size"), [(2, 4), (3, 4), (4, 4), (5, 3), (3, 1)])
+def test_inner_outer_leaves_a_group_in_every_sweep_once(groups, size):
+    graph = topology.inner_outer(groups * size, group_size=size)
+    sweep, outer = (size - 1).bit_length(), (groups - 1).bit_length()
+    assert graph.num_rounds == (sweep + 1) * outer
+    for step in range(graph.num_rounds):
+        turn, place = divmod(step, sweep + 1)
+        for node, (peer,) in enumerate(graph.out_peers(step)):
+            if place < sweep:
+                assert peer // size == node // size
+                assert (peer - node) % size == 2**place
+            else:
+                assert peer % size == node % size
+                assert (peer // size - node // size) % groups == 2**turn
+
+
+def test_inner_outer_of_one_group_and_of_a_square():
+    assert topology.inner_outer(4, group_size=4).phone_book[1] == (2, 3)
+    by_default = topology.inner_outer(12)  # groups of 3
+    assert by_default.phone_book[4] == (5, 3, 7, 5, 3, 10)
+
+
+@given(st.integers(1, 16).map(lambda n: 2 * n), st.integers(0, 99), st.integers(1, 3))
+def test_matchings_pair_all_nodes_and_depend_on_the_seed_alone(num_nodes, seed, peers):
+    graph = topology.random_matching(num_nodes, seed=seed, peers_per_step=peers)
+    assert graph == topology.random_matching(num_nodes, seed=seed, peers_per_step=peers)
+    rows = np.array(graph.phone_book)
+    assert rows.shape == (num_nodes, max(2 * (num_nodes - 1).bit_length(), peers))
+    for partner in rows.T:
+        assert np.array_equal(partner[partner], np.arange(num_nodes))
+        assert np.all(partner != np.arange(num_nodes))
+
+
+def test_matchings_of_other_seeds_are_others():
+    assert len({topology.random_matching(16, seed=seed) for seed in range(5)}) == 5
+    assert len(topology.random_matching(16, num_rounds=3).phone_book[0]) == 3
+
+
+def test_two_matchings_are_drawn_until_they_connect():
+    # A union of two is rarely one circle.
+    assert topology.random_matching(64, num_rounds=2).num_rounds == 2
+
+
+@pytest.mark.parametrize("make", FAIRSCALE.values(), ids=lambda make: make.__name__)
+def test_dedupe_keeps_the_first_of_equal_peers(make):
+    sizes = range(2, MOST_NODES + 1, 2 if make.__name__ in PAIRED else 1)
+    for num_nodes in sizes:
+        all_peers, kept = make(num_nodes).phone_book, make(num_nodes, dedupe=True).phone_book
+        for row, short in zip(all_peers, kept, strict=True):
+            assert list(short) == [peer for i, peer in enumerate(row) if peer not in row[:i]]
+
+
+def test_deduping_several_peers_at_a_time():
+    make = topology.npeer_directed_exponential
+    both = [make(5, peers_per_step=2, dedupe=dedupe) for dedupe in (False, True)]
+    assert [graph.phone_book[0] for graph in both] == [(1, 2, 3, 1), (1, 2, 3)]
+    assert [graph.num_rounds for graph in both] == [2, 3]
+
+
+@given(named_graphs())
+def test_named_graphs_say_what_they_are(graph):
+    assert graph.name in NAMED
+    assert graph.is_bipartite == graph.name.startswith("bipartite")
+    if graph.is_bipartite:
+        assert all((p - n) % 2 for n, row in enumerate(graph.phone_book) for p in row)
+    if graph.name not in ("star", "grid_2d"):
+        assert graph.is_regular
+    if graph.name == "ring":
+        assert not graph.is_dynamic
+
+
+@given(st.sampled_from(["symmetric_exponential", "complete", "torus_2d"]), st.integers(1, 33))
+def test_no_peers_per_step_are_all_of_them(name, num_nodes):
+    graph = NAMED[name](num_nodes)
+    assert graph.out_peers(0) == graph.phone_book
+    assert (graph.is_dynamic, graph.num_rounds) == (False, 1)
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
+def test_a_single_node_has_nobody_to_send_to(make):
+    for options in ({}, {"peers_per_step": 1}, {"peers_per_step": 2}):
+        if make is topology.star and options.get("peers_per_step") == 2:
+            continue
+        graph = make(1, **options)
+        assert (graph.phone_book, graph.num_rounds, graph.is_regular) == (((),), 1, True)
+
+
+@pytest.mark.parametrize("peers", range(1, 8))
+def test_npeer_is_refused_exactly_where_a_distance_comes_round(peers):
+    for num_nodes in range(2, 20):
+        if comes_round(num_nodes, peers):
+            with pytest.raises(ValueError, match="would send to themselves"):
+                topology.npeer_directed_exponential(num_nodes, peers_per_step=peers)
+        else:
+            graph = topology.npeer_directed_exponential(num_nodes, peers_per_step=peers)
+            assert len(graph.permutations(0)) == peers
+
+
+def test_tables_may_hold_numpy_integers_and_graphs_are_hashable():
+    graph = topology.from_phone_book(np.array([[1, 2], [2, 0], [0, 1]]))
+    same = topology.Graph(3, 1, [[1, 2], [2, 0], [0, 1]])
+    assert graph == same
+    assert hash(graph) == hash(same)
+    assert all(type(peer) is int for row in same.phone_book for peer in row)
