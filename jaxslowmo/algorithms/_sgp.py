@@ -110,7 +110,13 @@ def sgp(
     def graph_for(num_nodes: int) -> Graph:
         if isinstance(graph, Graph):
             return graph
-        return (npeer_directed_exponential if graph is None else graph)(num_nodes)
+        made = (npeer_directed_exponential if graph is None else graph)(num_nodes)
+        if not isinstance(made, Graph):
+            raise ValueError(
+                "sgp: `graph` must be a function that makes a js.topology.Graph, and the function "
+                f"returned a {type(made).__name__}."
+            )
+        return made
 
     @functools.cache
     def plan_for(num_nodes: int) -> GossipPlan:
