@@ -1,5 +1,7 @@
 """Small programs for tests of what is refused."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 
@@ -15,6 +17,7 @@ def over_local(axis_name="replica", **options):
 
 PARAMETER_TRANSFORMS = {
     "local_sgd": js.local_sgd,
+    "sgp": js.sgp,
     "slowmo": over_local,
     "diloco": js.diloco,
 }
@@ -31,3 +34,12 @@ def one_update(tx, init=None, **keywords):
         return tx.update(params, (init or tx).init(params), params, **keywords)[0]
 
     return step
+
+
+def warned(*calls) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    assert all(w.category is UserWarning for w in caught)
+    return [str(w.message) for w in caught]

@@ -18,17 +18,29 @@ def over_local(**options):
     return js.slowmo("replica", base=base, sync_every=4, momentum=0.5, **options)
 
 
+IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
+
 TRANSFORMS = {
     "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
     "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
     "local_sgd scheduled": lambda: js.local_sgd(
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
     ),
+    "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
+    "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
+    "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
+    "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
     "slowmo": lambda: over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
     "slowmo whole": lambda: over_local(shard_state=False),
     "slowmo inexact": lambda: over_local(exact_average=False),
     "slowmo nesterov": lambda: over_local(nesterov=True, learning_rate=0.1),
     "slowmo in buckets": lambda: over_local(bucket_bytes=8),
+    "slowmo over sgp": lambda: js.slowmo(
+        "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
+    ),
+    "slowmo over sgp inexact": lambda: js.slowmo(
+        "replica", base=js.sgp("replica", graph=IRREGULAR), sync_every=4, exact_average=False
+    ),
     "diloco": lambda: js.diloco("replica", sync_every=2),
     "diloco adam": lambda: js.diloco(
         "replica", sync_every=2, outer_optimizer=optax.adam(0.1), shard_state=False

@@ -1,0 +1,239 @@
+"""Gossip refuses what cannot work, with a message that names argument, rule and value."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from bad_input import PARAMS, one_update, trace, warned
+from executions import EXECUTIONS, lift
+
+ring = js.topology.ring
+IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("graph", ["ring", 4, [[1], [0]], IRREGULAR.phone_book])
+def test_graph_of_another_type(graph):
+    message = r"sgp: `graph` must be a js\.topology\.Graph, a function .* or None, got "
+    with pytest.raises(ValueError, match=message + re.escape(repr(graph))):
+        js.sgp("replica", graph=graph)
+
+
+def test_constructor_that_makes_no_graph():
+    tx = js.sgp("replica", graph=lambda n: [[1], [0]] * n)
+    message = r"sgp: `graph` must be .* and the function returned a list"
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(tx), PARAMS)
+
+
+@pytest.mark.parametrize("overlap", [-1, 0.5, 1.0, True, "1", None])
+def test_overlap_that_counts_nothing(overlap):
+    message = rf"sgp: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}"
+    with pytest.raises(ValueError, match=message):
+        js.sgp("replica", overlap=overlap)
+
+
+@pytest.mark.parametrize("push_sum", [None, 1, "no"])
+def test_push_sum_that_is_no_bool(push_sum):
+    with pytest.raises(ValueError, match=rf"`push_sum` must be True or False, got {push_sum!r}"):
+        js.sgp("replica", push_sum=push_sum)
+
+
+UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("graph", "mixing", "where"),
+    [
+        (IRREGULAR, None, r"step 0 of custom\(4\)"),
+        (ring(4), UNEVEN, r"step 0 of ring\(4\)"),
+        (js.topology.directed_exponential(4), UNEVEN, r"step 0 of directed_exponential\(4\)"),
+    ],
+)
+def test_push_pull_needs_doubly_stochastic_mixing(graph, mixing, where):
+    message = rf"sgp: `push_sum`=False needs a doubly stochastic mixing.* at {where} .*`push_sum`"
+    with pytest.raises(ValueError, match=message):
+        js.sgp("replica", graph=graph, mixing=mixing, push_sum=False)
+    js.sgp("replica", graph=graph, mixing=mixing)
+
+
+def matrix(*changes: tuple[int, int, float]):
+    """A mixing for ring(4), uniform but for some entries of its second exchange."""
+
+    def mixing(graph, step):
+        p = js.topology.mixing_matrix(graph, None, step)
+        for row, column, value in changes if step == 1 else ():
+            p[row, column] = value
+        return p
+
+    return mixing
+
+
+TWO_ROUNDS = js.topology.from_phone_book([[1, 3], [2, 0], [3, 1], [0, 2]])
+BAD_MIXINGS = [
+    (0.5, r"`mixing` must be a callable"),
+    (lambda graph, step: np.eye(3), r"P must have shape \(4, 4\), got \(3, 3\)"),
+    (matrix((0, 0, -0.5), (3, 0, 1.5)), r"step 1 .*weights must be finite and >= 0, got P\[0, 0\]"),
+    (matrix((0, 0, 0.6)), r"step 1 .*column of P must sum to 1.*column 0 sums to 1\.1"),
+    (matrix((3, 0, 0.25), (2, 0, 0.25)), r"step 1 .*P\[2, 0\].*node 0 does not send to node 2"),
+]
+
+
+@pytest.mark.parametrize(("mixing", "message"), BAD_MIXINGS)
+def test_bad_mixing(mixing, message):
+    """At construction where the graph is given, for all of its rotation; else when it is known."""
+    with pytest.raises(ValueError, match=message):
+        js.sgp("replica", graph=TWO_ROUNDS, mixing=mixing)
+    later = js.sgp("replica", graph=lambda n: TWO_ROUNDS, mixing=mixing)
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(later), PARAMS)
+    with pytest.raises(ValueError, match=message):
+        later.sized({"replica": 4})
+
+
+def pass_on_all(graph, step):
+    """Every node passes on what it has."""
+    p = js.topology.mixing_matrix(graph, None, step)
+    np.fill_diagonal(p, 0)
+    return p / p.sum(0)
+
+
+def test_late_arrivals_need_a_share_that_stays():
+    for overlap in (0, 1):
+        js.sgp("replica", graph=ring(4), mixing=pass_on_all, overlap=overlap)
+    message = r"sgp: `overlap`=2 needs a mixing in which every node keeps a share > 0.*diagonal"
+    with pytest.raises(ValueError, match=message):
+        js.sgp("replica", graph=ring(4), mixing=pass_on_all, overlap=2)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("graph", [ring(8), lambda n: ring(2 * n)])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_graph_of_another_size_than_the_axis(graph, execution):
+    tx = js.sgp("replica", graph=graph)
+    message = (
+        r"sgp: `graph` must have as many nodes as axis 'replica', which has size 4, got ring\(8\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(tx), PARAMS, execution=execution)
+    with pytest.raises(ValueError, match=message):
+        tx.sized({"replica": 4})
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(js.slowmo("replica", base=tx)), PARAMS, execution=execution)
+
+
+def test_nodes_of_several_axes_count_together():
+    tx = js.sgp(("node", "replica"), graph=ring(4))
+    tx.sized({"node": 2, "replica": 2})
+    with pytest.raises(ValueError, match=r"axis \('node', 'replica'\), which has size 8, got ring"):
+        tx.sized({"node": 2, "replica": 4})
+
+
+@pytest.mark.parametrize("make_mesh", [js.make_mesh, js.virtual_mesh])
+@pytest.mark.parametrize("slow", [False, True])
+def test_training_step_refuses_a_graph_of_another_size(make_mesh, slow):
+    sync = js.sgp("replica", graph=ring(8))
+    if slow:
+        sync = js.slowmo("replica", base=sync)
+    with pytest.raises(ValueError, match=r"'replica', which has size 4, got ring\(8\)"):
+        js.make_train_step(
+            lambda params, batch: jnp.sum(params["w"]),
+            optax.sgd(0.1),
+            sync=sync,
+            mesh=make_mesh({"replica": 4}),
+        )
+
+
+# Phases
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        ("average",),
+        ("slow",),
+        ("round",),
+        ("round x",),
+        ("round -1",),
+        ("round 0", "round 1"),
+        ("round 0", "slow"),
+        ("exchange 0",),
+        (0,),
+        "round 0",
+        ["round 0"],
+    ],
+)
+def test_phase_of_something_else(phase):
+    message = r"sgp: `phase` must come from `transform\.phase\(t\)`.*got " + re.escape(repr(phase))
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(js.sgp("replica", graph=IRREGULAR), phase=phase), PARAMS)
+
+
+def test_phase_of_something_else_under_slow_momentum():
+    tx = js.slowmo("replica", base=js.sgp("replica"), exact_average=False)
+    with pytest.raises(ValueError, match=r"sgp: `phase` must come from .*got \('average',\)"):
+        trace(one_update(tx, phase=("average", "slow")), PARAMS)
+
+
+# Warnings, once
+
+
+def test_phases_of_an_unknown_number_of_replicas_warn_once():
+    tx = js.sgp("replica")
+    messages = warned(lambda: tx.phase(1), lambda: tx.phase(2))
+    assert len(messages) == 1
+    assert re.search(r"sgp: .*do not repeat.*`transform\.sized\(\{axis: size\}\)`", messages[0])
+    sized = tx.sized({"replica": 4})
+    assert warned(lambda: sized.phase(1), sized.phases) == []
+    assert [sized.phase(t) for t in (1, 2, 3)] == [("round 0",), ("round 1",), ("round 0",)]
+    assert warned(lambda: js.sgp("replica", graph=IRREGULAR).phase(1)) == []
+
+
+def test_unsized_phases_are_right_all_the_same():
+    tx = js.sgp("replica")
+    warned(lambda: tx.phase(1))
+    sized = tx.sized({"replica": 4})
+
+    def program(sync, t):
+        step = lift(one_update(sync, phase=sync.phase(t)), {"replica": 4}, "shard_map", (False,))
+        return str(jax.make_jaxpr(step)(PARAMS))
+
+    for t in (1, 2, 7):
+        assert program(tx, t).count("perm=") == program(sized, t).count("perm=") > 0
+        assert re.findall(r"perm=\(.*?\)\)", program(tx, t)) == re.findall(
+            r"perm=\(.*?\)\)", program(sized, t)
+        )
+
+
+@pytest.mark.parametrize("graph", [None, ring, ring(1)])
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_single_node_has_nobody_to_talk_to(graph, overlap, execution):
+    tx = js.sgp("replica", graph=graph, overlap=overlap).sized({"replica": 1})
+    one = jax.tree.map(lambda x: x[:1], PARAMS)
+    step = lift(one_update(tx), {"replica": 1}, execution, (False,))
+    programs: list[str] = []
+    messages = warned(*[lambda: programs.append(str(jax.make_jaxpr(step)(one)))] * 2)
+    assert [m for m in messages if "axis 'replica' has size 1" in m] == messages
+    assert len(messages) == 1
+    assert "ppermute" not in programs[0]
+    assert "cond[" not in programs[0]
+    assert tx.phases() == [()]
+    assert not tx.due(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*has size 1")
+def test_a_single_node_trains_alone():
+    tx = js.sgp("replica", graph=None, overlap=2)
+    one = jax.tree.map(lambda x: x[:1], PARAMS)
+    updates = jax.vmap(one_update(tx), axis_name="replica")(one)
+    assert jax.tree.all(jax.tree.map(np.array_equal, updates, one))
