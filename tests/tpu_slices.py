@@ -1,10 +1,11 @@
 """Compile for TPU slices on a CPU (libtpu compiles, nothing runs)."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -12,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 
 
-def tpu_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
-    """A mesh over the chips of a TPU slice such as "v5e:2x4"."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> Mesh:
+    """A mesh over the chips of a TPU slice such as "v5e:2x4", or of several, slice by slice."""
+    options = {} if num_slices == 1 else {"num_slices": num_slices}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    devices = sorted(found.devices, key=lambda d: getattr(d, "slice_index", 0) or 0)
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
@@ -54,3 +57,33 @@ def report_of_sync(
     state = on(jax.eval_shape(lifted(sync.init), stacked), mesh, replicas)
     update = jax.jit(lifted(lambda u, s, p: sync.update(u, s, p, phase=phase)))
     return js.comm_report(update, stacked, state, stacked)
+
+
+def lowered_step(
+    loss: Callable[..., Any],
+    sync: js.ParameterTransform,
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    *,
+    mode: Literal["host", "traced"] = "host",
+) -> dict[str, jax.stages.Lowered]:
+    """The programs of a training step with SGD, by phase; the key is "all" for a traced step.
+
+    Args:
+      loss: `loss(params, batch)`.
+      sync: the transform.
+      params: shapes of one copy of the parameters.
+      batch: shapes of the batch of all devices.
+      mesh: a TPU mesh with an axis "replica".
+      mode: of `js.make_train_step`.
+    """
+
+    def step_on(where: Any) -> js.TrainStep:
+        return js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=where, mode=mode)
+
+    # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
+    state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)
+    state = on(state, mesh, P("replica"))
+    programs = step_on(mesh).traced_by_phase(state, batch)
+    return {name or "all": traced.lower() for name, traced in programs.items()}

@@ -1,0 +1,98 @@
+"""Reads off a compiled TPU program in which order things run.
+
+The text of a program compiled for TPU is scheduled: instructions stand in the order in which they
+run, and what stands between the start and the end of a transfer runs beside it.
+"""
+
+from dataclasses import dataclass
+
+from jaxslowmo.diagnostics._hlo_text import HloModule, Instruction, parse_module
+
+# What carries data from chip to chip: over the links of a slice, and between slices.
+_STARTS = {"collective-permute-start", "send"}
+_DONES = {"collective-permute-done", "recv-done"}
+_BLOCKING = "collective-permute"
+_PRODUCTS = {"dot", "convolution"}  # TPU compilers write a matrix product as a convolution
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Places in the schedule of the entry computation.
+
+    Attributes:
+      starts: where a permute (between slices a send) starts.
+      dones: where what it brings has arrived.
+      blocking: permutes that are not split into start and end, so nothing runs beside them.
+      products: instructions that compute at least one matrix product, usually fusions.
+      num_products: matrix products in them.
+      in_branches: permutes that stand in a branch of a conditional.
+    """
+
+    starts: tuple[int, ...]
+    dones: tuple[int, ...]
+    blocking: int
+    products: tuple[int, ...]
+    num_products: int
+    in_branches: int
+
+    @property
+    def num_beside(self) -> int:
+        """Instructions with products behind the start of all transfers and before any end."""
+        if not self.starts:
+            return 0
+        return sum(max(self.starts) < place < min(self.dones) for place in self.products)
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether every transfer starts before the first product and ends after the last."""
+        return 0 < len(self.products) == self.num_beside
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether every transfer starts after the last product."""
+        return self.products[-1] < min(self.starts)
+
+
+def read_schedule(text: str) -> Schedule:
+    """The schedule of a compiled program, from `compiled.as_text()`."""
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    module = parse_module(text)
+    places: dict[str, list[int]] = {"start": [], "done": [], "product": []}
+    num_products = blocking = in_branches = 0
+    for place, op in enumerate(_instructions(module, module.entry)):
+        if op.opcode in _STARTS:
+            places["start"].append(place)
+        elif op.opcode in _DONES:
+            places["done"].append(place)
+        elif op.opcode == _BLOCKING:
+            blocking += 1
+        elif found := _count(module, op, _PRODUCTS):
+            places["product"].append(place)
+            num_products += found
+        if op.opcode == "conditional":
+            in_branches += _count(module, op, {*_STARTS, _BLOCKING})
+    assert len(places["start"]) == len(places["done"])
+    starts, dones, products = (tuple(found) for found in places.values())
+    return Schedule(starts, dones, blocking, products, num_products, in_branches)
+
+
+def _instructions(module: HloModule, computation: str) -> list[Instruction]:
+    found = module.computations[computation]
+    return [op for name in found.lines if (op := found.instruction(name))]
+
+
+def _count(module: HloModule, op: Instruction, opcodes: set[str]) -> int:
+    """Instructions of certain opcodes in `op` itself and in what it calls, however deep."""
+    if op.opcode in opcodes:
+        return 1
+    called = [
+        name.strip().lstrip("%")
+        for value in op.attributes.values()
+        for name in value.strip("{}").split(",")
+    ]
+    return sum(
+        _count(module, inner, opcodes)
+        for name in called
+        if name in module.computations
+        for inner in _instructions(module, name)
+    )
