@@ -52,22 +52,16 @@ def _swap_path(
     The edges of these two colours form paths and even cycles; swapping the colours along the path
     from `destination` keeps all else valid, and cannot reach the source that lacks `free`.
     """
-    path: list[Edge] = []
-    node, colour = destination, free
-    while True:
-        if node not in receiving[colour]:
+    path: list[tuple[int, int, int, int]] = []  # source, destination, colour, colour to get
+    node = destination
+    while node in receiving[free]:
+        source = receiving[free][node]
+        path.append((source, node, free, taken))
+        if source not in sending[taken]:
             break
-        source = receiving[colour][node]
-        path.append((source, node))
-        colour = taken if colour == free else free
-        if source not in sending[colour]:
-            break
-        node = sending[colour][source]
-        path.append((source, node))
-        colour = taken if colour == free else free
-    colours = [free if i % 2 == 0 else taken for i in range(len(path))]
-    for (source, node), c in zip(path, colours, strict=True):
-        del sending[c][source], receiving[c][node]
-    for (source, node), c in zip(path, colours, strict=True):
-        other = taken if c == free else free
-        sending[other][source], receiving[other][node] = node, source
+        node = sending[taken][source]
+        path.append((source, node, taken, free))
+    for source, node, colour, _ in path:
+        del sending[colour][source], receiving[colour][node]
+    for source, node, _, colour in path:
+        sending[colour][source], receiving[colour][node] = node, source
