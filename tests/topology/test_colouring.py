@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ def check_partial_permutations(permutations) -> None:
         sources, destinations = zip(*permutation, strict=True)
         assert len(set(sources)) == len(sources)
         assert len(set(destinations)) == len(destinations)
+        assert list(permutation) == sorted(permutation)  # equal rounds make equal programs
 
 
 @given(edge_lists)
@@ -64,7 +66,7 @@ def test_the_permutations_of_every_round(graph):
         check_partial_permutations(found)
         assert Counter(edge for permutation in found for edge in permutation) == edges
         assert len(found) == largest_degree(list(edges.elements()))
-        assert found == graph.permutations(step + graph.num_rounds)
+        assert found is graph.permutations(step + graph.num_rounds)
         if graph.is_regular:
             assert all(len(permutation) == graph.num_nodes for permutation in found)
             assert len(found) == len(graph.out_peers(step)[0])
@@ -77,6 +79,16 @@ def test_whole_permutations_stay_so(num_nodes):
         out = graph.out_peers(step)
         for place, permutation in enumerate(graph.permutations(step)):
             assert permutation == tuple((node, peers[place]) for node, peers in enumerate(out))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_large_multigraphs(seed):
+    """Many edges per node make for long paths to swap."""
+    edges = np.random.default_rng(seed).integers(0, 40, (400, 2)).tolist()
+    found = colour_edges([(a, b) for a, b in edges])
+    check_partial_permutations(found)
+    assert Counter(edge for colour in found for edge in colour) == Counter(map(tuple, edges))
+    assert len(found) == largest_degree(edges)
 
 
 def test_many_nodes():

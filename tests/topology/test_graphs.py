@@ -138,6 +138,7 @@ def test_matchings_pair_all_nodes_and_depend_on_the_seed_alone(num_nodes, seed, 
 def test_matchings_of_other_seeds_are_others():
     assert len({topology.random_matching(16, seed=seed) for seed in range(5)}) == 5
     assert len(topology.random_matching(16, num_rounds=3).phone_book[0]) == 3
+    assert topology.random_matching(2, peers_per_step=3).phone_book == ((1, 1, 1), (0, 0, 0))
 
 
 def test_two_matchings_are_drawn_until_they_connect():
