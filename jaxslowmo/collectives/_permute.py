@@ -29,7 +29,7 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
       not sent.
     """
     if _takes_partial(axis_name):
-        return lax.ppermute(x, axis_name, permutation)
+        return lax.ppermute(x, *_in_mesh_order(axis_name, permutation))
     # vmap permutes whole axes only: the others swap places, and what they get is dropped.
     size = axis_size(axis_name)
     arrived = lax.ppermute(x, axis_name, complete_permutation(permutation, size))
@@ -44,6 +44,23 @@ def _takes_partial(axis_name: AxisName) -> bool:
     """Whether devices run along the axis (shard_map, pmap), as opposed to vmap."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return all(name in manual for name in axis_names(axis_name))
+
+
+def _in_mesh_order(
+    axis_name: AxisName, permutation: Permutation
+) -> tuple[AxisName, list[tuple[int, int]]]:
+    """The same nodes, counted as `lax.ppermute` does: by the order of the mesh's axes.
+
+    `lax.axis_index` and other collectives count by the order in which the axes are named.
+    """
+    names = axis_names(axis_name)
+    in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
+    sizes = [axis_size(name) for name in names]
+    named = np.arange(axis_size(axis_name)).reshape(sizes)
+    # place[i]: where the i-th node, as named, comes in the mesh
+    place = np.argsort(named.transpose([names.index(name) for name in in_mesh]).ravel())
+    moved = [(int(place[s]), int(place[d])) for s, d in permutation]
+    return (tuple(in_mesh) if isinstance(axis_name, tuple) else axis_name), moved
 
 
 def complete_permutation(permutation: Permutation, size: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 import oracle
@@ -196,3 +197,31 @@ def test_states_agree_between_executions():
         np.testing.assert_allclose(
             np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=3e-2, atol=3e-2
         )
+
+
+@pytest.mark.parametrize("order", [("node", "replica"), ("replica", "node")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_nodes_of_several_axes_count_as_they_are_named(order, check_vma):
+    axes = {"node": 2, "replica": 4}
+    graph = js.topology.star(8, peers_per_step=1)
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+    def updated(tx, params):
+        updates, state = tx.update(params, tx.init(params), params, phase=("round 1",))
+        return params + updates, state.weight
+
+    expected = jax.vmap(functools.partial(updated, js.sgp("r", graph=graph)), axis_name="r")(x)
+
+    def per_device(params):
+        return jax.tree.map(lambda v: v[None], updated(js.sgp(order, graph=graph), params[0]))
+
+    found = jax.shard_map(
+        per_device,
+        mesh=js.make_mesh(axes),
+        in_specs=P(order),
+        out_specs=P(order),
+        check_vma=check_vma,
+    )(x)
+    assert np.ptp(expected[1]) > 0.1
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
