@@ -146,6 +146,23 @@ def test_a_leaf_without_elements_beside_an_inner_axis():
     assert state.params["none"].shape == (2, 0, 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("auto", "traced"), ("auto", "host"), ("explicit", "traced"), ("virtual", "host")],
+)
+def test_gossip_of_two_replicas_equals_one_big_batch(kind, mode):
+    """Two nodes that keep one half and send the other one have averaged after every update."""
+    step = js.make_train_step(
+        loss,
+        optax.sgd(RATE, momentum=0.9),
+        sync=js.sgp("replica"),
+        mesh=KINDS[kind]({"replica": 2}),
+        mode=mode,
+    )
+    state, _ = train(step, step.init(PARAMS))
+    assert_close(state.params, by_hand())
+
+
 @pytest.mark.parametrize("kind", ["auto", "virtual"])
 def test_random_keys_differ_everywhere(kind):
     def noisy(params, batch, *, rng):
@@ -192,6 +209,7 @@ def test_donation(kind, donate):
     assert not any(x.is_deleted() for x in jax.tree.leaves((source, second)))
 
 
+UNEVEN = js.topology.self_weighted([0.3, 0.6])
 FSDP = {"b": P(), "w": P("fsdp")}
 
 
@@ -202,8 +220,15 @@ FSDP = {"b": P(), "w": P("fsdp")}
         lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
         lambda s: slow_over_local(param_specs=s),
         lambda s: js.diloco("replica", sync_every=2, shard_state=False, param_specs=s),
+        lambda s: js.sgp("replica", mixing=UNEVEN, param_specs=s),
+        lambda s: js.slowmo(
+            "replica",
+            base=js.sgp("replica", mixing=UNEVEN, overlap=2, param_specs=s),
+            sync_every=3,
+            param_specs=s,
+        ),
     ],
-    ids=["local_sgd", "slowmo", "diloco whole"],
+    ids=["local_sgd", "slowmo", "diloco whole", "sgp", "slowmo over sgp"],
 )
 def test_parameters_sharded_inside_a_replica(make, keys):
     """Equal to the unsharded run, and sharded in the end; alone and beside a whole leaf."""
