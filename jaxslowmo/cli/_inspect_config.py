@@ -110,6 +110,7 @@ class InspectGraphsConfig:
         "directed_exponential",
         "bipartite_exponential",
         "symmetric_exponential",
+        "hypercube",
         "inner_outer",
         "random_matching",
         "directed_linear",

@@ -4,6 +4,7 @@ from ._analysis import GraphAnalysis as GraphAnalysis
 from ._analysis import analyse as analyse
 from ._exponential import bipartite_exponential as bipartite_exponential
 from ._exponential import directed_exponential as directed_exponential
+from ._exponential import hypercube as hypercube
 from ._exponential import npeer_directed_exponential as npeer_directed_exponential
 from ._exponential import symmetric_exponential as symmetric_exponential
 from ._graph import Graph as Graph

@@ -2,7 +2,7 @@
 
 from ._checks import check_even, check_size
 from ._circulant import both_ways, circulant, powers_below
-from ._graph import Graph
+from ._graph import Graph, from_phone_book
 
 
 def npeer_directed_exponential(
@@ -127,3 +127,29 @@ def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) 
     return circulant(
         "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
     )
+
+
+def hypercube(num_nodes: int, *, peers_per_step: int = 1) -> Graph:
+    """Partners whose numbers differ in one bit swap: the lowest bit first, then the next.
+
+    All hold the exact mean after log2(`num_nodes`) exchanges of uniform mixing. On a torus of TPU
+    chips the partners lie along one dimension, and compilers make each exchange asynchronous.
+
+    Args:
+      num_nodes: number of nodes, a power of 2.
+      peers_per_step: peers that a node sends to per exchange.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: a number of nodes that is no power of 2, more peers than there are bits.
+    """
+    check_size("num_nodes", num_nodes)
+    if num_nodes & (num_nodes - 1):
+        raise ValueError(
+            f"hypercube: `num_nodes` must be a power of 2, so that every node has a partner for "
+            f"every bit; got {num_nodes}."
+        )
+    rows = [[node ^ bit for bit in powers_below(2, num_nodes)] for node in range(num_nodes)]
+    return from_phone_book(rows, peers_per_step, name="hypercube")

@@ -8,6 +8,7 @@ from typing import Any
 from ._exponential import (
     bipartite_exponential,
     directed_exponential,
+    hypercube,
     npeer_directed_exponential,
     symmetric_exponential,
 )
@@ -24,6 +25,7 @@ GRAPHS: Mapping[str, Callable[..., Graph]] = MappingProxyType(
             directed_exponential,
             bipartite_exponential,
             symmetric_exponential,
+            hypercube,
             inner_outer,
             random_matching,
             directed_linear,
