@@ -28,13 +28,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from tpu_schedule import read_schedule
 from tpu_slices import lowered_step, on, tpu_mesh
 
-
-def hypercube(num_nodes: int) -> js.topology.Graph:
-    """Node i sends to i with one bit flipped, the next one in each exchange."""
-    bits = range(num_nodes.bit_length() - 1)
-    return js.topology.from_phone_book([[i ^ (1 << b) for b in bits] for i in range(num_nodes)])
-
-
 SLICES = {
     "v5e:2x4": 8,
     "v5e:4x4": 16,
@@ -50,7 +43,7 @@ GRAPHS: dict[str, Callable[[int], js.topology.Graph]] = {
     "npeer_directed_exponential": js.topology.npeer_directed_exponential,
     "ring": js.topology.ring,
     "directed_exponential": js.topology.directed_exponential,
-    "hypercube": hypercube,
+    "hypercube": js.topology.hypercube,
 }
 OPTIONS = {
     "none": {},
@@ -66,8 +59,8 @@ STEPS = [
     ("v5e:2x4", js.topology.complete, 1, "permutes"),
     ("v5e:2x4", js.topology.star, 1, "none"),
     ("v5e:8x8", js.topology.npeer_directed_exponential, 1, "none"),
-    ("v5e:8x8", hypercube, 1, "none"),
-    ("v5e:16x16", hypercube, 1, "none"),
+    ("v5e:8x8", js.topology.hypercube, 1, "none"),
+    ("v5e:16x16", js.topology.hypercube, 1, "none"),
     *[
         (topology, js.topology.npeer_directed_exponential, overlap, options)
         for topology in ("v6e:8x8", "v5p:4x4x4")
