@@ -114,7 +114,7 @@ def problem(num_nodes: int, seed: int):
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(gossip=gossips(), seed=st.integers(0, 2**31))
 def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
     graph, sync = gossip
@@ -156,8 +156,26 @@ def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
         np.testing.assert_allclose(seen.params["same"], start, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("num_nodes", [4, 7])
+def test_agreement_with_several_peers_is_kept_to_the_bit(num_nodes, overlap):
+    """Thirds and sixths, whose products do not add up to the value."""
+    sync = js.sgp(
+        "replica",
+        graph=js.topology.complete,
+        mixing=js.topology.self_weighted(0.3),
+        overlap=overlap,
+    )
+    x = np.random.default_rng(0).normal(size=500).astype(np.float32)
+    params = {"x": np.broadcast_to(x, (num_nodes, 500))}
+    updates = {"x": np.zeros((5, num_nodes, 500), np.float32)}
+    seen = simulate(sync, params, updates, jnp.ones(5, bool))
+    np.testing.assert_array_equal(seen.exchanges[-1], [5] * num_nodes)
+    np.testing.assert_array_equal(seen.params["x"], np.broadcast_to(x, (5, num_nodes, 500)))
+
+
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     gossip=gossips(),
     seed=st.integers(0, 2**31),
