@@ -1,6 +1,5 @@
 """The protocol of parameter transforms, and the decision whether an exchange runs."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ import optax
 from jax import lax
 
 from .._typing import AxisName, Phase, PyTree
-from ..mesh import axis_names, axis_size, match_varying, require_axes, uniform
+from ..mesh import axis_names, axis_size, require_axes, uniform, vary_over, varying_axes
 from ._schedule import Every, instants
 
 Communicate = bool | jax.Array
@@ -165,9 +164,11 @@ def _alike(
 ) -> list[Callable[[PyTree], PyTree]]:
     """Branches that agree in what their results vary over: a mean varies over less than others."""
     types = [jax.eval_shape(branch, operand) for branch in branches]
+    # Joined once: graphs can have hundreds of rounds, a branch each.
+    axes = jax.tree.map(lambda *leaves: frozenset().union(*map(varying_axes, leaves)), *types)
 
     def alike(branch: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return lambda x: functools.reduce(match_varying, types, branch(x))
+        return lambda x: jax.tree.map(vary_over, branch(x), axes)
 
     return [alike(branch) for branch in branches]
 

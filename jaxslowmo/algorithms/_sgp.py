@@ -146,8 +146,10 @@ def sgp(
         if not set(names) <= set(axis_sizes):
             return transform  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in names)
-        plan_for(num_nodes)  # refuses another size
-        return sgp(
+        if isinstance(graph, Graph):
+            plan_for(num_nodes)  # refuses another size
+            return transform
+        chosen = sgp(
             axis_name,
             graph=graph_for(num_nodes),
             mixing=mixing,
@@ -157,6 +159,7 @@ def sgp(
             param_specs=param_specs,
             bucket_bytes=bucket_bytes,
         )
+        return chosen.sized(axis_sizes)
 
     def init_fn(params: PyTree) -> SGPState:
         check_floating(_OWNER, params)
