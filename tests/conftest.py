@@ -28,6 +28,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 ).strip()
 
+# NumPy's threads of one worker would wait for those of another: small products take far longer.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
