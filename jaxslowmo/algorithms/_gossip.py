@@ -94,6 +94,8 @@ class Gossip:
             return mean.astype(part.dtype)
 
         def exchange(flat: jax.Array, parts: jax.Array) -> jax.Array:
+            if flat.size == 0:
+                return flat
             return in_slices(flat, self.local_axis_name, lambda part: mean_of_peers(part, parts))
 
         return packing.map(exchange, flats, parts), received, self._own(round_.kept)

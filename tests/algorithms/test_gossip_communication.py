@@ -246,3 +246,19 @@ def depends(jaxpr) -> set[str]:
             found |= into
         reach |= dict.fromkeys(eqn.outvars, into)
     return found
+
+
+def test_leaves_without_elements_are_not_sent(mesh):
+    params = {"a": jnp.ones((4, 3)), "nothing": jnp.ones((4, 0, 2), jnp.bfloat16)}
+    tx = js.sgp("replica")
+
+    def update(p):
+        p = jax.tree.map(lambda x: x[0], p)
+        updates, _ = tx.update(p, tx.init(p), p, phase=("round 0",))
+        return jax.tree.map(lambda x: x[None], updates)
+
+    mapped = jax.jit(
+        jax.shard_map(update, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
+    )
+    found = js.comm_report_of(mapped.lower(params), mesh=mesh, compile=False)
+    assert rows(found, "round 0") == {("collective-permute", 1, 12)}
