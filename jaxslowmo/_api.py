@@ -34,4 +34,7 @@ from .train import TrainStep as TrainStep
 from .train import host_mean as host_mean
 from .train import make_train_step as make_train_step
 from .train import train_loop as train_loop
+from .tracing import check_all_used as check_all_used
+from .tracing import ready_order as ready_order
+from .tracing import unused_parameters as unused_parameters
 from .tree import assign_buckets as assign_buckets

@@ -8,7 +8,7 @@ import optax
 from .._typing import AxisName
 from ..algorithms import ParameterTransform
 from ..mesh import AnyMesh, replica_count
-from ._loss import as_full_loss
+from ..tracing import as_full_loss
 from ._model_state import ModelStateMode
 from ._replica_step import StepParts
 from ._step import Mode, TrainStep

@@ -8,8 +8,9 @@ import optax
 from .._typing import AxisName, Phase, PyTree
 from ..algorithms import ParameterTransform, increment, mean_gradients, run_if
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
+from ..tracing import FullLoss
 from ..tree import apply_exactly, leaf_names
-from ._loss import FullLoss, value_and_gradients
+from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, agree_inside, mean_over, vary_statistics
 from ._state import TrainState
 

@@ -20,6 +20,7 @@ FLOORS = {
     "mesh": 1,
     "data": 1,
     "models": 1,
+    "tracing": 1,
     "collectives": 2,
     "algorithms": 3,
     "pipeline": 3,

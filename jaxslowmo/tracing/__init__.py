@@ -1,0 +1,7 @@
+"""What the traced program of a loss tells about its gradients; nothing runs on a device."""
+
+from ._loss import FullLoss as FullLoss
+from ._loss import as_full_loss as as_full_loss
+from ._ready_order import ready_order as ready_order
+from ._unused import check_all_used as check_all_used
+from ._unused import unused_parameters as unused_parameters
