@@ -1,13 +1,11 @@
 """The names of `jaxslowmo`, whose `__init__` takes them from here at their first use."""
 
-from .algorithms import AllReduceGradientsState as AllReduceGradientsState
 from .algorithms import Every as Every
 from .algorithms import LocalSGDState as LocalSGDState
 from .algorithms import OuterState as OuterState
 from .algorithms import ParameterTransform as ParameterTransform
 from .algorithms import SGPState as SGPState
 from .algorithms import SlowMomentumState as SlowMomentumState
-from .algorithms import all_reduce_gradients as all_reduce_gradients
 from .algorithms import diloco as diloco
 from .algorithms import every as every
 from .algorithms import local_sgd as local_sgd
@@ -26,6 +24,26 @@ from .mesh import init as init
 from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
+from .reducer import AllReduceGradientsState as AllReduceGradientsState
+from .reducer import SkipUnusedState as SkipUnusedState
+from .reducer import all_reduce_gradients as all_reduce_gradients
+from .reducer import hooks as hooks
+from .reducer import skip_unused as skip_unused
+from .reducer import unused_names as unused_names
+from .sparse import AllReduceRowsState as AllReduceRowsState
+from .sparse import Coalesced as Coalesced
+from .sparse import GatheredRows as GatheredRows
+from .sparse import RowGradient as RowGradient
+from .sparse import TouchedRows as TouchedRows
+from .sparse import all_reduce_rows as all_reduce_rows
+from .sparse import apply_rows as apply_rows
+from .sparse import coalesce as coalesce
+from .sparse import gather_rows as gather_rows
+from .sparse import row_gradient as row_gradient
+from .sparse import row_value_and_grad as row_value_and_grad
+from .tracing import check_all_used as check_all_used
+from .tracing import ready_order as ready_order
+from .tracing import unused_parameters as unused_parameters
 from .train import Evaluate as Evaluate
 from .train import Log as Log
 from .train import StepResult as StepResult
@@ -34,7 +52,4 @@ from .train import TrainStep as TrainStep
 from .train import host_mean as host_mean
 from .train import make_train_step as make_train_step
 from .train import train_loop as train_loop
-from .tracing import check_all_used as check_all_used
-from .tracing import ready_order as ready_order
-from .tracing import unused_parameters as unused_parameters
 from .tree import assign_buckets as assign_buckets

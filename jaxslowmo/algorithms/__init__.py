@@ -1,14 +1,13 @@
 """The optax transforms: one algorithm, one file, one state class."""
 
 from ._base import ParameterTransform as ParameterTransform
+from ._base import check_axis_argument as check_axis_argument
+from ._base import check_weight as check_weight
 from ._base import increment as increment
 from ._base import phase_name as phase_name
 from ._base import run_if as run_if
 from ._blocks import replica_mean as replica_mean
 from ._diloco import diloco as diloco
-from ._grad_sync import AllReduceGradientsState as AllReduceGradientsState
-from ._grad_sync import all_reduce_gradients as all_reduce_gradients
-from ._grad_sync import mean_gradients as mean_gradients
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import local_sgd as local_sgd
 from ._outer import OuterState as OuterState

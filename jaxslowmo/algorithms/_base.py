@@ -1,5 +1,6 @@
 """The protocol of parameter transforms, and the decision whether an exchange runs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,9 +20,12 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     """An optax transform that comes last in a chain and moves the parameters themselves.
 
     With y = params + updates, `update` returns the update that lands on the new parameters: y where
-    nothing is due. `update(updates, state, params, communicate=True, phase=None)`:
+    nothing is due. `update(updates, state, params, communicate=True, weight=None, phase=None)`:
 
     * `communicate`: False, or an array that is False on all replicas, skips what is due.
+    * `weight`: () number >= 0, this replica's share in averages, such as its number of samples; 0
+      for one that has run out of data: its updates are dropped and averages leave it out (gossip
+      passes on what it holds), so it follows the others. None: all alike.
     * `phase=None` decides inside the program (`lax.cond` on the counter in the state); a given
       phase is static, and the program holds that phase's collectives only.
 
@@ -173,6 +177,13 @@ def _alike(
     return [alike(branch) for branch in branches]
 
 
+def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
+    """`updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
+    if weight is None:
+        return updates
+    return jax.tree.map(lambda u: jnp.where(weight > 0, u, jnp.zeros_like(u)), updates)
+
+
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
     """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -220,11 +231,10 @@ def check_axes(
 def check_update_arguments(
     owner: str,
     params: PyTree | None,
-    weight: object,
     phase: object,
     events: tuple[str, ...] | None,
 ) -> None:
-    """Raise `ValueError` for missing parameters, a weight, or a phase of something else.
+    """Raise `ValueError` for missing parameters, or a phase of something else.
 
     `events` are the names that a phase may hold; None leaves that to a base transform.
     """
@@ -232,7 +242,6 @@ def check_update_arguments(
         raise ValueError(
             f"{owner} moves parameters and needs them: call `update(updates, state, params)`."
         )
-    check_no_weight(owner, weight)
     if phase is None:
         return
     if not isinstance(phase, tuple) or (events is not None and not set(phase) <= set(events)):
@@ -242,10 +251,20 @@ def check_update_arguments(
         )
 
 
-def check_no_weight(owner: str, weight: object) -> None:
-    """Raise `ValueError` if a weight was given: averages here are unweighted."""
-    if weight is not None:
+def check_weight(owner: str, weight: Any) -> jax.Array | None:
+    """`weight` as a () float32 array, or None.
+
+    Raises:
+      ValueError: not a real scalar; a number below 0 or not finite, where that is known.
+    """
+    if weight is None:
+        return None
+    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
         raise ValueError(
-            f"{owner}: `weight` must be None in this version, averages are unweighted; "
-            f"got {type(weight).__name__}."
+            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
+            f"{dtype}{list(shape)}."
         )
+    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
+    return jnp.asarray(weight).astype(jnp.float32)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..collectives import all_mean, all_mean_in_slices
+from ..collectives import all_mean, all_mean_in_slices, relative_weight, scaled, total_weight
 from ..tree import plan_buffers
 
 Kind = Literal["leaves", "flat", "whole"]
@@ -117,12 +118,22 @@ def replica_mean(
     local_axis_name: AxisName | None = None,
     bucket_bytes: int | None = None,
     param_specs: PyTree | None = None,
+    weight: jax.Array | None = None,
 ) -> PyTree:
     """Mean of a tree over `axis_name`, through flat buffers, in the leaves' dtypes.
 
+    With a weight it is the weighted mean; where all weights are 0, the tree as it is.
+
     Communication: one all-reduce per buffer over `axis_name`; with `local_axis_name` 1/L of each
-    per device, and an all-gather over that axis.
+    per device, and an all-gather over that axis; with a weight, before, one of 8 bytes.
     """
+    if weight is not None:
+        total = total_weight(weight, axis_name)
+        factor = relative_weight(weight, total, axis_name)
+        weighted = jax.tree.map(lambda x: scaled(x, factor), tree)
+        mean = replica_mean(weighted, axis_name, local_axis_name, bucket_bytes, param_specs)
+        anyone = total.weight > 0
+        return jax.tree.map(lambda m, x: jnp.where(anyone, m, x), mean, tree)
 
     def mean_of_blocks(blocks: list[jax.Array]) -> list[jax.Array]:
         plan = plan_buffers(blocks, limits=bucket_limits(bucket_bytes))

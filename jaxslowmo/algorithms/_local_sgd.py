@@ -14,10 +14,12 @@ from ._base import (
     check_axes,
     check_exchange_arguments,
     check_update_arguments,
+    check_weight,
     increment,
     is_due,
     phase_scope,
     run_if,
+    unless_idle,
 )
 from ._blocks import replica_mean
 from ._schedule import Every, as_schedule
@@ -64,7 +66,8 @@ def local_sgd(
 
     Communication: in a due update one all-reduce over `axis_name` per dtype buffer, N bytes
       together, N the bytes of the parameters in their own dtypes; nothing in others. With
-      `local_axis_name` N / L bytes per device, and one all-gather of N over that axis.
+      `local_axis_name` N / L bytes per device, and one all-gather of N over that axis. With a
+      weight 8 bytes more, in an all-reduce before.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
@@ -92,16 +95,19 @@ def local_sgd(
         **extra: Any,
     ) -> tuple[PyTree, LocalSGDState]:
         del extra
-        check_update_arguments(owner, params, weight, phase, (AVERAGE,))
+        check_update_arguments(owner, params, phase, (AVERAGE,))
         check_floating(owner, params)
         check_axes(owner, axis_name, local_axis_name, warn)
+        share = check_weight(owner, weight)
+        updates = unless_idle(updates, share)
         count = increment(state.count)
 
         def averaged(u: PyTree) -> PyTree:
             with phase_scope(AVERAGE):
                 # The new parameters as the leaf's dtype holds them: that is what travels.
                 y = jax.tree.map(lambda p, x: x.astype(p.dtype), params, landing(params, u))
-                mean = replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs)
+                exchange = (axis_name, local_axis_name, bucket_bytes, param_specs)
+                mean = replica_mean(y, *exchange, weight=share)
                 return updates_to(params, mean)
 
         due = is_due(AVERAGE, schedule, count, communicate, phase)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, Phase, PyTree
-from ..collectives import all_mean
+from ..collectives import all_mean, quotient, scaled
 from ..mesh import require_axes
 from ..tree import check_floating, landing, updates_to, widen_updates
 from ._anchor import AnchorLayout
@@ -21,12 +21,14 @@ from ._base import (
     ParameterTransform,
     check_axes,
     check_update_arguments,
+    check_weight,
     decide,
     either,
     increment,
     is_due,
     phase_scope,
     run_if,
+    unless_idle,
 )
 from ._schedule import Every
 
@@ -116,9 +118,11 @@ def outer_transform(
         **extra: Any,
     ) -> tuple[PyTree, OuterState]:
         events = (SLOW,) if base is None else None  # a base checks its own part of the phase
-        check_update_arguments(owner, params, weight, phase, events)
+        check_update_arguments(owner, params, phase, events)
         check_floating(owner, params)
         check_axes(owner, axis_name, local_axis_name, warn)
+        share = check_weight(owner, weight)
+        updates = unless_idle(updates, share)
         count = increment(state.count)
         gamma = learning_rate(state.count)
 
@@ -130,20 +134,30 @@ def outer_transform(
                 base_state,
                 params,
                 communicate=talk,
+                weight=share,
                 phase=base_phase(phase),
                 **extra,
             )
 
-        def mean_of(y: PyTree, base_state: PyTree) -> PyTree:
+        def mean_of(y: PyTree, base_state: PyTree, anchor: PyTree) -> PyTree:
             """What the replicas' parameters y amount to, in the anchor's form."""
-            if base is None or not exact_average:
+            if not exact_average:
                 return layout.average(y)
-            numerator, weight = base.numerator(base_state, y)
-            average = layout.average(numerator)
-            if weight is None:
+            x, mass = (y, None) if base is None else base.numerator(base_state, y)
+            if share is not None:
+                alive = share  # for the type checker, which forgets that it is one
+                x = jax.tree.map(lambda leaf: scaled(leaf, alive), x)
+                mass = share if mass is None else scaled(mass, share)
+            average = layout.average(x)
+            if mass is None:
                 return average
-            mean_weight = all_mean(weight, axis_name)
-            return jax.tree.map(lambda x: x / mean_weight, average)
+            total = all_mean(mass, axis_name)
+            if share is None:
+                return jax.tree.map(lambda leaf: leaf / total, average)
+            # Where all replicas have run out, the anchor stays.
+            return jax.tree.map(
+                lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, anchor
+            )
 
         def slow_step(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
             u, s = operand
@@ -151,7 +165,7 @@ def outer_transform(
             if exact_average:  # the base only counts on: its exchange would be wasted
                 u, base_state = step_base(u, base_state, False)
             with phase_scope(SLOW):
-                average = mean_of(landing(params, u), base_state)
+                average = mean_of(landing(params, u), base_state, s.anchor)
                 displacement = jax.tree.map(jnp.subtract, s.anchor, average)
                 step, outer = outer_optimizer.update(
                     displacement, s.outer, s.anchor, learning_rate=gamma

@@ -19,9 +19,11 @@ from ._base import (
     check_axes,
     check_exchange_arguments,
     check_update_arguments,
+    check_weight,
     decide,
     increment,
     run_if,
+    unless_idle,
 )
 from ._gossip import Arrival, Gossip, round_event, round_number
 from ._gossip_plan import GossipPlan, gossip_plan
@@ -186,11 +188,11 @@ def sgp(
         **extra: Any,
     ) -> tuple[PyTree, SGPState]:
         del extra
-        check_update_arguments(_OWNER, params, weight, phase, None)
+        check_update_arguments(_OWNER, params, phase, None)
         check_floating(_OWNER, params)
         check_axes(_OWNER, axis_name, local_axis_name, warn)
         state = state._replace(count=increment(state.count))
-        updates = widen_updates(updates)
+        updates = widen_updates(unless_idle(updates, check_weight(_OWNER, weight)))
         plan = plan_for(axis_size(axis_name))
         number = round_number(_OWNER, phase) if phase else state.exchanges
         if not plan.rounds or phase == ():

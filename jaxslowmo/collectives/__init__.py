@@ -1,5 +1,6 @@
 """Collectives on flat buffers, each stating what it sends."""
 
+from ._local import gather_slices as gather_slices
 from ._local import in_slices as in_slices
 from ._permute import Permutation as Permutation
 from ._permute import permute as permute
@@ -10,3 +11,9 @@ from ._scatter import mean_to_shards as mean_to_shards
 from ._scatter import own_shard as own_shard
 from ._shard_layout import ShardLayout as ShardLayout
 from ._shard_layout import shard_layout as shard_layout
+from ._weighted import TotalWeight as TotalWeight
+from ._weighted import quotient as quotient
+from ._weighted import relative_weight as relative_weight
+from ._weighted import scaled as scaled
+from ._weighted import total_weight as total_weight
+from ._weighted import weighted_means as weighted_means

@@ -6,8 +6,9 @@ import jax
 import optax
 
 from .._typing import AxisName, Phase, PyTree
-from ..algorithms import ParameterTransform, increment, mean_gradients, run_if
+from ..algorithms import ParameterTransform, increment, run_if
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
+from ..reducer import mean_gradients
 from ..tracing import FullLoss
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients

@@ -18,6 +18,7 @@ from ..algorithms import (
 )
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
 from ..tree import leaf_names
+from ._in_flight import StepsInFlight
 from ._replica_step import Metrics, StepParts
 from ._state import TrainState
 
@@ -41,6 +42,7 @@ class TrainStep:
         self.tx = parts.chain()
         self._programs: dict[Any, Any] = {}
         self._counted: tuple[object, int] = (None, 0)
+        self._in_flight = StepsInFlight()
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
@@ -88,6 +90,7 @@ class TrainStep:
         counter, so_far = self._counted
         is_counted = _counter(state, self._parts.sync) is counter
         new_state, metrics = self._program(phase, automatic, self.mesh, state, batch)(state, batch)
+        self._in_flight.admit(metrics)
         if is_counted:  # count on, without asking the device
             self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics

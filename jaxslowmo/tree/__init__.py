@@ -1,5 +1,7 @@
 """Pytree arithmetic and the static plan of flat buffers; no communication."""
 
+from ._buckets import MIB as MIB
+from ._buckets import BucketPiece as BucketPiece
 from ._buckets import assign_buckets as assign_buckets
 from ._landing import apply_exactly as apply_exactly
 from ._landing import landing as landing

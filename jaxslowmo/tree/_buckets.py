@@ -1,23 +1,83 @@
 """Assignment of leaves to buckets by size, dtype and label, as torch's reducer does."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 import numpy as np
 
-from ._leaves import tree_bytes
-
 MIB = 2**20
+# Cuts of a split leaf fall on multiples of this many elements, a whole number of vector registers.
+_CUT = 1024
 
 
-class _OpenBucket:
-    """Members collected so far for one dtype, and how far it is through the limits."""
+class BucketPiece(NamedTuple):
+    """Elements `start` to `stop` of one leaf, in row-major order."""
+
+    label: int
+    start: int
+    stop: int
+
+
+class _Bucket:
+    """Members collected so far."""
 
     def __init__(self) -> None:
-        self.labels: list[int] = []
+        self.pieces: list[BucketPiece] = []
         self.size_bytes = 0
-        self.limit_index = 0
+
+
+class _OpenBuckets:
+    """For one dtype: the bucket being filled, and how far it is through the limits."""
+
+    def __init__(self, itemsize: int, limits: Sequence[int]) -> None:
+        self.bucket = _Bucket()
+        self._itemsize, self._limits, self._position = itemsize, limits, 0
+
+    @property
+    def limit(self) -> int:
+        return self._limits[self._position]
+
+    def room(self) -> int:
+        """Elements that reach the limit, on a cut."""
+        elements = math.ceil((self.limit - self.bucket.size_bytes) / self._itemsize)
+        return max(_CUT, math.ceil(elements / _CUT) * _CUT)
+
+    def add(self, piece: BucketPiece) -> tuple[_Bucket, int] | None:
+        """Take in a piece; the bucket and its limit if that closes it."""
+        bucket, limit = self.bucket, self.limit
+        bucket.pieces.append(piece)
+        bucket.size_bytes += (piece.stop - piece.start) * self._itemsize
+        if bucket.size_bytes < limit:
+            return None
+        self.bucket = _Bucket()
+        self._position = min(self._position + 1, len(self._limits) - 1)
+        return bucket, limit
+
+
+@overload
+def assign_buckets(
+    leaves: Sequence[Any],
+    limits: Sequence[int] = ...,
+    *,
+    expect_sparse: Sequence[bool] | None = ...,
+    indices: Sequence[int] | None = ...,
+    max_buckets: int | None = ...,
+    split_large: Literal[False] = ...,
+) -> tuple[list[list[int]], list[int]]: ...
+
+
+@overload
+def assign_buckets(
+    leaves: Sequence[Any],
+    limits: Sequence[int] = ...,
+    *,
+    expect_sparse: Sequence[bool] | None = ...,
+    indices: Sequence[int] | None = ...,
+    max_buckets: int | None = ...,
+    split_large: Literal[True],
+) -> tuple[list[list[BucketPiece]], list[int]]: ...
 
 
 def assign_buckets(
@@ -26,7 +86,9 @@ def assign_buckets(
     *,
     expect_sparse: Sequence[bool] | None = None,
     indices: Sequence[int] | None = None,
-) -> tuple[list[list[int]], list[int]]:
+    max_buckets: int | None = None,
+    split_large: bool = False,
+) -> tuple[list[Any], list[int]]:
     """Group leaves into buckets of one dtype each; plain Python, nothing runs on a device.
 
     Leaves are visited in order; each dtype has its own open bucket and its own position in
@@ -40,24 +102,149 @@ def assign_buckets(
       expect_sparse: by label, True for leaves that travel alone (sparse gradients).
       indices: label of each leaf; default its position. With labels the buckets keep the order in
         which they closed, leftovers last; without, they are sorted by their smallest label.
+      max_buckets: at most so many: the two neighbours of one dtype that are smallest together
+        become one, as often as needed.
+      split_large: cut a leaf that is larger than the current limit, so that each part closes its
+        bucket; the next bucket starts with the rest.
 
     Returns:
       `(buckets, bucket_limits)`: the labels of each bucket, and the limit in bytes that closed it
-      (0 for a sparse one).
+      (0 for a sparse one). With `split_large` the members are `BucketPiece(label, start, stop)`.
 
     Raises:
-      ValueError: no limits, a negative limit, or labels that don't fit the leaves.
+      ValueError: no limits, a negative limit, labels that don't fit the leaves, or `max_buckets`
+        below 1 or below the number of dtypes and sparse leaves, which never share a bucket.
 
     Example:
       >>> assign_buckets([np.zeros(4, np.float32)] * 3, limits=(16, 64))
       ([[0], [1, 2]], [16, 64])
 
-    Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp`. No communication.
+    Communication: none.
+
+    Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp`.
     """
+    groups, reported = assign_pieces(
+        leaves,
+        limits,
+        expect_sparse=expect_sparse,
+        indices=indices,
+        max_buckets=max_buckets,
+        split_large=split_large,
+    )
+    if split_large:
+        return groups, reported
+    return [[piece.label for piece in group] for group in groups], reported
+
+
+def assign_pieces(
+    leaves: Sequence[Any],
+    limits: Sequence[int],
+    *,
+    expect_sparse: Sequence[bool] | None = None,
+    indices: Sequence[int] | None = None,
+    max_buckets: int | None = None,
+    split_large: bool = False,
+) -> tuple[list[list[BucketPiece]], list[int]]:
+    """`assign_buckets` with members that are pieces, whole leaves or parts."""
+    _check_limits(limits)
+    labels = _check_labels(leaves, indices, expect_sparse)
+
+    closed: list[tuple[_Bucket, int]] = []
+    open_buckets: dict[np.dtype, _OpenBuckets] = {}
+    for label, leaf in zip(labels, leaves, strict=True):
+        dtype, size = jnp.dtype(leaf.dtype), math.prod(leaf.shape)
+        if expect_sparse and expect_sparse[label]:
+            alone = _Bucket()
+            alone.pieces.append(BucketPiece(label, 0, size))
+            closed.append((alone, 0))
+            continue
+        growing = open_buckets.setdefault(dtype, _OpenBuckets(dtype.itemsize, limits))
+        start = 0
+        while start < size or size == 0:
+            cut = split_large and 0 < growing.limit < size * dtype.itemsize
+            stop = min(size, start + growing.room()) if cut else size
+            done = growing.add(BucketPiece(label, start, stop))
+            closed += [done] if done else []
+            start = stop
+            if size == 0:
+                break
+    closed += [(g.bucket, g.limit) for g in open_buckets.values() if g.bucket.pieces]
+    if indices is None:
+        closed.sort(key=lambda item: min(item[0].pieces))
+    if max_buckets is not None:
+        dtypes = {label: jnp.dtype(x.dtype) for label, x in zip(labels, leaves, strict=True)}
+        closed = _merge(closed, max_buckets, dtypes, expect_sparse)
+    return [bucket.pieces for bucket, _ in closed], [limit for _, limit in closed]
+
+
+def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int]]) -> None:
+    """Raise `ValueError` unless `buckets` hold every leaf once, and one dtype each."""
+    if any(not bucket for bucket in buckets):
+        raise ValueError(f"`buckets` must not hold an empty bucket, got {list(buckets)}.")
+    members = sorted(i for bucket in buckets for i in bucket)
+    if members != list(range(len(leaves))):
+        missing = sorted(set(range(len(leaves))) - set(members))
+        twice = sorted({i for i in members if members.count(i) > 1})
+        unknown = sorted(set(members) - set(range(len(leaves))))
+        raise ValueError(
+            f"`buckets` must hold every one of the {len(leaves)} leaves once: missing {missing}, "
+            f"more than once {twice}, unknown {unknown}."
+        )
+    for bucket in buckets:
+        dtypes = {jnp.dtype(leaves[i].dtype).name for i in bucket}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"`buckets`: all leaves of a bucket must have one dtype, got {sorted(dtypes)} in "
+                f"{list(bucket)}."
+            )
+
+
+def _merge(
+    closed: list[tuple[_Bucket, int]],
+    max_buckets: int,
+    dtypes: dict[int, np.dtype],
+    expect_sparse: Sequence[bool] | None,
+) -> list[tuple[_Bucket, int]]:
+    if not isinstance(max_buckets, int) or max_buckets < 1:
+        raise ValueError(f"`max_buckets` must be an int >= 1, got {max_buckets!r}.")
+
+    def kind(bucket: _Bucket) -> Any:
+        label = bucket.pieces[0].label
+        return ("sparse", label) if expect_sparse and expect_sparse[label] else dtypes[label]
+
+    least = len({kind(bucket) for bucket, _ in closed})
+    if least > max_buckets:
+        raise ValueError(
+            f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
+            f"leaf, got {max_buckets}."
+        )
+    closed = list(closed)
+    while len(closed) > max_buckets:
+        last: dict[Any, int] = {}
+        pairs = []
+        for i, (bucket, _) in enumerate(closed):
+            if kind(bucket) in last:
+                j = last[kind(bucket)]
+                pairs.append((closed[j][0].size_bytes + bucket.size_bytes, j, i))
+            last[kind(bucket)] = i
+        size, j, i = min(pairs)
+        merged = _Bucket()
+        merged.pieces, merged.size_bytes = closed[j][0].pieces + closed[i][0].pieces, size
+        closed[j] = (merged, max(closed[j][1], closed[i][1]))
+        del closed[i]
+    return closed
+
+
+def _check_limits(limits: Sequence[int]) -> None:
     if not limits:
         raise ValueError("`limits` must hold at least one size in bytes, got none.")
     if min(limits) < 0:
         raise ValueError(f"`limits` are sizes in bytes and must be >= 0, got {list(limits)}.")
+
+
+def _check_labels(
+    leaves: Sequence[Any], indices: Sequence[int] | None, expect_sparse: Sequence[bool] | None
+) -> list[int]:
     labels = list(range(len(leaves))) if indices is None else [int(i) for i in indices]
     if len(labels) != len(leaves):
         raise ValueError(
@@ -68,22 +255,4 @@ def assign_buckets(
             f"`expect_sparse` is read by label and must cover label {max(labels)}, "
             f"got {len(expect_sparse)} flags."
         )
-
-    closed: list[tuple[list[int], int]] = []
-    open_buckets: dict[np.dtype, _OpenBucket] = {}
-    for label, leaf in zip(labels, leaves, strict=True):
-        if expect_sparse and expect_sparse[label]:
-            closed.append(([label], 0))
-            continue
-        bucket = open_buckets.setdefault(jnp.dtype(leaf.dtype), _OpenBucket())
-        bucket.labels.append(label)
-        bucket.size_bytes += tree_bytes(leaf)
-        limit = limits[bucket.limit_index]
-        if bucket.size_bytes >= limit:
-            closed.append((bucket.labels, limit))
-            bucket.labels, bucket.size_bytes = [], 0
-            bucket.limit_index = min(bucket.limit_index + 1, len(limits) - 1)
-    closed += [(b.labels, limits[b.limit_index]) for b in open_buckets.values() if b.labels]
-    if indices is None:
-        closed.sort(key=lambda item: min(item[0]))
-    return [bucket for bucket, _ in closed], [limit for _, limit in closed]
+    return labels

@@ -10,16 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import PyTree
-from ._buckets import assign_buckets
+from ._buckets import BucketPiece, assign_pieces, check_explicit_buckets
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat buffer: which leaves it holds, in which order, in which dtype."""
+    """One flat buffer: which parts of which leaves it holds, in which order, in which dtype."""
 
     dtype: np.dtype
-    leaves: tuple[int, ...]  # positions in flattening order
-    num_elements: int
+    pieces: tuple[BucketPiece, ...]  # labels are positions in flattening order
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Positions of the leaves in flattening order."""
+        return tuple(piece.label for piece in self.pieces)
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the buffer."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes."""
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -33,28 +47,44 @@ class BufferPlan:
     def pack(self, tree: PyTree) -> list[jax.Array]:
         """One 1-D array per buffer, in the buffer's dtype."""
         leaves = self.treedef.flatten_up_to(tree)
+
+        def part(piece: BucketPiece) -> jax.Array:
+            flat = leaves[piece.label].reshape(-1)
+            whole = piece.stop - piece.start == flat.size
+            return flat if whole else flat[piece.start : piece.stop]
+
         return [
-            jnp.concatenate([leaves[i].reshape(-1).astype(b.dtype) for i in b.leaves])
+            jnp.concatenate([part(piece).astype(b.dtype) for piece in b.pieces])
             for b in self.buffers
         ]
 
     def unpack(self, packed: Sequence[Any]) -> PyTree:
         """The tree whose leaves lie in `packed` (longer buffers: padding is dropped)."""
-        leaves: list[Any] = [None] * len(self.shapes)
+        parts: list[list[tuple[int, Any]]] = [[] for _ in self.shapes]
         for buffer, flat in zip(self.buffers, packed, strict=True):
-            start = 0
-            for i in buffer.leaves:
-                size = math.prod(self.shapes[i])
-                leaves[i] = flat[start : start + size].reshape(self.shapes[i])
-                start += size
-        return self.treedef.unflatten(leaves)
+            offset = 0
+            for label, start, stop in buffer.pieces:
+                parts[label].append((start, flat[offset : offset + stop - start]))
+                offset += stop - start
+        return self.treedef.unflatten(
+            [_joined(own).reshape(shape) for own, shape in zip(parts, self.shapes, strict=True)]
+        )
+
+
+def _joined(parts: list[tuple[int, Any]]) -> Any:
+    if len(parts) == 1:
+        return parts[0][1]
+    return jnp.concatenate([part for _, part in sorted(parts, key=lambda item: item[0])])
 
 
 def plan_buffers(
     tree: PyTree,
     *,
     limits: Sequence[int] | None = None,
-    reverse: bool = False,
+    order: Sequence[int] | None = None,
+    buckets: Sequence[Sequence[int]] | None = None,
+    max_buckets: int | None = None,
+    split_large: bool = False,
     dtype_of: Callable[[np.dtype], np.dtype] = np.dtype,
 ) -> BufferPlan:
     """Plan flat buffers for `tree`.
@@ -62,24 +92,33 @@ def plan_buffers(
     Args:
       tree: arrays or `ShapeDtypeStruct`s.
       limits: bucket limits in bytes as in `assign_buckets`; None is one buffer per dtype.
-      reverse: visit the leaves last first, the order in which a backward pass finishes them.
+      order: in which the leaves are visited, as positions in flattening order; None is that order.
+      buckets: the buffers themselves, as lists of positions, instead of limits and order.
+      max_buckets: at most so many buffers, as in `assign_buckets`.
+      split_large: cut leaves that are larger than a limit, as in `assign_buckets`.
       dtype_of: buffer dtype of a leaf dtype; default the leaf's own.
 
     Returns:
       A `BufferPlan`; leaves without elements stay in it, with 0 bytes.
+
+    Raises:
+      ValueError: as `assign_buckets`; `buckets` that don't hold every leaf once, or mix dtypes.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    order = list(range(len(leaves)))[:: -1 if reverse else 1]
-    wire = [jax.ShapeDtypeStruct(leaves[i].shape, dtype_of(leaves[i].dtype)) for i in order]
-    total = sum(math.prod(w.shape) * w.dtype.itemsize for w in wire)
-    # A limit that no buffer reaches leaves one buffer per dtype.
-    groups, _ = assign_buckets(wire, limits or (total + 1,), indices=order)
-    buffers = tuple(
-        Buffer(
-            dtype=jnp.dtype(dtype_of(leaves[group[0]].dtype)),
-            leaves=tuple(group),
-            num_elements=sum(math.prod(leaves[i].shape) for i in group),
+    wire = [jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves]
+    shapes = tuple(leaf.shape for leaf in leaves)
+    if buckets is not None:
+        check_explicit_buckets(wire, buckets)
+        groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in buckets]
+    else:
+        visited = list(range(len(leaves))) if order is None else list(order)
+        total = sum(math.prod(w.shape) * w.dtype.itemsize for w in wire)
+        groups, _ = assign_pieces(
+            [wire[i] for i in visited],
+            limits or (total + 1,),  # a limit that no buffer reaches: one buffer per dtype
+            indices=visited,
+            max_buckets=max_buckets,
+            split_large=split_large,
         )
-        for group in groups
-    )
-    return BufferPlan(buffers, tuple(leaf.shape for leaf in leaves), treedef)
+    buffers = tuple(Buffer(jnp.dtype(wire[g[0].label].dtype), tuple(g)) for g in groups)
+    return BufferPlan(buffers, shapes, treedef)

@@ -25,6 +25,8 @@ FLOORS = {
     "algorithms": 3,
     "pipeline": 3,
     "diagnostics": 4,
+    "reducer": 4,
+    "sparse": 4,
     "train": 5,
     API: 6,
     "cli": 7,

@@ -1,0 +1,9 @@
+"""Gradients reduced over replicas: buckets, hooks, weights; what torch's Reducer does."""
+
+from . import hooks as hooks
+from ._all_reduce import AllReduceGradientsState as AllReduceGradientsState
+from ._all_reduce import all_reduce_gradients as all_reduce_gradients
+from ._all_reduce import mean_gradients as mean_gradients
+from ._skip_unused import SkipUnusedState as SkipUnusedState
+from ._skip_unused import skip_unused as skip_unused
+from ._skip_unused import unused_names as unused_names

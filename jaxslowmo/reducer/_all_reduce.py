@@ -1,0 +1,190 @@
+"""Bucketed gradient all-reduce."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._typing import AxisName, PyTree
+from .._warn import warn_once
+from ..algorithms import check_axis_argument, check_weight, increment
+from ..mesh import axis_names, axis_size, checks_varying, require_axes, varying_axes
+from ..tree import MIB, check_floating, leaf_names
+from ._hook import CommHook, check_hook
+from ._order import Order, check_order
+from ._reduce_buckets import BucketLayout, init_hook, reduce_plainly, reduce_with_hook
+
+BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's reducer
+_OWNER = "all_reduce_gradients"
+
+
+class AllReduceGradientsState(NamedTuple):
+    """State of `all_reduce_gradients`: empty without a hook."""
+
+    count: jax.Array | tuple[()] = ()  # () int32, updates so far; equal on all replicas
+    hook: PyTree = ()  # of the hook, one state per bucket
+
+
+def all_reduce_gradients(
+    axis_name: AxisName,
+    *,
+    bucket_bytes: int = BUCKET_LIMITS[1],
+    first_bucket_bytes: int = BUCKET_LIMITS[0],
+    order: Order = "reverse",
+    buckets: Sequence[Sequence[int | str]] | None = None,
+    max_buckets: int | None = None,
+    split_large: bool = False,
+    hook: CommHook | None = None,
+    divide_by: Literal["initial", "active"] = "initial",
+) -> optax.GradientTransformationExtraArgs:
+    """Mean of the gradients over replicas, in flat buckets.
+
+    The first transform of a chain: what torch's `DistributedDataParallel` does with its Reducer.
+    Gradients are packed into flat buckets of one dtype each, those that the backward pass finishes
+    first in the first bucket, which is small so that communication starts early.
+
+    Args:
+      axis_name: mapped axis to average over, or under shard_map a tuple of axes.
+      bucket_bytes: a bucket closes when it reaches this size; 0 gives one bucket per leaf.
+      first_bucket_bytes: size of the first bucket of each dtype.
+      order: `"reverse"` or `"forward"` leaf order, or all leaves by position or name, such as
+        `js.ready_order(loss_fn, params, batch)`.
+      buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
+      max_buckets: at most so many; see `js.assign_buckets`.
+      split_large: cut leaves that are larger than a bucket.
+      hook: a `js.hooks.CommHook` that reduces each bucket, or None for the plain mean.
+      divide_by: with a weight, what the sum is divided by when some replicas have weight 0:
+        `"active"` takes the (weighted) mean over the others, `"initial"` makes it smaller by the
+        share of replicas that are left, as if the others had sent zeros.
+
+    Returns:
+      A transform with state `AllReduceGradientsState`. `update(grads, state, params=None,
+      weight=None, ready_order=None)` returns the mean gradients, in the gradients' shapes and
+      dtypes. Works in half precision (float16 is divided before it is summed).
+
+      `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
+      replica that has run out, whose gradients are ignored, NaN included. If all are 0 the mean is
+      0. `ready_order`: positions of all leaves, in place of `order="reverse"`;
+      `make_train_step(order="ready")` passes it.
+
+    Raises:
+      ValueError: negative sizes, another order, hook or `divide_by`, at construction; at trace time
+        an unbound axis, non-float leaves, names or positions that the gradients do not have, and
+        gradients that don't vary over `axis_name`. The last means that they are summed already:
+        inside shard_map with its default check, jax sums gradients of parameters that are equal
+        over an axis by itself.
+      UserWarning: once, if the axis has size 1.
+
+    Communication: every update, one all-reduce over `axis_name` per bucket; N bytes together, N the
+      bytes of the gradients; a weight travels in the first float32 bucket (8 bytes). With a hook
+      what that states, and 8 bytes of an all-reduce for a weight.
+
+    Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
+      `DistributedDataParallel` and `Join` (weights of 0 and 1).
+    """
+    check_axis_argument(_OWNER, "axis_name", axis_name)
+    for name, value in (
+        ("bucket_bytes", bucket_bytes),
+        ("first_bucket_bytes", first_bucket_bytes),
+    ):
+        if value < 0:
+            raise ValueError(
+                f"{_OWNER}: `{name}` is a size in bytes and must be >= 0, got {value}."
+            )
+    check_order(_OWNER, order)
+    if hook is not None:
+        check_hook(_OWNER, hook)
+    if divide_by not in ("initial", "active"):
+        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
+    if max_buckets is not None and (not isinstance(max_buckets, int) or max_buckets < 1):
+        raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {max_buckets!r}.")
+    layout = BucketLayout(
+        limits=(first_bucket_bytes, bucket_bytes),
+        order=order,
+        buckets=None if buckets is None else tuple(map(tuple, buckets)),
+        max_buckets=max_buckets,
+        split_large=split_large,
+    )
+    by_initial = divide_by == "initial"
+    warn = warn_once()
+
+    def init_fn(params: PyTree) -> AllReduceGradientsState:
+        if hook is None:
+            return AllReduceGradientsState()
+        require_axes(_OWNER, "axis_name", axis_name)
+        check_floating(_OWNER, params)
+        states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
+        return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
+
+    def update_fn(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        ready_order: Sequence[int] | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        del params, extra
+        require_axes(_OWNER, "axis_name", axis_name)
+        check_floating(_OWNER, updates)
+        _check_gradients_vary(updates, axis_name)
+        share = check_weight(_OWNER, weight)
+        if axis_size(axis_name) == 1:
+            warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
+        with jax.named_scope(_OWNER):
+            if hook is None:
+                plan = layout.plan(updates, ready_order)
+                return reduce_plainly(plan, updates, axis_name, share, by_initial), state
+            if jax.tree.leaves(state.hook):
+                _check_order_is_known(ready_order, order)
+            plan = layout.plan(updates, ready_order)
+            count = increment(state.count)
+            means, states = reduce_with_hook(
+                hook, state.hook, plan, updates, axis_name, count, share, by_initial
+            )
+        return means, AllReduceGradientsState(count, states)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def mean_gradients(
+    grads: PyTree, axis_name: AxisName, ready_order: Sequence[int] | None = None
+) -> PyTree:
+    """Mean of `grads` over `axis_name` in buckets of the default sizes.
+
+    Communication: one all-reduce over `axis_name` per bucket.
+    """
+    plan = BucketLayout(BUCKET_LIMITS).plan(grads, ready_order)
+    with jax.named_scope(_OWNER):
+        return reduce_plainly(plan, grads, axis_name, None, True)
+
+
+def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> None:
+    if ready_order is not None and order == "reverse":
+        raise ValueError(
+            f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when the state "
+            'is made, before make_train_step(order="ready") knows them: pass '
+            "order=js.ready_order(loss_fn, params, batch) here instead."
+        )
+
+
+def _check_gradients_vary(grads: PyTree, axis_name: AxisName) -> None:
+    """Gradients that are equal over an axis by their type were summed over it already."""
+    tracked = [name for name in axis_names(axis_name) if checks_varying(name)]
+    wrong = [
+        f"{leaf} (over {name!r})"
+        for leaf, grad in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True)
+        for name in tracked
+        if name not in varying_axes(grad)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{_OWNER}: these gradients do not vary over the axis they should be averaged over, so "
+            f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
+            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
+            "(js.make_train_step does that, and averages over inner axes; pass it "
+            "gradients=optax.identity() where a chain does so itself.)"
+        )

@@ -1,0 +1,10 @@
+"""Communication hooks for `all_reduce_gradients(hook=...)`, and what one is made of."""
+
+from .._hook import CommHook as CommHook
+from .._hook import GradBucket as GradBucket
+from .._hook import GradPiece as GradPiece
+from .._hook import stateless as stateless
+from ._compress import bf16_compress as bf16_compress
+from ._compress import fp16_compress as fp16_compress
+from ._plain import mean as mean
+from ._plain import noop as noop
