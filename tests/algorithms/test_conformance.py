@@ -22,6 +22,9 @@ IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 TRANSFORMS = {
     "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
+    "all_reduce_rows": lambda: js.all_reduce_rows(
+        "replica", dense=js.all_reduce_gradients("replica")
+    ),
     "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
     "local_sgd scheduled": lambda: js.local_sgd(
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8

@@ -1,0 +1,13 @@
+"""Gradients of embedding tables as rows and values."""
+
+from ._all_reduce_rows import AllReduceRowsState as AllReduceRowsState
+from ._all_reduce_rows import all_reduce_rows as all_reduce_rows
+from ._coalesce import Coalesced as Coalesced
+from ._coalesce import coalesce as coalesce
+from ._coalesce import row_gradient as row_gradient
+from ._lookup import GatheredRows as GatheredRows
+from ._lookup import TouchedRows as TouchedRows
+from ._lookup import gather_rows as gather_rows
+from ._lookup import row_value_and_grad as row_value_and_grad
+from ._row_gradient import RowGradient as RowGradient
+from ._row_gradient import apply_rows as apply_rows
