@@ -5,6 +5,7 @@ from ._base import check_axis_argument as check_axis_argument
 from ._base import check_weight as check_weight
 from ._base import increment as increment
 from ._base import phase_name as phase_name
+from ._base import phase_scope as phase_scope
 from ._base import run_if as run_if
 from ._blocks import replica_mean as replica_mean
 from ._diloco import diloco as diloco

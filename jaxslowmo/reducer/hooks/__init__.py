@@ -8,3 +8,5 @@ from ._compress import bf16_compress as bf16_compress
 from ._compress import fp16_compress as fp16_compress
 from ._plain import mean as mean
 from ._plain import noop as noop
+from ._powersgd import PowerSGDState as PowerSGDState
+from ._powersgd import powersgd as powersgd
