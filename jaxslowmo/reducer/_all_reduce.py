@@ -113,9 +113,12 @@ def all_reduce_gradients(
     def init_fn(params: PyTree) -> AllReduceGradientsState:
         if hook is None:
             return AllReduceGradientsState()
-        require_axes(_OWNER, "axis_name", axis_name)
-        check_floating(_OWNER, params)
-        states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
+        states: Any = ()
+        # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
+        if jax.tree.leaves(params):
+            require_axes(_OWNER, "axis_name", axis_name)
+            check_floating(_OWNER, params)
+            states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
