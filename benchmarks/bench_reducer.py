@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "reducer"))
 
-from group import Group, loopback_bytes, medians  # noqa: E402
-from shapes import MODELS, shapes_of  # noqa: E402
-from table import markdown  # noqa: E402
+from group import Group, loopback_bytes, medians
+from shapes import MODELS, shapes_of
+from table import markdown
 
 ROOT = Path(__file__).parent.parent
 TORCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
@@ -38,6 +38,9 @@ THREADS = {
     "jax": {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"},
     "torch": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
 }
+# glibc gives large blocks back to the system when they are freed, and pays a page fault per 4 KiB
+# when it gets them again in the next step. Both settings are measured, for both libraries alike.
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
 
 
 def parse() -> argparse.Namespace:
@@ -46,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3, help="timed steps per turn")
+    parser.add_argument("--memory", default="default,kept", help="of the allocator, see KEPT")
     parser.add_argument("--only", default="", help="variants of JAX and torch, with semicolons")
     parser.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
     args = parser.parse_args()
@@ -54,15 +58,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def measure(model: str, args: argparse.Namespace) -> dict:
+def measure(model: str, memory: str, args: argparse.Namespace) -> dict:
     """Rows of one model, and what the workers say about themselves."""
     wanted = [name for name in args.only.split(";") if name]
     groups: dict[str, Group] = {}
     try:
         for kind, python in (("jax", sys.executable), ("torch", str(TORCH_PYTHON))):
-            groups[kind] = Group(
-                python, f"{kind}_worker.py", args.processes, model, THREADS[kind]
-            )
+            env = THREADS[kind] | (KEPT if memory == "kept" else {})
+            groups[kind] = Group(python, f"{kind}_worker.py", args.processes, model, env)
         rows: dict[tuple[str, str], dict] = {}
         both = itertools.zip_longest(JAX, TORCH)
         for kind, name in ((k, n) for pair in both for k, n in zip(groups, pair, strict=True) if n):
@@ -93,11 +96,14 @@ def measure(model: str, args: argparse.Namespace) -> dict:
 def summarise(rows: dict[tuple[str, str], dict]) -> list[dict]:
     """Medians, and ratios as medians over rounds of both times of the same round."""
 
-    def ratio(row: dict, other: tuple[str, str], less: str | None = None) -> float | None:
+    def ratio(row: dict, other: tuple[str, str]) -> float | None:
         if other not in rows:
             return None
         own, others = row["ms"], rows[other]["ms"]
         return medians([a / b for a, b in zip(own, others, strict=True)])["median"]
+
+    def difference(row: dict, other: dict) -> float:
+        return medians([a - b for a, b in zip(row["ms"], other["ms"], strict=True)])["median"]
 
     found = []
     for row in rows.values():
@@ -109,8 +115,7 @@ def summarise(rows: dict[tuple[str, str], dict]) -> list[dict]:
             {
                 **{k: v for k, v in row.items() if k not in ("ms", "bytes")},
                 "step_ms": {k: round(v, 3) for k, v in medians(row["ms"]).items()},
-                "reduction_ms": bare
-                and round(medians([a - b for a, b in zip(row["ms"], bare["ms"], strict=True)])["median"], 3),
+                "reduction_ms": bare and round(difference(row, bare), 3),
                 "ratio_to_ddp": ratio(row, ("torch", "default")),
                 "ratio_to_psum": ratio(row, ("jax", "psum")),
                 "bytes_sent": round(medians(row["bytes"])["median"]),
@@ -128,12 +133,12 @@ def main() -> None:
         "threads": THREADS | {"torch_num_threads": 1},
         "models": {},
     }
-    for model in args.models.split(","):
+    for model, memory in itertools.product(args.models.split(","), args.memory.split(",")):
         sizes = [4 * math.prod(s) for s in shapes_of(model)]
-        measured = measure(model, args)
+        measured = measure(model, memory, args)
         result["machine"] = measured["facts"]["jax"]
         result["torch"] = measured["facts"]["torch"]
-        result["models"][model] = {
+        result["models"][f"{model}, memory {memory}"] = {
             "leaves": len(sizes),
             "bytes": sum(sizes),
             "about": MODELS[model],

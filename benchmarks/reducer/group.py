@@ -24,7 +24,7 @@ class Group:
     def __init__(self, python: str, script: str, world: int, model: str, env: dict[str, str]):
         port = free_port()
         self.name = script
-        path = os.pathsep.join([str(HERE), str(HERE.parent)])
+        path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
         self.processes = [
             subprocess.Popen(
                 [python, str(HERE / script), str(port), str(rank), str(world), model],

@@ -31,7 +31,7 @@ def markdown(result: dict) -> str:
     lines = [
         "# Gradient reduction beside torch's DistributedDataParallel",
         "",
-        f"`{result['command']}`, {result['arguments']['processes']} processes over loopback (gloo), "
+        f"`{result['command']}`, {result['arguments']['processes']} processes, gloo over loopback, "
         f"{machine['processor']}, {machine['cores']} cores, jax {machine['jax']}, jaxlib "
         f"{machine['jaxlib']}, torch {torch['torch']}. Load averages (1 minute) during the run: "
         f"{', '.join(map(str, result['load_averages']))}.",
@@ -46,7 +46,7 @@ def markdown(result: dict) -> str:
             "",
             f"## {model}: {about['about']}; {about['bytes'] / 1e6:,.2f} MB",
             "",
-            "| | step ms | reduction ms | / DDP | / psum per leaf | sent MB | collectives | error |",
+            "| | step ms | reduction ms | / DDP | / psum | sent MB | collectives | error |",
             "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for row in about["rows"]:
