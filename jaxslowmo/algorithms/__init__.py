@@ -7,8 +7,10 @@ from ._base import increment as increment
 from ._base import phase_name as phase_name
 from ._base import phase_scope as phase_scope
 from ._base import run_if as run_if
+from ._base import unless_idle as unless_idle
 from ._blocks import replica_mean as replica_mean
 from ._diloco import diloco as diloco
+from ._hierarchical import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import local_sgd as local_sgd
 from ._outer import OuterState as OuterState

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
-from ..tree import check_floating, landing, updates_to, widen_updates
+from ..tree import check_floating, widen_updates
+from ._averaging import updates_to_mean
 from ._base import (
     Communicate,
     ParameterTransform,
@@ -21,7 +22,6 @@ from ._base import (
     run_if,
     unless_idle,
 )
-from ._blocks import replica_mean
 from ._schedule import Every, as_schedule
 
 AVERAGE = "average"
@@ -104,11 +104,15 @@ def local_sgd(
 
         def averaged(u: PyTree) -> PyTree:
             with phase_scope(AVERAGE):
-                # The new parameters as the leaf's dtype holds them: that is what travels.
-                y = jax.tree.map(lambda p, x: x.astype(p.dtype), params, landing(params, u))
-                exchange = (axis_name, local_axis_name, bucket_bytes, param_specs)
-                mean = replica_mean(y, *exchange, weight=share)
-                return updates_to(params, mean)
+                return updates_to_mean(
+                    params,
+                    u,
+                    axis_name,
+                    local_axis_name=local_axis_name,
+                    bucket_bytes=bucket_bytes,
+                    param_specs=param_specs,
+                    weight=share,
+                )
 
         due = is_due(AVERAGE, schedule, count, communicate, phase)
         return run_if(due, averaged, widen_updates, updates), LocalSGDState(count)

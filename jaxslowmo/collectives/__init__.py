@@ -1,9 +1,19 @@
 """Collectives on flat buffers, each stating what it sends."""
 
+from ._blockwise import E4M3 as E4M3
+from ._blockwise import E5M2 as E5M2
+from ._blockwise import INT8 as INT8
+from ._blockwise import Codec as Codec
+from ._blockwise import dequantise as dequantise
+from ._blockwise import quantise as quantise
 from ._local import gather_slices as gather_slices
 from ._local import in_slices as in_slices
+from ._packed import pack as pack
+from ._packed import unpack as unpack
 from ._permute import Permutation as Permutation
 from ._permute import permute as permute
+from ._quantised import Quantised as Quantised
+from ._quantised import quantised_mean as quantised_mean
 from ._reduce import all_mean as all_mean
 from ._reduce import all_mean_in_slices as all_mean_in_slices
 from ._scatter import all_gather_shards as all_gather_shards
@@ -11,6 +21,7 @@ from ._scatter import mean_to_shards as mean_to_shards
 from ._scatter import own_shard as own_shard
 from ._shard_layout import ShardLayout as ShardLayout
 from ._shard_layout import shard_layout as shard_layout
+from ._sparsified import top_k_mean as top_k_mean
 from ._weighted import TotalWeight as TotalWeight
 from ._weighted import quotient as quotient
 from ._weighted import relative_weight as relative_weight

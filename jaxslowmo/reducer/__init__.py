@@ -1,9 +1,13 @@
 """Gradients reduced over replicas: buckets, hooks, weights; what torch's Reducer does."""
 
 from . import hooks as hooks
+from ._accumulate import AccumulateState as AccumulateState
+from ._accumulate import accumulate as accumulate
 from ._all_reduce import AllReduceGradientsState as AllReduceGradientsState
 from ._all_reduce import all_reduce_gradients as all_reduce_gradients
 from ._all_reduce import mean_gradients as mean_gradients
+from ._post_local import PostLocalGradientsState as PostLocalGradientsState
+from ._post_local import post_local_gradients as post_local_gradients
 from ._skip_unused import SkipUnusedState as SkipUnusedState
 from ._skip_unused import skip_unused as skip_unused
 from ._skip_unused import unused_names as unused_names

@@ -9,3 +9,5 @@ from ._make_step import make_train_step as make_train_step
 from ._result import StepResult as StepResult
 from ._state import TrainState as TrainState
 from ._step import TrainStep as TrainStep
+from ._uneven import WeightedBatch as WeightedBatch
+from ._uneven import uneven_batches as uneven_batches

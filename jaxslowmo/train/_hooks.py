@@ -37,6 +37,8 @@ def is_hook_due(hook: Hook, step: int) -> bool:
 def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
     """Metrics averaged over replicas on the host; waits for them.
 
+    Where the step was given weights, they are in the metrics and the averages are weighted.
+
     Args:
       metrics: arrays with a leading replica axis, as a step returns them.
 
@@ -45,10 +47,23 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 
     Communication: none between replicas; device to host.
     """
-    return {
-        name: float(np.mean([np.asarray(s.data, np.float64) for s in value.addressable_shards]))
-        for name, value in metrics.items()
-    }
+
+    def of_replicas(value: jax.Array) -> np.ndarray:
+        return np.concatenate([np.ravel(np.asarray(s.data, np.float64)) for s in _once(value)])
+
+    weights = of_replicas(metrics["weight"]) if "weight" in metrics else None
+    means = {}
+    for name, value in metrics.items():
+        each = of_replicas(value)
+        # A replica without data reports zeros; if all here have none, so does the mean.
+        use = weights if name != "weight" and weights is not None and weights.any() else None
+        means[name] = float(np.average(each, weights=use))
+    return means
+
+
+def _once(value: jax.Array) -> list[jax.Shard]:
+    """The shards of this process, without copies of one on several devices."""
+    return list({str(shard.index): shard for shard in value.addressable_shards}.values())
 
 
 class Log:

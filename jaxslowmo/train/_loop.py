@@ -7,6 +7,7 @@ from ._hooks import Hook, is_hook_due
 from ._result import StepResult
 from ._state import TrainState
 from ._step import TrainStep
+from ._uneven import WeightedBatch
 
 
 def train_loop(
@@ -22,7 +23,7 @@ def train_loop(
     Args:
       step: made by `js.make_train_step`.
       state: where to start; its buffers are donated if the step does so.
-      batches: one batch per step.
+      batches: one batch per step, or `js.uneven_batches(...)`.
       num_steps: how many; None goes on until `batches` ends.
       hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
         returns is merged into `reports`, so later hooks see it.
@@ -61,7 +62,10 @@ def _run(
                 ) from None
             return
         phase = step.next_phase(state)
-        state, metrics = step(state, batch)
+        if isinstance(batch, WeightedBatch):
+            state, metrics = step(state, batch.batch, batch.weight)
+        else:
+            state, metrics = step(state, batch)
         done += 1
         result = StepResult(done, state, metrics, phase)
         for hook in hooks:

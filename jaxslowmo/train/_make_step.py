@@ -10,7 +10,7 @@ from ..algorithms import ParameterTransform
 from ..mesh import AnyMesh, replica_count
 from ..tracing import as_full_loss
 from ._model_state import ModelStateMode
-from ._replica_step import StepParts
+from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
 
 
@@ -25,6 +25,7 @@ def make_train_step(
     mode: Mode = "traced",
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
+    order: GradientOrder = "reverse",
     donate: bool = True,
 ) -> TrainStep:
     """A data-parallel training step over replicas.
@@ -51,13 +52,16 @@ def make_train_step(
       model_state: `"sync_mean"` averages it over replicas in updates that synchronise parameters
         (every one without `sync`), `"broadcast"` takes replica 0's before every forward pass,
         `"local"` never exchanges it. Over inner axes it is averaged always.
+      order: in which gradients go into buckets, where their transform does not say: `"reverse"`
+        leaf order, or `"ready"`, the order in which the backward pass finishes them, found from the
+        traced loss function.
       donate: reuse the state's buffers for the new state.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode or model_state; accumulate < 1; `sync` that is no
+      ValueError: unknown axis, mode, model_state or order; accumulate < 1; `sync` that is no
         `ParameterTransform`; at `init`, host-scheduled with a parameter transform elsewhere; at
         trace time batches that do not split evenly and gradients that were not averaged over the
         inner axes.
@@ -73,6 +77,8 @@ def make_train_step(
         raise ValueError(
             f'`model_state` must be "sync_mean", "broadcast" or "local", got {model_state!r}.'
         )
+    if order not in ("reverse", "ready"):
+        raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
     if sync is not None and not isinstance(sync, ParameterTransform):
@@ -88,5 +94,6 @@ def make_train_step(
         axis_name=axis_name,
         accumulate=accumulate,
         model_state=model_state,
+        order=order,
     )
     return TrainStep(parts, mesh, mode, donate)

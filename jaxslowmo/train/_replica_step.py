@@ -1,21 +1,24 @@
 """One update as one replica sees it: loss, gradients, optimizer, exchange."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, Phase, PyTree
-from ..algorithms import ParameterTransform, increment, run_if
+from ..algorithms import ParameterTransform, increment, run_if, unless_idle
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
 from ..reducer import mean_gradients
-from ..tracing import FullLoss
+from ..tracing import FullLoss, ready_order
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, agree_inside, mean_over, vary_statistics
 from ._state import TrainState
 
 Metrics = dict[str, jax.Array]
+GradientOrder = Literal["reverse", "ready"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StepParts:
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
+    order: GradientOrder
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
@@ -36,9 +40,18 @@ class StepParts:
         return optax.chain(self.gradients or identity, self.optimizer, self.sync or identity)
 
     def per_replica(
-        self, state: TrainState, batch: PyTree, phase: Phase | None, inner_axes: tuple[str, ...]
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: jax.Array | None,
+        phase: Phase | None,
+        inner_axes: tuple[str, ...],
     ) -> tuple[TrainState, Metrics]:
-        """One update as one replica sees it, or one of its devices along `inner_axes`."""
+        """One update as one replica sees it, or one of its devices along `inner_axes`.
+
+        A replica of weight 0 keeps its model state, its metrics are zeros, and where replicas train
+        apart its optimizer state stays too.
+        """
         rng, key = jax.random.split(state.rng)
         for name in inner_axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
@@ -60,27 +73,56 @@ class StepParts:
         if inner_axes:
             metrics = mean_over(metrics, inner_axes)
             model_state = agree_inside(model_state, inner_axes)
+        if weight is not None:
+            # Counted here, so that what reads the metrics can weigh them.
+            metrics = {**unless_idle(metrics, weight), "weight": weight}
+            model_state = self._kept_if_idle(weight, model_state, before)
         gradients_state, optimizer_state, sync_state = state.opt_state
+        extra: dict[str, Any] = {} if weight is None else {"weight": weight}
+        order = self._ready_order(state, batch, key) if self.order == "ready" else None
         if self.gradients is not None:
-            grads, gradients_state = self.gradients.update(grads, gradients_state, state.params)
+            known = extra if order is None else {**extra, "ready_order": order}
+            grads, gradients_state = self.gradients.update(
+                grads, gradients_state, state.params, **known
+            )
         elif inner_axes:
-            grads = mean_gradients(grads, inner_axes)
+            grads = mean_gradients(grads, inner_axes, order)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         grads = vary_over(grads, axis_names(self.axis_name))
-        updates, optimizer_state = self.optimizer.update(grads, optimizer_state, state.params)
+        updates, optimizer_after = self.optimizer.update(
+            grads, optimizer_state, state.params, **extra
+        )
+        if weight is not None and self.sync is not None:
+            optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
         _check_reduced(updates, inner_axes)
         model_state = self._synchronised(model_state, sync_state, phase)
         if self.sync is not None:
-            updates, sync_state = self.sync.update(updates, sync_state, state.params, phase=phase)
+            updates, sync_state = self.sync.update(
+                updates, sync_state, state.params, phase=phase, **extra
+            )
         new = TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),
-            opt_state=(gradients_state, optimizer_state, sync_state),
+            opt_state=(gradients_state, optimizer_after, sync_state),
             model_state=model_state,
             rng=rng,
         )
         return new, metrics
+
+    def _ready_order(self, state: TrainState, batch: PyTree, key: jax.Array) -> tuple[int, ...]:
+        """Found at trace time, from the types alone."""
+        return ready_order(
+            self.loss,
+            jax.tree.map(_type_only, state.params),
+            jax.tree.map(_type_only, batch),
+            rng=key,
+            model_state=jax.tree.map(_type_only, state.model_state),
+        )
+
+    def _kept_if_idle(self, weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+        old = match_varying(old, new)
+        return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
     def _synchronised(self, model_state: PyTree, sync_state: PyTree, phase: Phase | None):
         """Model state averaged over replicas in updates that synchronise the parameters too."""
@@ -98,6 +140,10 @@ class StepParts:
                 return mean_over(tree, self.axis_name)
 
         return run_if(due, average, lambda tree: tree, model_state)
+
+
+def _type_only(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,25 +72,33 @@ class TrainStep:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
         return self.phase(self._updates_so_far(state) + 1)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, weight: Any = None
+    ) -> tuple[TrainState, Metrics]:
         """One update on every replica.
 
         Args:
           state: a `TrainState`; its buffers are donated where the step was made so.
           batch: leaves with leading dimension replicas * local batch, replica-major.
+          weight: (replicas,) each replica's share in averages >= 0, such as its number of samples;
+            0 for one that has run out and follows the others, whatever its batch holds. None: all
+            alike. See `js.uneven_batches`.
 
         Returns:
-          `(state, metrics)`: metrics are stacked per replica, (replicas,), "loss" among them.
+          `(state, metrics)`: metrics are stacked per replica, (replicas,), "loss" among them; with
+          a weight that too, and zeros for replicas of weight 0.
 
         Raises:
-          ValueError: a batch that does not split evenly.
+          ValueError: a batch that does not split evenly, a weight of another shape.
         """
         automatic = model_axes(state.params, self.mesh, self.axis_name)
         batch = self._placed(batch, automatic)
+        weight = self._placed_weight(weight)
         phase = self.next_phase(state) if self.mode == "host" else None
         counter, so_far = self._counted
         is_counted = _counter(state, self._parts.sync) is counter
-        new_state, metrics = self._program(phase, automatic, self.mesh, state, batch)(state, batch)
+        program = self._program(phase, automatic, self.mesh, state, batch, weight)
+        new_state, metrics = program(state, batch, weight)
         self._in_flight.admit(metrics)
         if is_counted:  # count on, without asking the device
             self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
@@ -108,7 +117,7 @@ class TrainStep:
         batch = self._placed(batch, automatic)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
-            return self._build(phase, automatic, mesh).trace(state, batch)
+            return self._build(phase, automatic, mesh).trace(state, batch, None)
 
         sync = self._parts.sync
         if self.mode == "traced":
@@ -140,13 +149,14 @@ class TrainStep:
         mesh: AnyMesh,
         state: TrainState,
         batch: PyTree,
+        weight: jax.Array | None,
     ) -> Any:
         """The compiled step of a phase, made at its first use."""
         key = (phase, automatic)
         if key not in self._programs:
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
-                jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch)
+                jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch, weight)
             # Where the compiler chooses, it might place the new state unlike the old one, and the
             # next step would compile again.
             pinned = jax.tree.map(lambda x: x.sharding, state) if automatic else None
@@ -162,10 +172,12 @@ class TrainStep:
     ) -> Any:
         inner = self._inner_axes(automatic)
         mapped = map_replicas(
-            lambda state, batch: self._parts.per_replica(state, batch, phase, inner),
+            lambda state, batch, weight: self._parts.per_replica(
+                state, batch, weight, phase, inner
+            ),
             mesh=mesh,
             axis_name=self.axis_name,
-            in_roles=("stacked", "batch"),
+            in_roles=("stacked", "batch", "stacked"),
             out_roles=("stacked", "stacked"),
             automatic=automatic,
         )
@@ -174,6 +186,24 @@ class TrainStep:
             donate_argnums=(0,) if self._donate else (),
             out_shardings=None if state_shardings is None else (state_shardings, None),
         )
+
+    def _placed_weight(self, weight: Any) -> jax.Array | None:
+        """A weight per replica, where the replicas are."""
+        if weight is None:
+            return None
+        replicas = math.prod(self.mesh.shape[name] for name in axis_names(self.axis_name))
+        if np.shape(weight) != (replicas,):
+            raise ValueError(
+                f"`weight` must hold one number per replica, shape ({replicas},), got shape "
+                f"{np.shape(weight)}."
+            )
+        if not isinstance(weight, jax.Array):
+            weight = np.asarray(weight, np.float32)
+            if not np.all((weight >= 0) & np.isfinite(weight)):
+                raise ValueError(f"`weight` must be >= 0 and finite, got {weight.tolist()}.")
+        if isinstance(self.mesh, VirtualMesh):
+            return jnp.asarray(weight)
+        return jax.device_put(weight, NamedSharding(self.mesh, P(axis_names(self.axis_name))))
 
     def _placed(self, batch: PyTree, automatic: frozenset[str]) -> PyTree:
         axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))

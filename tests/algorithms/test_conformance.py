@@ -22,6 +22,14 @@ IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 TRANSFORMS = {
     "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
+    "all_reduce_gradients merged": lambda: js.all_reduce_gradients(
+        "replica", bucket_bytes=8, split_large=True, max_buckets=3
+    ),
+    "post_local_gradients": lambda: js.post_local_gradients(
+        js.every(2, start=3), js.all_reduce_gradients("replica")
+    ),
+    "accumulate": lambda: js.accumulate(js.all_reduce_gradients("replica"), every=2),
+    "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
     "all_reduce_rows": lambda: js.all_reduce_rows(
         "replica", dense=js.all_reduce_gradients("replica")
     ),
@@ -33,6 +41,9 @@ TRANSFORMS = {
     "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
     "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
     "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
+    "skip_unused": lambda: js.skip_unused(
+        optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
+    ),
     "slowmo": lambda: over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
     "slowmo whole": lambda: over_local(shard_state=False),
     "slowmo inexact": lambda: over_local(exact_average=False),

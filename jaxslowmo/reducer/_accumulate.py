@@ -1,0 +1,111 @@
+"""Gradients of several calls as one update."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._typing import PyTree
+from ..algorithms import Every, as_schedule, check_weight, increment, run_if
+from ..collectives import quotient, scaled
+from ..tree import at_least_float32, check_floating, widen_updates
+
+_OWNER = "accumulate"
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
+
+    count: jax.Array  # () int32, calls so far; equal on all replicas
+    total: PyTree  # like the gradients, at least float32: weighted sum since the last update
+    weight: jax.Array  # () float32, sum of the weights since then; calls, where none are given
+    inner: PyTree
+
+
+def accumulate(
+    inner: optax.GradientTransformation, every: int | Every, *, average: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """Collect gradients locally over several calls, then run `inner` once on the whole.
+
+    torch's `no_sync`. Wraps the chain that reduces and steps:
+
+        js.accumulate(optax.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
+
+    (`make_train_step(accumulate=4)` splits one batch instead.)
+
+    Args:
+      inner: what is called every so often, with the gradients since the last time.
+      every: number of calls per update, or `js.every(...)` on the number of the call.
+      average: give `inner` the mean of the calls; False the sum, as torch does, where the loss is
+        scaled by hand.
+
+    Returns:
+      A transform with state `AccumulateState`. `update(grads, state, params, weight=None,
+      step=None)` returns zeros in calls that only collect. `weight` is this call's weight in the
+      mean, and `inner` is given their sum as its `weight`; other extra arguments reach `inner` as
+      they are. `step`: bool, or () bool array equal on all replicas, that says whether this call
+      updates, in place of `every`.
+
+    Raises:
+      ValueError: `every` < 1, `inner` that is no transform, at construction; at trace time a weight
+        with average=False, non-float leaves.
+
+    Communication: that of `inner`, in calls that update; nothing in others.
+
+    Source: torch 2.13, `DistributedDataParallel.no_sync`.
+    """
+    schedule = as_schedule(every, "every")
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ValueError(f"{_OWNER}: `inner` must be an optax transform, got {inner!r}.")
+    transform = optax.with_extra_args_support(inner)
+
+    def zeros(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
+
+    def init_fn(params: PyTree) -> AccumulateState:
+        check_floating(_OWNER, params)
+        return AccumulateState(
+            count=jnp.zeros([], jnp.int32),
+            total=zeros(params),
+            weight=jnp.zeros([], jnp.float32),
+            inner=transform.init(params),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        step: bool | jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        check_floating(_OWNER, updates)
+        share = check_weight(_OWNER, weight)
+        if share is not None and not average:
+            raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
+        grads = widen_updates(updates)
+        if share is None:
+            total, weights = jax.tree.map(jnp.add, state.total, grads), state.weight + 1
+        else:
+            counted = jax.tree.map(lambda t, g: t + scaled(g, share), state.total, grads)
+            total, weights = counted, state.weight + share
+        count = increment(state.count)
+        state = AccumulateState(count, total, weights, state.inner)
+
+        def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
+            whole = jax.tree.map(lambda t: quotient(t, s.weight) if average else t, s.total)
+            whole = jax.tree.map(lambda t, g: t.astype(g.dtype), whole, updates)
+            given = extra if share is None else {**extra, "weight": s.weight}
+            moved, after = transform.update(whole, s.inner, params, **given)
+            empty = jax.tree.map(jnp.zeros_like, (s.total, s.weight))
+            return moved, AccumulateState(count, *empty, after)
+
+        def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
+            moved = jax.eval_shape(update, s)[0]
+            return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moved), s
+
+        return run_if(schedule(count) if step is None else step, update, collect, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

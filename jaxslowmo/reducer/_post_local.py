@@ -1,0 +1,86 @@
+"""Post-local SGD: gradients are averaged over all replicas first, over fewer or none later."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._typing import PyTree
+from ..algorithms import Every, increment, run_if
+
+_OWNER = "post_local_gradients"
+
+
+class PostLocalGradientsState(NamedTuple):
+    """State of `post_local_gradients`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    before: PyTree  # of the transform used up to the start
+    after: PyTree  # of the one used from then on; () without one
+
+
+def post_local_gradients(
+    schedule: Every,
+    before: optax.GradientTransformation,
+    after: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """One gradient transform until a schedule starts, another one or none from then on.
+
+    The first transform of a chain whose parameter transform runs on the same schedule:
+
+        late = js.every(8, start=1000)
+        optax.chain(
+            js.post_local_gradients(late, js.all_reduce_gradients("replica")),
+            optax.sgd(0.1),
+            js.local_sgd("replica", sync_every=late),
+        )
+
+    Args:
+      schedule: `js.every(k, start=s)`; `before` runs in updates t <= s.
+      before: such as `js.all_reduce_gradients(("node", "device"))`.
+      after: such as `js.all_reduce_gradients("device")`, the mean inside a group; None leaves
+        gradients local.
+
+    Returns:
+      A transform with state `PostLocalGradientsState`; extra arguments (`weight`) reach both.
+
+    Raises:
+      ValueError: `schedule` is no `js.every(...)`, or a transform is none.
+
+    Communication: that of `before` in updates up to the start, that of `after` in later ones.
+
+    Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local SGD);
+      torch 2.13, `post_localSGD_hook`.
+    """
+    if not isinstance(schedule, Every):
+        raise ValueError(f"{_OWNER}: `schedule` must be js.every(k, start=...), got {schedule!r}.")
+    for name, tx in (("before", before), ("after", after)):
+        if not isinstance(tx, optax.GradientTransformation) and (name, tx) != ("after", None):
+            raise ValueError(f"{_OWNER}: `{name}` must be an optax transform, got {tx!r}.")
+    early = optax.with_extra_args_support(before)
+    late = optax.with_extra_args_support(optax.identity() if after is None else after)
+
+    def init_fn(params: PyTree) -> PostLocalGradientsState:
+        return PostLocalGradientsState(
+            jnp.zeros([], jnp.int32), early.init(params), late.init(params)
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        count = increment(state.count)
+
+        def run_early(operand: tuple[PyTree, PostLocalGradientsState]):
+            grads, s = operand
+            grads, inner = early.update(grads, s.before, params, **extra)
+            return grads, s._replace(count=count, before=inner)
+
+        def run_late(operand: tuple[PyTree, PostLocalGradientsState]):
+            grads, s = operand
+            grads, inner = late.update(grads, s.after, params, **extra)
+            return grads, s._replace(count=count, after=inner)
+
+        return run_if(count <= schedule.start, run_early, run_late, (updates, state))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

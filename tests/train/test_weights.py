@@ -1,0 +1,159 @@
+"""Replicas with different amounts of data: weights in the step, and the loop that gives them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+REPLICAS = 4
+SHAPE = (2, 3)  # a local batch
+COUNTS = (3, 1, 2, 3)
+RNG = np.random.default_rng(0)
+DATA = [RNG.normal(size=(n, *SHAPE)).astype(np.float32) for n in COUNTS]
+START = {"w": np.ones(3, np.float32), "b": np.zeros((), np.float32)}
+
+
+def loss_fn(params, batch):
+    loss = jnp.mean((batch @ params["w"] + params["b"] - 1) ** 2)
+    return loss, {"twice": 2 * loss}
+
+
+def mesh_of(kind):
+    return {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": REPLICAS})
+
+
+def gradient(params, batch):
+    return jax.grad(lambda p: loss_fn(p, batch)[0])(params)
+
+
+def mean_step(params, step, divide_by="active"):
+    """One update of plain SGD with the mean gradient of those that have data."""
+    grads = [gradient(params, shard[step]) for shard in DATA if step < len(shard)]
+    count = len(grads) if divide_by == "active" else REPLICAS
+    return jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / count, params, *grads)
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+@pytest.mark.parametrize("divide_by", ["initial", "active"])
+def test_gradients_of_replicas_that_have_data(kind, divide_by):
+    mesh = mesh_of(kind)
+    step = js.make_train_step(
+        loss_fn,
+        optax.sgd(0.1),
+        gradients=js.all_reduce_gradients("replica", divide_by=divide_by),
+        mesh=mesh,
+    )
+    results = list(js.train_loop(step, step.init(START), js.uneven_batches(DATA, mesh=mesh)))
+    assert len(results) == max(COUNTS)
+    params = START
+    for t in range(max(COUNTS)):
+        params = mean_step(params, t, divide_by)
+    final = results[-1].state.params
+    for name, value in params.items():
+        for replica in range(REPLICAS):
+            np.testing.assert_allclose(final[name][replica], value, rtol=1e-5)
+    weights = [np.asarray(r.metrics["weight"]).tolist() for r in results]
+    assert weights == [[2, 2, 2, 2], [2, 0, 2, 2], [2, 0, 0, 2]]
+    assert results[1].metrics["loss"][1] == 0
+    means = js.host_mean(results[1].metrics)
+    alive = np.asarray(results[1].metrics["loss"])[[0, 2, 3]]
+    assert means["loss"] == pytest.approx(alive.mean())
+    assert means["twice"] == pytest.approx(2 * alive.mean())
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_local_training_follows_the_others(mode):
+    """One that has run out keeps its optimizer state, and takes the mean of the others."""
+    mesh = mesh_of("devices")
+    step = js.make_train_step(
+        loss_fn,
+        optax.sgd(0.1, momentum=0.9),
+        sync=js.local_sgd("replica", sync_every=3),
+        mesh=mesh,
+        mode=mode,
+    )
+    params = [START] * REPLICAS
+    trace = [jax.tree.map(np.zeros_like, START)] * REPLICAS
+    state = step.init(START)
+    for t, (batch, weight) in enumerate(js.uneven_batches(DATA, mesh=mesh)):
+        state, _ = step(state, batch, weight)
+        for r in range(REPLICAS):
+            if t < COUNTS[r]:
+                g = gradient(params[r], DATA[r][t])
+                trace[r] = jax.tree.map(lambda m, x: 0.9 * m + x, trace[r], g)
+                params[r] = jax.tree.map(lambda p, m: p - 0.1 * m, params[r], trace[r])
+    # After three updates replicas 0 and 3 are left.
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, params[0], params[3])
+    kept = state.opt_state[1][0].trace
+    for name in START:
+        for r in range(REPLICAS):
+            np.testing.assert_allclose(state.params[name][r], mean[name], rtol=1e-5)
+            np.testing.assert_allclose(kept[name][r], trace[r][name], rtol=1e-5, atol=1e-7)
+
+
+def test_no_weight_is_weight_one():
+    mesh = mesh_of("virtual")
+    step = js.make_train_step(
+        loss_fn, optax.sgd(0.1), gradients=js.all_reduce_gradients("replica"), mesh=mesh
+    )
+    batch = np.concatenate([shard[0] for shard in DATA])
+    plain, _ = step(step.init(START), batch)
+    alike, _ = step(step.init(START), batch, np.full(REPLICAS, 7.0))
+    for a, b in zip(jax.tree.leaves(plain.params), jax.tree.leaves(alike.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (np.ones(3), r"shape \(4,\), got shape \(3,\)"),
+        (2.0, r"shape \(4,\), got shape \(\)"),
+        ([1, 1, -1, 1], r">= 0 and finite, got \[1.0, 1.0, -1.0, 1.0\]"),
+        ([1, np.inf, 1, 1], ">= 0 and finite"),
+    ],
+)
+def test_wrong_weights(weight, said):
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh_of("virtual"))
+    batch = np.zeros((8, 3), np.float32)
+    with pytest.raises(ValueError, match=f"`weight` must .*{said}"):
+        step(step.init(START), batch, weight)
+
+
+def batches(*shapes):
+    return [[np.zeros(shape, np.float32)] for shape in shapes]
+
+
+def test_a_replica_without_any_batch():
+    mesh = js.virtual_mesh({"replica": 2})
+    ((batch, weight),) = js.uneven_batches([[], [np.ones((2, 3))]], mesh=mesh)
+    assert batch.shape == (4, 3)
+    assert weight.tolist() == [0, 2]
+
+
+def test_the_end_may_be_an_error():
+    found = js.uneven_batches(DATA, mesh=mesh_of("virtual"), on_exhausted="raise")
+    next(found)
+    with pytest.raises(RuntimeError, match=r"replicas \[1\] have run out"):
+        next(found)
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (batches((2, 3)), r"has 2 of 2, got 1 shares"),
+        (batches((2, 3), (1, 3)), r"on replica 0 .*\(1, 3\)'\] on replica 1; pad a smaller"),
+        ([[], []], r"replicas \[0, 1\] of this process have no batch at all"),
+        ([[{}], [{}]], "holds no array"),
+    ],
+)
+def test_shares_that_do_not_fit(shares, said):
+    with pytest.raises(ValueError, match=said):
+        list(js.uneven_batches(shares, mesh=js.virtual_mesh({"replica": 2})))
+
+
+def test_another_way_to_end():
+    with pytest.raises(ValueError, match='`on_exhausted` must be "follow" or "raise", got \'x\''):
+        js.uneven_batches(DATA, mesh=mesh_of("virtual"), on_exhausted="x")
