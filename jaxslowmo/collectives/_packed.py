@@ -45,11 +45,6 @@ def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
     return parts
 
 
-def packed_bytes(*kinds: Kind) -> int:
-    """Bytes of a row that `pack` makes of rows of these kinds."""
-    return math.prod(_layout(sum(size * jnp.dtype(dtype).itemsize for size, dtype in kinds)))
-
-
 def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
     """Entry i of the result is what replica i holds as entry r, on replica r.
 

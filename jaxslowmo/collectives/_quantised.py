@@ -33,8 +33,12 @@ class Quantised:
 
     def decode(self, packed: jax.Array, size: int) -> jax.Array:
         """`(r, size)` float32."""
-        kinds = (size, self.codec.dtype), (num_blocks(size, self.block_size), jnp.float32)
-        return dequantise(*unpack(packed, *kinds), self.codec, self.block_size)
+        codes, scales = unpack(
+            packed,
+            (size, self.codec.dtype),
+            (num_blocks(size, self.block_size), jnp.float32),
+        )
+        return dequantise(codes, scales, self.codec, self.block_size)
 
     def chunk_size(self, size: int, replicas: int) -> int:
         """Elements that each replica sums; whole blocks unless that is much padding."""

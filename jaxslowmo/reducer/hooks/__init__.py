@@ -10,3 +10,6 @@ from ._plain import mean as mean
 from ._plain import noop as noop
 from ._powersgd import PowerSGDState as PowerSGDState
 from ._powersgd import powersgd as powersgd
+from ._quantised import fp8 as fp8
+from ._quantised import int8 as int8
+from ._top_k import top_k as top_k
