@@ -112,7 +112,7 @@ def skip_unused(
             mine = _per_leaf(used, updates)
         with jax.named_scope(_OWNER):
             used_by = _sum(mine, axis_name)
-            times_used = state.times_used + (used_by > 0)
+            times_used = state.times_used + (used_by > 0).astype(jnp.int32)
             live = times_used > 0 if sticky else used_by > 0
             mask = treedef.unflatten([live[i] for i in range(treedef.num_leaves)])
         # Not in a conditional: `inner` may communicate, and is one program for all parameters.
