@@ -99,8 +99,8 @@ def accumulate(
             whole = jax.tree.map(lambda t, g: t.astype(g.dtype), whole, updates)
             given = extra if share is None else {**extra, "weight": s.weight}
             moved, after = transform.update(whole, s.inner, params, **given)
-            empty = jax.tree.map(jnp.zeros_like, (s.total, s.weight))
-            return moved, AccumulateState(count, *empty, after)
+            empty = jax.tree.map(jnp.zeros_like, s.total)
+            return moved, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
 
         def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
             moved = jax.eval_shape(update, s)[0]

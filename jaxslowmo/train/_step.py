@@ -18,6 +18,7 @@ from ..algorithms import (
     phase_name,
 )
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
+from ..tracing import ready_order
 from ..tree import leaf_names
 from ._in_flight import StepsInFlight
 from ._replica_step import Metrics, StepParts
@@ -91,18 +92,47 @@ class TrainStep:
         Raises:
           ValueError: a batch that does not split evenly, a weight of another shape.
         """
-        automatic = model_axes(state.params, self.mesh, self.axis_name)
-        batch = self._placed(batch, automatic)
-        weight = self._placed_weight(weight)
-        phase = self.next_phase(state) if self.mode == "host" else None
+        program, arguments = self._prepared(state, batch, weight)
         counter, so_far = self._counted
         is_counted = _counter(state, self._parts.sync) is counter
-        program = self._program(phase, automatic, self.mesh, state, batch, weight)
-        new_state, metrics = program(state, batch, weight)
+        new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
         if is_counted:  # count on, without asking the device
             self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics
+
+    def compiled(
+        self, state: TrainState, batch: PyTree, weight: Any = None
+    ) -> jax.stages.Compiled:
+        """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs."""
+        program, arguments = self._prepared(state, batch, weight)
+        return program.lower(*arguments).compile()
+
+    def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
+        """`js.ready_order` of what one device computes.
+
+        None for a loss function that uses a mapped axis; nothing runs.
+        """
+        automatic = model_axes(state.params, self.mesh, self.axis_name)
+        axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))
+        parts = math.prod(self.mesh.shape[name] for name in axes)
+
+        def share(x: Any) -> jax.ShapeDtypeStruct:
+            shape = np.shape(x)
+            return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]), jnp.result_type(x))
+
+        def own(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        try:
+            return ready_order(
+                self._parts.loss,
+                jax.tree.map(own, state.params),
+                jax.tree.map(share, batch),
+                model_state=jax.tree.map(own, state.model_state),
+            )
+        except NameError:  # unbound axis name
+            return None
 
     def traced_by_phase(
         self, state: TrainState, batch: PyTree
@@ -141,6 +171,17 @@ class TrainStep:
         """Axes inside a replica between whose devices the batch is split."""
         skip = {*axis_names(self.axis_name), *automatic}
         return tuple(a for a in self.mesh.axis_names if a not in skip)
+
+    def _prepared(
+        self, state: TrainState, batch: PyTree, weight: Any
+    ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
+        """The program of the next update, and its arguments where it wants them."""
+        automatic = model_axes(state.params, self.mesh, self.axis_name)
+        batch = self._placed(batch, automatic)
+        weight = self._placed_weight(weight)
+        phase = self.next_phase(state) if self.mode == "host" else None
+        program = self._program(phase, automatic, self.mesh, state, batch, weight)
+        return program, (state, batch, weight)
 
     def _program(
         self,

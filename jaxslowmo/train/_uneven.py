@@ -68,17 +68,17 @@ def uneven_batches(
             f'{_OWNER}: `on_exhausted` must be "follow" or "raise", got {on_exhausted!r}.'
         )
     replicas = replica_count(_OWNER, mesh, axis_name)
-    here = list(range(replicas))
+    here, place = list(range(replicas)), None
     if not isinstance(mesh, VirtualMesh):
         split = NamedSharding(mesh, P(axis_names(axis_name)))
         held = split.addressable_devices_indices_map((replicas,)).values()
         here = sorted({index[0].indices(replicas)[0] for index in held if index})
+        place = split if jax.process_count() > 1 else None
     if len(shares) != len(here):
         raise ValueError(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(here)} of {replicas}, got {len(shares)} shares."
         )
-    place = None if jax.process_count() == 1 else NamedSharding(mesh, P(axis_names(axis_name)))
     return _joined([iter(share) for share in shares], here, replicas, place, on_exhausted)
 
 
