@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
 from ..mesh import axis_size
-from ..tree import BufferPlan, leaf_names, plan_buffers
+from ..tree import BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 from ._order import Order, leaf_positions
 
@@ -86,9 +86,14 @@ def reduce_plainly(
 
     Communication: one all-reduce over `axis_name` per bucket; see `weighted_means`.
     """
+    note_buffers("gradients", plan, leaf_names(grads))
     flats = plan.pack(grads)
     if weight is None:
-        return plan.unpack([all_mean(flat, axis_name) for flat in flats])
+        means = []
+        for i, flat in enumerate(flats):
+            with jax.named_scope(f"bucket_{i}"):
+                means.append(all_mean(flat, axis_name))
+        return plan.unpack(means)
     means, total = weighted_means(flats, weight, axis_name)
     if divide_by_initial:
         share = total.active / axis_size(axis_name)
@@ -110,6 +115,7 @@ def reduce_with_hook(
 
     Communication: the hook's, and with a weight one all-reduce of 8 bytes before it.
     """
+    note_buffers("gradients", plan, leaf_names(grads))
     flats = plan.pack(grads)
     if weight is not None:
         total = total_weight(weight, axis_name)
