@@ -13,6 +13,10 @@ from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh
+from ._in_sync import Divergence as Divergence
+from ._in_sync import OutOfSyncError as OutOfSyncError
+from ._in_sync import SyncReport as SyncReport
+from ._in_sync import check_in_sync as check_in_sync
 from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas
 from ._mapped import model_axes as model_axes
@@ -20,3 +24,4 @@ from ._mapped import replica_count as replica_count
 from ._replicas import consensus as consensus
 from ._replicas import init as init
 from ._replicas import replicate as replicate
+from ._verify import check_same_tree as check_same_tree

@@ -18,7 +18,7 @@ from ._broadcast import from_first
 from ._build import VirtualMesh
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
 from ._sharded_like import sharded_like
-from ._verify import check_same_tree_everywhere
+from ._verify import check_same_tree
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:
@@ -92,7 +92,7 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       several processes one exchange of names, shapes and dtypes through the host.
     """
     replica_count("replicate", mesh, axis_name)
-    check_same_tree_everywhere(params)
+    check_same_tree(params)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     return _replicate_fn(mesh, axis_name, automatic)(placed)
@@ -137,7 +137,7 @@ def consensus(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
     the leaves).
     """
     check_stacked("consensus", params, mesh, axis_name)
-    placed = _on_mesh(params, mesh, axis_name)
+    placed = on_mesh(params, mesh, axis_name)
     return _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(placed)
 
 
@@ -170,9 +170,9 @@ def init(
     shapes and dtypes (a few KiB) through the host.
     """
     check_stacked("init", stacked_params, mesh, axis_name)
-    check_same_tree_everywhere(stacked_params)
+    check_same_tree(stacked_params)
 
-    placed = _on_mesh(stacked_params, mesh, axis_name)
+    placed = on_mesh(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
 
     def per_replica(params: PyTree) -> PyTree:
@@ -189,7 +189,7 @@ def init(
     return jax.jit(mapped)(placed)
 
 
-def _on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Stacked leaves that are not placed yet, split over the replica axis."""
     if not isinstance(mesh, Mesh):
         return tree

@@ -1,6 +1,8 @@
 """Do all processes hold the same tree? Asked once, before anything is averaged."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,50 +11,75 @@ from jax.experimental import multihost_utils
 from .._typing import PyTree
 from ..tree import leaf_names
 
-
-def describe(tree: PyTree) -> list[str]:
-    """One line per leaf: name, dtype, shape."""
-    return [
-        f"{name}: {jax.typeof(leaf).dtype}{list(np.shape(leaf))}"
-        for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    ]
+Description = list[tuple[str, str]]
+"""Name and type of every leaf, in flattening order."""
 
 
-def differences(descriptions: list[list[str]]) -> list[str]:
-    """What each process has that process 0 lacks, and lacks that process 0 has."""
-    reference = descriptions[0]
+def describe(tree: PyTree) -> Description:
+    """Name and type, such as `("layer/w", "float32[3,4]")`, of every leaf."""
+    seen: Counter[str] = Counter()
+    lines = []
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        seen[name] += 1
+        unique = name if seen[name] == 1 else f"{name} (no. {seen[name]})"
+        shape = ",".join(map(str, np.shape(leaf)))
+        lines.append((unique, f"{jax.typeof(leaf).dtype}[{shape}]"))
+    return lines
+
+
+def differences(descriptions: Sequence[Description]) -> list[str]:
+    """One line for each leaf that is not the same everywhere: what it is on which processes."""
+    by_process = [dict(description) for description in descriptions]
+    names = dict.fromkeys(name for types in by_process for name in types)
     found = []
-    for process, lines in enumerate(descriptions[1:], start=1):
-        found += [f"process {process} has {line}" for line in lines if line not in reference]
-        found += [f"process {process} lacks {line}" for line in reference if line not in lines]
-        if sorted(lines) == sorted(reference) and lines != reference:
-            found.append(f"process {process} has the same leaves in another order")
+    for name in names:
+        groups: dict[str, list[int]] = {}
+        for process, types in enumerate(by_process):
+            groups.setdefault(types.get(name, "missing"), []).append(process)
+        if len(groups) > 1:
+            parts = [f"{what} on {_processes(where)}" for what, where in groups.items()]
+            found.append(f"{name}: {', '.join(parts)}")
+    if not found:
+        orders = [[name for name, _ in description] for description in descriptions]
+        other = [process for process, order in enumerate(orders) if order != orders[0]]
+        if other:
+            found.append(f"the same leaves in another order than process 0 on {_processes(other)}")
     return found
 
 
-def check_same_tree_everywhere(tree: PyTree) -> None:
-    """Raise `ValueError` listing every difference between the processes' trees.
+def _processes(which: list[int]) -> str:
+    return f"process{'es' if len(which) > 1 else ''} {', '.join(map(str, which))}"
+
+
+def check_same_tree(params: PyTree) -> None:
+    """Check that all processes hold the same tree: names, shapes and dtypes of its leaves.
+
+    `js.replicate`, `js.init` and `js.TrainState.create` (so `step.init` too) do this by themselves.
+    All processes must call it. Values are not compared: see `js.check_in_sync`.
+
+    Args:
+      params: any tree of arrays.
 
     Raises:
-      ValueError: names, dtypes or shapes differ; on every process, with the same text.
+      ValueError: some leaf differs or is missing somewhere; raised on every process with the same
+        text, which lists each such leaf, what it is, and on which processes.
 
-    Communication: none with one process; else two small gathers through the host.
+    Communication: none with one process; else two gathers of a few KiB through the host.
     """
     if jax.process_count() == 1:
         return
-    payload = np.frombuffer(json.dumps(describe(tree)).encode(), np.uint8)
+    payload = np.frombuffer(json.dumps(describe(params)).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array([payload.size], np.int32)).reshape(-1)
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: payload.size] = payload
     gathered = multihost_utils.process_allgather(padded).reshape(lengths.size, -1)
     found = differences(
         [
-            json.loads(bytes(row[:length]).decode())
+            [(name, what) for name, what in json.loads(bytes(row[:length]).decode())]
             for row, length in zip(gathered, lengths, strict=True)
         ]
     )
     if found:
         raise ValueError(
-            "params: the parameter trees differ between processes (compared with process "
-            "0): " + "; ".join(found) + "."
+            f"params: the parameter trees differ between processes: {'; '.join(found)}."
         )

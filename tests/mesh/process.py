@@ -43,6 +43,13 @@ try:
             mode="host",
         )
         state = step.init(params)
+        print("IN_SYNC", js.check_in_sync(state.params, mesh=mesh), flush=True)
+        mine = params["w"] + np.array([0, rank / 2, 0], np.float32)
+        apart = jax.make_array_from_process_local_data(split, mine[None], (2, 3))
+        try:
+            js.check_in_sync({**state.params, "w": apart}, mesh=mesh)
+        except js.OutOfSyncError as error:
+            print("OUT_OF_SYNC", error, flush=True)
         rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
         mine = rows[rank * 4 : rank * 4 + 4]
         batch = jax.make_array_from_process_local_data(split, mine, (8, 3))

@@ -20,27 +20,38 @@ SECONDS = 60
 
 
 def test_a_tree_is_described_by_name_dtype_and_shape():
-    tree = {"b": np.ones((2, 3), np.float32), "a": {"n": np.ones((), np.int32)}}
-    assert describe(tree) == ["a/n: int32[]", "b: float32[2, 3]"]
+    tree = {"b": np.ones((2, 3), np.float32), "a": {"n": np.ones((), np.int32)}, "a/n": 1.0}
+    assert describe(tree) == [
+        ("a/n", "int32[]"),
+        ("a/n (no. 2)", "float32[]"),
+        ("b", "float32[2,3]"),
+    ]
 
 
 def test_equal_trees_do_not_differ():
-    assert differences([["a: float32[2]", "b: int32[]"]] * 3) == []
+    assert differences([[("a", "float32[2]"), ("b", "int32[]")]] * 3) == []
 
 
-def test_every_difference_is_listed_with_its_process():
-    reference = ["a: float32[2]", "b: float32[3]"]
-    found = differences([reference, reference, ["a: float32[2]", "b: float16[3]", "c: int32[]"]])
-    assert found == [
-        "process 2 has b: float16[3]",
-        "process 2 has c: int32[]",
-        "process 2 lacks b: float32[3]",
+def test_every_difference_is_listed_with_its_processes():
+    reference = [("a", "float32[2]"), ("w", "float32[3,4]")]
+    other = [("a", "float32[2]"), ("w", "float32[3,5]"), ("c", "int32[]")]
+    half = [("w", "bfloat16[3,4]")]
+    assert differences([reference, half, other, other]) == [
+        "a: float32[2] on processes 0, 2, 3, missing on process 1",
+        "w: float32[3,4] on process 0, bfloat16[3,4] on process 1, float32[3,5] on processes 2, 3",
+        "c: missing on processes 0, 1, int32[] on processes 2, 3",
     ]
 
 
 def test_another_order_is_a_difference():
-    lines = ["a: float32[2]", "b: float32[2]"]
-    assert differences([lines, lines[::-1]]) == ["process 1 has the same leaves in another order"]
+    lines = [("a", "float32[2]"), ("b", "float32[2]")]
+    assert differences([lines, lines[::-1], lines, lines[::-1]]) == [
+        "the same leaves in another order than process 0 on processes 1, 3"
+    ]
+
+
+def test_one_process_agrees_with_itself():
+    js.check_same_tree({"w": np.ones(3)})
 
 
 def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
@@ -81,14 +92,13 @@ def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("entry", ["init", "train"])
 def test_trees_that_differ_are_listed_on_both(entry, tmp_path):
-    stack = "2, " if entry == "init" else ""
+    stack = "2," if entry == "init" else ""
     for out in two_processes(tmp_path, entry, "differ"):
         assert "VALUE_ERROR" in out
         assert "differ between processes" in out
         for line in (
-            f"process 1 has b: float32[{stack}4]",
-            f"process 1 has c: float32[{stack}2]",
-            f"process 1 lacks b: float32[{stack}2]",
+            f"b: float32[{stack}2] on process 0, float32[{stack}4] on process 1",
+            f"c: missing on process 0, float32[{stack}2] on process 1",
         ):
             assert line in out
 
@@ -105,6 +115,9 @@ def test_equal_trees_train_as_in_one_process(tmp_path):
     for _ in range(4):
         state, _ = step(state, rows)
     for out in two_processes(tmp_path, "train", "equal"):
+        assert "IN_SYNC SyncReport(num_leaves=2, num_replicas=2, divergences=())" in out
+        assert "OUT_OF_SYNC check_in_sync: 1 leaves differ" in out
+        assert ": w: replica 1 by 0.5 in 1 of 3 elements." in out
         line = next(x for x in out.splitlines() if x.startswith("PARAMS"))
         found = ast.literal_eval(line.removeprefix("PARAMS "))
         np.testing.assert_allclose(found, np.asarray(state.params["w"])[0], rtol=1e-6)

@@ -1,0 +1,255 @@
+"""Do all replicas hold the same values?"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._typing import AxisName, PyTree
+from ..tree import at_least_float32, leaf_names
+from ._axes import axis_names, vary_over
+from ._broadcast import from_first
+from ._build import VirtualMesh
+from ._fingerprint import bit_words, fingerprint
+from ._mapped import AnyMesh, map_replicas, model_axes
+from ._replicas import check_stacked, on_mesh
+
+
+class Divergence(NamedTuple):
+    """One leaf of one replica that differs from replica 0's.
+
+    Attributes:
+      leaf: its name.
+      replica: which one.
+      difference: largest absolute difference; inf where NaN or an infinity stands against another
+        value, 0 where only signs of zeros or bits of NaNs differ.
+      elements: how many elements differ in their bits.
+      size: elements of the leaf.
+      device: position inside the replica, along the inner axes of the mesh; 0 without any.
+    """
+
+    leaf: str
+    replica: int
+    difference: float
+    elements: int
+    size: int
+    device: int
+
+    def __str__(self) -> str:
+        inside = f" (device {self.device})" if self.device else ""
+        many = f"{self.elements} of {self.size} elements"
+        return f"replica {self.replica}{inside} by {self.difference:.6g} in {many}"
+
+
+class SyncReport(NamedTuple):
+    """What `js.check_in_sync` found where it did not raise.
+
+    Attributes:
+      num_leaves: leaves that were compared.
+      num_replicas: replicas that were compared.
+      divergences: those within the tolerance; empty where all bits are equal.
+    """
+
+    num_leaves: int
+    num_replicas: int
+    divergences: tuple[Divergence, ...]
+
+
+class OutOfSyncError(ValueError):
+    """Replicas hold different values.
+
+    Attributes:
+      divergences: a `Divergence` for every leaf and replica beyond the tolerance.
+    """
+
+    def __init__(self, divergences: tuple[Divergence, ...], tolerance: float) -> None:
+        self.divergences = divergences
+        by_leaf: dict[str, list[str]] = {}
+        for divergence in divergences:
+            by_leaf.setdefault(divergence.leaf, []).append(str(divergence))
+        listed = "; ".join(f"{leaf}: {', '.join(lines)}" for leaf, lines in by_leaf.items())
+        within = f" by more than {tolerance:g}" if tolerance else ""
+        super().__init__(
+            f"check_in_sync: {len(by_leaf)} leaves differ from replica 0{within} (largest absolute "
+            f"difference): {listed}."
+        )
+
+
+def check_in_sync(
+    params: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+    tolerance: float = 0.0,
+) -> SyncReport:
+    """Check that all replicas hold the same values; name the leaves and replicas that do not.
+
+    For states that should be equal: after a synchronisation, under plain data parallelism, of
+    `state.params` or any other stacked tree. With several processes all must call it, and all get
+    the same report or error.
+
+    Without a tolerance bits are compared, so equal NaNs are equal and 0.0 and -0.0 are not. Bits
+    are compared by fingerprints of 64 bits: a difference in a single element is always found, and
+    others are missed with a chance of about 2**-64.
+
+    Args:
+      params: stacked tree, leaves `(replicas, *s)` of any dtypes.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`. The copies that devices along its other axes
+        hold are compared too, except along axes over which some leaf is sharded.
+      axis_name: the replica axis, or several.
+      tolerance: largest absolute difference to replica 0 that is accepted, in floating leaves;
+        others must be equal. NaN is accepted where replica 0 has one.
+
+    Returns:
+      A `SyncReport` with the differences within the tolerance.
+
+    Raises:
+      OutOfSyncError: (a `ValueError`) values differ; lists every leaf and replica, with the largest
+        difference.
+      ValueError: leaves without the leading axis, or a negative tolerance.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxslowmo as js
+      >>> params = {"w": jnp.ones((2, 3)).at[1, 2].set(1.5)}
+      >>> check_in_sync(params, mesh=js.virtual_mesh({"replica": 2}), tolerance=1.0).divergences[0]
+      Divergence(leaf='w', replica=1, difference=0.5, elements=1, size=3, device=0)
+
+    Communication: one all-reduce of 8 bytes per leaf and device over all devices that are compared.
+      Where fingerprints differ, besides, one all-reduce of each such leaf (replica 0's values) and
+      one of 8 bytes per such leaf and device.
+    """
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+        raise ValueError(
+            f"check_in_sync: `tolerance` must be a finite number >= 0, got {tolerance!r}."
+        )
+    replicas = check_stacked("check_in_sync", params, mesh, axis_name)
+    names, leaves = leaf_names(params), jax.tree.leaves(params)
+    if not leaves:
+        return SyncReport(0, replicas, ())
+    placed = on_mesh(leaves, mesh, axis_name)
+    automatic = model_axes(placed, mesh, axis_name)
+    prints = np.asarray(_fingerprints_fn(mesh, axis_name, automatic)(placed))
+    differ = np.any(prints != prints[0], axis=-1)  # (devices, leaves)
+    suspects = np.flatnonzero(differ.any(0)).tolist()
+    if not suspects:
+        return SyncReport(len(names), replicas, ())
+    found = _differences_fn(mesh, axis_name, automatic)([placed[i] for i in suspects])
+    largest, counts = (np.asarray(x) for x in found)
+    devices_each = len(prints) // replicas
+    divergences = tuple(
+        Divergence(
+            leaf=names[i],
+            replica=position // devices_each,
+            difference=float(largest[position, column]),
+            elements=int(counts[position, column]),
+            size=math.prod(placed[i].shape[1:]),
+            device=position % devices_each,
+        )
+        for column, i in enumerate(suspects)
+        for position in np.flatnonzero(differ[:, i]).tolist()
+    )
+    floating = {n for n, x in zip(names, leaves, strict=True) if _is_floating(x)}
+    beyond = tuple(
+        d
+        for d in divergences
+        if tolerance == 0 or d.leaf not in floating or not d.difference <= tolerance
+    )
+    if beyond:
+        raise OutOfSyncError(beyond, tolerance)
+    return SyncReport(len(names), replicas, divergences)
+
+
+def _is_floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _compared_axes(
+    mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]
+) -> tuple[str, ...]:
+    """Replica axes, then those inside a replica that hold copies."""
+    replicas = axis_names(axis_name)
+    inner = (a for a in mesh.axis_names if a not in replicas and a not in automatic)
+    return (*replicas, *inner)
+
+
+def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x` of every position along `axes`, `(positions, *x.shape)`, equal on all of them."""
+    every = jnp.zeros((lax.axis_size(axes), *x.shape), x.dtype)
+    return lax.psum(vary_over(every.at[lax.axis_index(axes)].set(x), axes), axes)
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprints_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
+    axes = _compared_axes(mesh, axis_name, automatic)
+
+    def per_device(leaves: list[jax.Array]) -> jax.Array:
+        return _from_each(jnp.stack([fingerprint(x) for x in leaves]), axes)
+
+    return _jitted(per_device, mesh, axis_name, automatic)
+
+
+@functools.lru_cache(maxsize=64)
+def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
+    axes = _compared_axes(mesh, axis_name, automatic)
+
+    def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = _bits_from_first(vary_over(x, axes), axes)
+        words, first_words = bit_words(x), bit_words(first)
+        unequal = words != first_words
+        if words.ndim > x.ndim:  # several words for each element
+            unequal = jnp.any(unequal, axis=tuple(range(x.ndim, words.ndim)))
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            apart = jnp.where(unequal, jnp.inf, 0.0)
+        else:
+            apart = _apart(x, first)
+        return jnp.max(apart, initial=0.0).astype(jnp.float32), jnp.sum(unequal, dtype=jnp.int32)
+
+    def per_device(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        largest, counts = zip(*map(one, leaves), strict=True)
+        return _from_each(jnp.stack(largest), axes), _from_each(jnp.stack(counts), axes)
+
+    return _jitted(per_device, mesh, axis_name, automatic, results=2)
+
+
+def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`from_first` that keeps the sign of zeros and the bits of NaNs, which a sum does not."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_bits_from_first(x.real, axes), _bits_from_first(x.imag, axes))
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 8:
+        return from_first(x, axes)
+    bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+    return lax.bitcast_convert_type(from_first(bits, axes), x.dtype)
+
+
+def _apart(x: jax.Array, first: jax.Array) -> jax.Array:
+    """Absolute differences, inf where there is none."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        wide = jnp.promote_types(at_least_float32(x.dtype), x.dtype)
+    else:
+        wide = jnp.float32
+    same = (x == first) | ((x != x) & (first != first))
+    difference = jnp.abs(x.astype(wide) - first.astype(wide))
+    difference = jnp.where(difference == difference, difference, jnp.inf)
+    return jnp.where(same, jnp.zeros_like(difference), difference)
+
+
+def _jitted(fn, mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str], results: int = 1):
+    shared = "shared" if results == 1 else ("shared",) * results
+    mapped = map_replicas(
+        fn,
+        mesh=mesh,
+        axis_name=axis_name,
+        in_roles=("stacked",),
+        out_roles=shared,
+        automatic=automatic,
+    )
+    if isinstance(mesh, VirtualMesh):
+        return jax.jit(mapped)
+    # Whole on every device, along automatic axes too, so that each process can read it.
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))

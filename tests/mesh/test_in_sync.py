@@ -1,0 +1,177 @@
+"""Replicas that hold other values are found, wherever they differ and whatever the dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.mesh._fingerprint import fingerprint
+from jaxslowmo.mesh._in_sync import _differences_fn, _fingerprints_fn
+
+REPLICAS = 4
+
+
+def params():
+    """One leaf of each kind, equal on all replicas."""
+    one = {
+        "bool": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 2)),
+        "half": jnp.arange(5, dtype=jnp.bfloat16),
+        "int": jnp.arange(6, dtype=jnp.int8).reshape(2, 3),
+        "key": jax.random.key(3),
+        "layer": {"w": jnp.arange(12.0).reshape(3, 4), "nan": jnp.array([jnp.nan, 1.0, -0.0])},
+        "scalar": jnp.float16(2.0),
+    }
+    return jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), one)
+
+
+def changed():
+    tree = params()
+    tree["layer"]["w"] = tree["layer"]["w"].at[1, 2, 3].add(0.5).at[3, 0].add(-2.0)
+    tree["layer"]["nan"] = tree["layer"]["nan"].at[2].set(jnp.array([0.0, jnp.nan, 0.0]))
+    tree["int"] = tree["int"].at[2, 1, 1].set(-100)
+    tree["bool"] = tree["bool"].at[3].set(False)
+    tree["half"] = tree["half"].at[1, 4].set(4.03125)
+    tree["key"] = tree["key"].at[1].set(jax.random.key(4))
+    return tree
+
+
+EXPECTED = [
+    ("bool", 3, 1.0, 1, 2, 0),
+    ("half", 1, 0.03125, 1, 5, 0),
+    ("int", 2, 104.0, 1, 6, 0),
+    ("key", 1, np.inf, 1, 1, 0),
+    ("layer/nan", 2, np.inf, 3, 3, 0),
+    ("layer/w", 1, 0.5, 1, 12, 0),
+    ("layer/w", 3, 2.0, 4, 12, 0),
+]
+
+
+@pytest.fixture(params=["devices", "explicit", "virtual"])
+def any_mesh(request, mesh_of):
+    if request.param == "virtual":
+        return js.virtual_mesh({"replica": REPLICAS})
+    return mesh_of({"replica": REPLICAS}, explicit=request.param == "explicit")
+
+
+def test_every_leaf_and_replica_that_differs_is_listed(any_mesh):
+    assert js.check_in_sync(params(), mesh=any_mesh) == js.SyncReport(8, REPLICAS, ())
+    with pytest.raises(js.OutOfSyncError) as caught:
+        js.check_in_sync(changed(), mesh=any_mesh)
+    assert list(map(tuple, caught.value.divergences)) == EXPECTED
+    assert isinstance(caught.value, ValueError)
+    for part in (
+        "6 leaves differ from replica 0 (largest absolute difference): bool: replica 3 by 1",
+        "; layer/nan: replica 2 by inf in 3 of 3 elements; ",
+        "; layer/w: replica 1 by 0.5 in 1 of 12 elements, replica 3 by 2 in 4 of 12 elements.",
+    ):
+        assert part in str(caught.value)
+
+
+def test_tolerance_is_for_floating_leaves():
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    with pytest.raises(js.OutOfSyncError, match=r"differ from replica 0 by more than 1 ") as caught:
+        js.check_in_sync(changed(), mesh=mesh, tolerance=1.0)
+    accepted = {("half", 1), ("layer/w", 1)}
+    beyond = [(d.leaf, d.replica) for d in caught.value.divergences]
+    assert beyond == [(leaf, r) for leaf, r, *_ in EXPECTED if (leaf, r) not in accepted]
+    near = {"w": changed()["layer"]["w"]}
+    report = js.check_in_sync(near, mesh=mesh, tolerance=2.0)
+    assert [(d.replica, d.difference) for d in report.divergences] == [(1, 0.5), (3, 2.0)]
+
+
+def test_zeros_of_either_sign_differ_in_their_bits_only():
+    zeros = {"z": jnp.array([[0.0], [-0.0]])}
+    mesh = js.virtual_mesh({"replica": 2})
+    with pytest.raises(js.OutOfSyncError, match="z: replica 1 by 0 in 1 of 1 elements"):
+        js.check_in_sync(zeros, mesh=mesh)
+    assert len(js.check_in_sync(zeros, mesh=mesh, tolerance=1e-30).divergences) == 1
+
+
+def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    w = np.zeros((2, 8, 3), np.float32)
+    w[1, 5, 2] = 1.0
+    place = NamedSharding(mesh, P("replica", "fsdp"))
+    tree = {"w": jax.device_put(w, place), "b": jnp.ones((2, 3))}
+    with pytest.raises(js.OutOfSyncError, match=r": w: replica 1 by 1 in 1 of 24 elements\.$"):
+        js.check_in_sync(tree, mesh=mesh)
+    # Nothing of the table's size is moved to compare fingerprints.
+    compiled = _fingerprints_fn(mesh, "replica", frozenset({"fsdp"})).lower([tree["w"]]).compile()
+    assert "all-gather" not in compiled.as_text()
+
+
+def test_copies_inside_a_replica_are_compared(mesh_of):
+    mesh = mesh_of({"replica": 2, "device": 2})
+    place = NamedSharding(mesh, P("replica"))
+    blocks = [np.full((1, 3), 7.0, np.float32) for _ in range(4)]
+    blocks[3] = blocks[3] + np.array([[0.0, 0.25, 0.0]], np.float32)
+    arrays = [jax.device_put(b, d) for b, d in zip(blocks, mesh.devices.ravel(), strict=True)]
+    tree = {"w": jax.make_array_from_single_device_arrays((2, 3), place, arrays)}
+    with pytest.raises(js.OutOfSyncError, match=r"w: replica 1 \(device 1\) by 0.25 in 1 of 3"):
+        js.check_in_sync(tree, mesh=mesh)
+    virtual = js.virtual_mesh({"replica": 2, "device": 2})
+    assert not js.check_in_sync({"w": jnp.ones((2, 3))}, mesh=virtual).divergences
+
+
+def test_several_replica_axes(mesh_of):
+    mesh = mesh_of({"slice": 2, "replica": 2})
+    tree = {"w": jnp.zeros((4, 3)).at[2, 1].set(1.0)}
+    with pytest.raises(js.OutOfSyncError, match="w: replica 2 by 1 in 1 of 3"):
+        js.check_in_sync(tree, mesh=mesh, axis_name=("slice", "replica"))
+
+
+def test_bytes(mesh_of):
+    """Fingerprints of all leaves; of those that differ, replica 0's values."""
+    mesh = mesh_of({"replica": REPLICAS})
+    leaves = [jnp.zeros((REPLICAS, 1000)), jnp.zeros((REPLICAS, 10, 10))]
+    prints = js.comm_report_of(
+        _fingerprints_fn(mesh, "replica", frozenset()).lower(leaves), compile=False
+    )
+    assert prints.bytes(axis="replica") == 8 * len(leaves) * REPLICAS
+    assert prints.count(axis="replica") == 1
+    apart = js.comm_report_of(
+        _differences_fn(mesh, "replica", frozenset()).lower(leaves[:1]), compile=False
+    )
+    assert apart.bytes(axis="replica") == 4000 + 8 * REPLICAS
+
+
+def test_no_leaves_and_bad_input():
+    mesh = js.virtual_mesh({"replica": 2})
+    assert js.check_in_sync({}, mesh=mesh) == js.SyncReport(0, 2, ())
+    for tolerance in (-1.0, np.nan, np.inf, "0"):
+        with pytest.raises(ValueError, match="`tolerance` must be a finite number >= 0"):
+            js.check_in_sync({"w": jnp.ones(2)}, mesh=mesh, tolerance=tolerance)
+    with pytest.raises(ValueError, match=r"leading axis of 2 replicas .* got w \(3,\)"):
+        js.check_in_sync({"w": jnp.ones(3)}, mesh=mesh)
+
+
+FINGERPRINT = jax.jit(fingerprint)
+
+
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "uint32"]),
+    place=st.integers(0, 63),
+    bit=st.integers(0, 31),
+    seed=st.integers(0, 2**31),
+)
+def test_one_bit_changes_both_halves_of_a_fingerprint(dtype, place, bit, seed):
+    size = jnp.dtype(dtype).itemsize * 8
+    words = {8: np.uint8, 16: np.uint16, 32: np.uint32}[size]
+    bits = np.random.default_rng(seed).integers(0, 2**size, 64, dtype=np.uint64).astype(words)
+    other = bits.copy()
+    other[place] ^= words(1 << (bit % size))
+    one, two = (FINGERPRINT(jnp.asarray(x.view(jnp.dtype(dtype)))) for x in (bits, other))
+    assert (one != two).all()
+
+
+def test_moved_values_change_a_fingerprint():
+    x = jnp.arange(64.0).reshape(8, 8)
+    y = x.at[0].set(x[1]).at[1].set(x[0])
+    prints = {tuple(FINGERPRINT(z).tolist()) for z in (x, y, x.T, x[::-1])}
+    assert len(prints) == 4
