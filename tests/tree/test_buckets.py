@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxslowmo as js
 
@@ -57,9 +59,78 @@ def test_no_leaves_no_buckets():
         ({"limits": (4, -1)}, r"`limits` .* >= 0, got \[4, -1\]"),
         ({"indices": [0]}, r"`indices` must name every leaf: got 1 for 2 leaves"),
         ({"expect_sparse": [True]}, r"`expect_sparse` .* cover label 1, got 1 flags"),
+        ({"max_buckets": 0}, r"`max_buckets` must be an int >= 1, got 0"),
         ({"indices": [3, 7], "expect_sparse": [False] * 5}, r"cover label 7, got 5 flags"),
     ],
 )
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         js.assign_buckets([np.zeros(2, np.float32)] * 2, **arguments)
+
+
+leaf_lists = st.lists(
+    st.tuples(st.integers(0, 9000), st.sampled_from(["float32", "bfloat16"])), max_size=8
+)
+limit_lists = st.lists(st.integers(0, 20000), min_size=1, max_size=3)
+
+
+def leaves_of(found):
+    return [jax.ShapeDtypeStruct((n,), jnp.dtype(dtype)) for n, dtype in found]
+
+
+@given(leaf_lists, limit_lists)
+def test_splits_cover_every_leaf_once(found, limits):
+    leaves = leaves_of(found)
+    whole, _ = js.assign_buckets(leaves, limits)
+    split, reported = js.assign_buckets(leaves, limits, split_large=True)
+    ends = [0] * len(leaves)
+    for bucket, limit in zip(split, reported, strict=True):
+        assert len({leaves[piece.label].dtype for piece in bucket}) == 1
+        size = sum((p.stop - p.start) * leaves[p.label].dtype.itemsize for p in bucket)
+        # At most one cut beyond the limit, or a leaf that is not larger than it.
+        assert limit == 0 or size < 2 * limit + 1024 * 4
+        for piece in bucket:
+            assert piece.start == ends[piece.label]
+            ends[piece.label] = piece.stop
+    assert ends == [n for n, _ in found]
+    if all(leaf.size * leaf.dtype.itemsize <= min(limits) for leaf in leaves):
+        assert [[p.label for p in bucket] for bucket in split] == whole
+
+
+def test_a_huge_leaf_fills_its_buckets():
+    leaves = [np.zeros(100, np.float32), np.zeros(5000, np.float32), np.zeros(10, np.float32)]
+    buckets, limits = js.assign_buckets(leaves, (4096, 8192), split_large=True)
+    assert limits == [4096, 8192, 8192]
+    assert buckets == [
+        [(0, 0, 100), (1, 0, 1024)],
+        [(1, 1024, 3072)],
+        [(1, 3072, 5000), (2, 0, 10)],
+    ]
+
+
+@given(leaf_lists, limit_lists, st.integers(1, 5))
+def test_a_maximum_number_of_buckets(found, limits, most):
+    leaves = leaves_of(found)
+    free, _ = js.assign_buckets(leaves, limits)
+    dtypes = len({leaf.dtype for leaf in leaves})
+    if dtypes > most:
+        with pytest.raises(ValueError, match=rf"`max_buckets` must be at least {dtypes}"):
+            js.assign_buckets(leaves, limits, max_buckets=most)
+        return
+    buckets, reported = js.assign_buckets(leaves, limits, max_buckets=most)
+    assert len(buckets) == len(reported) == min(most, len(free))
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(leaves)))
+    assert all(len({leaves[i].dtype for i in bucket}) == 1 for bucket in buckets)
+
+
+def test_the_smallest_neighbours_become_one():
+    leaves = [np.zeros(n, np.float32) for n in (100, 10, 10, 100)]
+    assert js.assign_buckets(leaves, (0,), max_buckets=3)[0] == [[0], [1, 2], [3]]
+
+
+def test_sparse_leaves_stay_alone():
+    leaves = [np.zeros(4, np.float32)] * 3
+    flags = [False, True, False]
+    assert js.assign_buckets(leaves, (0,), expect_sparse=flags, max_buckets=2)[0] == [[0, 2], [1]]
+    with pytest.raises(ValueError, match="at least 2 here"):
+        js.assign_buckets(leaves, (0,), expect_sparse=flags, max_buckets=1)
