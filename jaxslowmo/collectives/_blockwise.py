@@ -76,7 +76,8 @@ def quantise(
 def dequantise(codes: jax.Array, scales: jax.Array, codec: Codec, block_size: int) -> jax.Array:
     """`(r, m)` float32 of codes and scales; a block with scale NaN is NaN."""
     by = jnp.repeat(scales, block_size, axis=1)[:, : codes.shape[1]]
-    return codes.astype(jnp.float32) / codec.largest * by
+    # Compilers make this of a division by a constant, or do not; so it is the same everywhere.
+    return codes.astype(jnp.float32) * (1 / codec.largest) * by
 
 
 def num_blocks(size: int, block_size: int) -> int:

@@ -31,12 +31,12 @@ def pack(*parts: jax.Array) -> jax.Array:
     joined = jnp.concatenate([_bytes(part) for part in parts], axis=1)
     rows, lanes = _layout(joined.shape[1])
     padded = jnp.pad(joined, ((0, 0), (0, rows * lanes - joined.shape[1])))
-    return padded.reshape(-1, rows, lanes)
+    return padded.reshape(joined.shape[0], rows, lanes)
 
 
 def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
     """The inverse of `pack`: `(r, m)` arrays of the given sizes and dtypes."""
-    flat = packed.reshape(packed.shape[0], -1)
+    flat = packed.reshape(packed.shape[0], math.prod(packed.shape[1:]))
     parts, start = [], 0
     for size, dtype in kinds:
         stop = start + size * jnp.dtype(dtype).itemsize
