@@ -62,12 +62,21 @@ def hook(kind: str, *arguments: str):
     return getattr(js.hooks, kind)(*[float(x) for x in arguments])
 
 
+def mapped(f, num: int, **options):
+    """`f` of `num` trees, compiled for all processes; its arrays are stacked over them."""
+    spec = P("replica")
+    return jax.jit(
+        jax.shard_map(f, mesh=MESH, in_specs=(spec,) * num, out_specs=spec, check_vma=False),
+        **options,
+    )
+
+
+MAKE = mapped(lambda scale, constants: [scale * c for c in constants], 2)
+
+
 def prepare(name: str):
     base, *flags = name.split(", ")
     pair, state, text = transform(base), (), ""
-
-    def make(scale, constants):
-        return [scale * c for c in constants]
 
     def init(grads):
         state = pair[0]([g[0] for g in grads]) if pair else ()
@@ -77,20 +86,7 @@ def prepare(name: str):
         out = pair[1]([g[0] for g in grads], jax.tree.map(lambda x: x[0], state))
         return jax.tree.map(lambda x: x[None], out)
 
-    def mapped(f, num, **options):
-        return jax.jit(
-            jax.shard_map(
-                f,
-                mesh=MESH,
-                in_specs=(P("replica"),) * num,
-                out_specs=P("replica"),
-                check_vma=False,
-            ),
-            **options,
-        )
-
-    maker = mapped(make, 2)
-    grads = maker(SCALE, CONSTANTS)
+    grads = MAKE(SCALE, CONSTANTS)
     if pair:
         state = mapped(init, 1)(grads)
         lowered = mapped(update, 2, donate_argnums=(0, 1)).lower(grads, state)
@@ -99,7 +95,7 @@ def prepare(name: str):
     def step(timed: Timed):
         nonlocal state
         with timed:
-            grads = maker(SCALE, CONSTANTS)
+            grads = MAKE(SCALE, CONSTANTS)
             if pair:
                 grads, state = reduce(grads, state)
             jax.block_until_ready(grads)

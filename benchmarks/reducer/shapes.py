@@ -3,6 +3,7 @@
 Only NumPy: the torch worker runs in an environment without jax.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -53,11 +54,15 @@ def gradients(model: str, rank: int) -> list[np.ndarray]:
     ]
 
 
+@functools.cache
+def exact_mean(model: str, world: int) -> list[np.ndarray]:
+    leaves = zip(*(gradients(model, rank) for rank in range(world)), strict=True)
+    return [np.mean(np.stack(leaf), 0) for leaf in leaves]
+
+
 def relative_error(found: list[np.ndarray], model: str, world: int) -> float:
     """Norm of what differs from the exact mean over all processes, over the norm of that mean."""
-    total = [g.astype(np.float64) for g in gradients(model, 0)]
-    for rank in range(1, world):
-        total = [t + g for t, g in zip(total, gradients(model, rank), strict=True)]
-    mean = [t / world for t in total]
-    wrong = sum(float(np.sum((f - m) ** 2)) for f, m in zip(found, mean, strict=True))
-    return math.sqrt(wrong / sum(float(np.sum(m**2)) for m in mean))
+    mean = exact_mean(model, world)
+    pairs = [(f.reshape(-1), m.reshape(-1)) for f, m in zip(found, mean, strict=True)]
+    wrong = sum(float(np.sum((f - m) ** 2)) for f, m in pairs)
+    return math.sqrt(wrong / sum(float(np.sum(m**2)) for _, m in pairs))

@@ -34,7 +34,8 @@ class Leaves(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.leaves = torch.nn.ParameterList(
-            [torch.nn.Parameter(torch.zeros(s)) for s in shapes_of(model)]
+            # Scalars as vectors of one element: the stock PowerSGD hook fails on scalars.
+            [torch.nn.Parameter(torch.zeros(s or (1,))) for s in shapes_of(model)]
         )
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
