@@ -2,5 +2,9 @@
 
 from ._comm_report import comm_report as comm_report
 from ._comm_report import comm_report_of as comm_report_of
+from ._hlo_text import Instruction as Instruction
+from ._hlo_text import parse_module as parse_module
+from ._program import COLLECTIVES as COLLECTIVES
+from ._program import phase_of as phase_of
 from ._report import CommReport as CommReport
 from ._report import CommRow as CommRow

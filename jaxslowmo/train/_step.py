@@ -101,9 +101,7 @@ class TrainStep:
             self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics
 
-    def compiled(
-        self, state: TrainState, batch: PyTree, weight: Any = None
-    ) -> jax.stages.Compiled:
+    def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
         """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs."""
         program, arguments = self._prepared(state, batch, weight)
         return program.lower(*arguments).compile()

@@ -11,6 +11,9 @@ from ._leaves import at_least_float32 as at_least_float32
 from ._leaves import check_floating as check_floating
 from ._leaves import leaf_names as leaf_names
 from ._leaves import tree_bytes as tree_bytes
+from ._note_buffers import BufferNote as BufferNote
+from ._note_buffers import note_buffers as note_buffers
+from ._note_buffers import noted_buffers as noted_buffers
 from ._plan import Buffer as Buffer
 from ._plan import BufferPlan as BufferPlan
 from ._plan import plan_buffers as plan_buffers

@@ -27,6 +27,7 @@ FLOORS = {
     "diagnostics": 4,
     "reducer": 4,
     "sparse": 4,
+    "statistics": 5,
     "train": 5,
     API: 6,
     "cli": 7,

@@ -1,0 +1,8 @@
+"""What a training step spends its time on, measured while it runs."""
+
+from ._measured import MeasuredStep as MeasuredStep
+from ._measured import measured as measured
+from ._report import Bucket as Bucket
+from ._report import KindOfStep as KindOfStep
+from ._report import StepReport as StepReport
+from ._times import StepTimes as StepTimes

@@ -1,0 +1,207 @@
+"""A step that is measured now and then."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._typing import PyTree
+from .._warn import warn_once
+from ..algorithms import phase_name
+from ..tree import leaf_names, noted_buffers
+from ._program import StepProgram
+from ._report import Bucket, KindOfStep, StepReport
+from ._sampling import Sampling
+from ._times import DeviceOp, StepTimes, mean_times, step_times
+from ._trace import traced_call
+
+
+def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
+    """A step that is measured at its calls 1 to 10 and then at every `rate`-th.
+
+    A measured call runs the real step under the jax profiler and reads off the trace what each
+    device did when: forward pass, backward pass, communication, and which of it at the same time.
+    It waits for the steps before and for its own end. Other calls cost nothing.
+
+    Parameters may be exchanged seldom: of the steps that do so (by `js.phase_name`) those numbered
+    1 to 10 and every `rate`-th among them are measured too.
+
+    Args:
+      step: of `js.make_train_step`, or any function made by `jax.jit` that is called with arrays.
+      rate: of which calls one is measured, after the first ten.
+
+    Returns:
+      A `MeasuredStep`, which is called as `step` is and stands in its place in `js.train_loop`.
+
+    Raises:
+      ValueError: rate < 1, or a step that is neither of these.
+
+    Example:
+      step = js.measured(step, rate=100)
+      for result in js.train_loop(step, state, batches): ...
+      print(step.report())
+
+    Communication: none beside the step's.
+
+    Source: torch 2.13, `Logger` of `DistributedDataParallel`; FairScale's `profile_mode`.
+    """
+    return MeasuredStep(step, rate)
+
+
+class MeasuredStep:
+    """A step that is measured now and then; made by `js.measured`.
+
+    It has the attributes of the step it measures. What several processes measure is each one's own.
+    """
+
+    def __init__(self, step: Any, rate: int) -> None:
+        if not callable(step) or not (hasattr(step, "compiled") or hasattr(step, "lower")):
+            raise ValueError(
+                "`step` must be made by js.make_train_step or jax.jit, got "
+                f"{getattr(step, '__name__', type(step).__name__)}."
+            )
+        self._step: Any = step
+        self._sampling = Sampling(rate)
+        self._warn = warn_once()
+        self._programs: dict[Any, StepProgram] = {}
+        self._facts: dict[str, Any] | None = None
+        self._steps_by_kind: Counter[str] = Counter()
+        self._times: dict[str, list[StepTimes]] = {}
+        self._measured: list[int] = []
+        self._missed: list[int] = []
+        self._last: StepTimes | None = None
+        self._num_devices = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_step" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the step, and measures it if it is due."""
+        has_phases = hasattr(self._step, "next_phase")
+        kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
+        self._steps_by_kind[kind] += 1
+        if not self._sampling.next(kind):
+            return self._step(*args, **kwargs)
+        program = self._program(kind, args, kwargs)
+        jax.block_until_ready((args, kwargs))
+        results: list[Any] = []
+        try:
+            result, ops, seconds = traced_call(
+                lambda: results.append(self._step(*args, **kwargs)) or results[0], program.name
+            )
+        except RuntimeError as error:
+            if results or "rofile" not in str(error):
+                raise
+            return self._miss("another trace of the jax profiler is running", args, kwargs)
+        self._take(kind, ops, program, seconds)
+        return result
+
+    def report(self) -> StepReport:
+        """What was measured so far.
+
+        Returns:
+          A `StepReport`.
+
+        Communication: none.
+        """
+        every = [times for found in self._times.values() for times in found]
+        # Without parameter transform all steps are alike, and none is local.
+        alike = set(self._steps_by_kind) == {"local"}
+        facts = self._facts or _no_facts()
+        return StepReport(
+            iteration=self._sampling.steps,
+            rate=self._sampling.rate,
+            measured=tuple(self._measured),
+            missed=tuple(self._missed),
+            last=self._last,
+            average=mean_times(every) if every else None,
+            kinds={
+                "every" if alike else kind: KindOfStep(
+                    steps=count,
+                    measured=len(self._times.get(kind, [])),
+                    times=mean_times(self._times.get(kind, [])),
+                )
+                for kind, count in self._steps_by_kind.items()
+            },
+            backend=jax.default_backend(),
+            num_devices=self._num_devices,
+            **facts,
+        )
+
+    def _take(self, kind: str, ops: list[DeviceOp], program: StepProgram, seconds: float) -> None:
+        if not any(program.work(op.name) for op in ops):
+            self._missed.append(self._sampling.steps)
+            self._warn(
+                "js.measured: the jax profiler recorded no operation of the step, so it is not "
+                "measured."
+            )
+            return
+        self._last = step_times(ops, program, seconds)
+        self._times.setdefault(kind, []).append(self._last)
+        self._measured.append(self._sampling.steps)
+        self._num_devices = len({op.device for op in ops})
+
+    def _miss(self, why: str, args: Any, kwargs: Any) -> Any:
+        self._missed.append(self._sampling.steps)
+        self._warn(f"js.measured: {why}, so steps are not measured meanwhile.")
+        return self._step(*args, **kwargs)
+
+    def _program(self, kind: str, args: Any, kwargs: Any) -> StepProgram:
+        """What this call runs: compiled now if it was not, and read once."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        by_host = getattr(self._step, "mode", None) == "host"
+        key = (
+            kind if by_host else None,
+            treedef,
+            tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves),
+        )
+        if key not in self._programs:
+            with noted_buffers() as buffers:
+                if hasattr(self._step, "compiled"):
+                    compiled = self._step.compiled(*args, **kwargs)
+                else:
+                    compiled = self._step.lower(*args, **kwargs).compile()
+            self._programs[key] = StepProgram(compiled.as_text() or "")
+            if self._facts is None:
+                self._facts = _facts(self._step, args, buffers)
+        return self._programs[key]
+
+
+def _no_facts() -> dict[str, Any]:
+    return {
+        "buckets": (),
+        "ready_order": None,
+        "parameter_bytes": 0,
+        "num_parameter_tensors": 0,
+        "dtypes": (),
+    }
+
+
+def _facts(step: Any, args: Any, buffers: list[Any]) -> dict[str, Any]:
+    """What stays the same from step to step."""
+    found = _no_facts()
+    found["buckets"] = tuple(
+        Bucket(note.size_bytes, note.dtype, note.leaves)
+        for note in buffers
+        if note.role == "gradients"
+    )
+    params = getattr(args[0], "params", None) if args else None
+    if params is None:
+        return found
+    leaves: list[Any] = jax.tree.leaves(params)
+    found["parameter_bytes"] = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves)
+    found["num_parameter_tensors"] = len(leaves)
+    found["dtypes"] = tuple(dict.fromkeys(str(x.dtype) for x in leaves))
+    if hasattr(step, "ready_order"):
+        found["ready_order"] = _names(step.ready_order(*args[:2]), params)
+    return found
+
+
+def _names(order: tuple[int, ...] | None, params: PyTree) -> tuple[str, ...] | None:
+    names = leaf_names(params)
+    return None if order is None else tuple(names[i] for i in order)
