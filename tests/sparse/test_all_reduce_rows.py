@@ -59,12 +59,10 @@ def of_array(axis_name="replica", **options):
 # What each sends in the first place, and whether some replica has more rows than that.
 WAYS = {
     "rows": (reduced(path="rows"), False),
-    "auto": (reduced(), False),
     "table": (reduced(path="dense"), False),
     "capacity": (reduced(path="rows", capacity=5), False),
     "overflow to rows": (reduced(path="rows", capacity=2), True),
     "overflow to the table": (reduced(path="auto", capacity=2), True),
-    "array": (of_array(path="rows", capacity=5), False),
     "array overflows": (of_array(capacity=2), True),
     "array as rows": (of_array(capacity=5, output="rows"), False),
     "as rows": (reduced(output="rows"), False),
@@ -104,7 +102,7 @@ def check_all_ways(found, rows, wanted):
         np.testing.assert_allclose(tables, np.broadcast_to(wanted, tables.shape), **CLOSE)
         assert (tables == tables[0]).all()
         assert np.asarray(state.overflows).tolist() == [int(overflows)] * len(rows), name
-        if name not in ("table", "auto"):  # both send tables here
+        if name != "table":
             assert np.asarray(state.needed).tolist() == [distinct] * len(rows), name
 
 
