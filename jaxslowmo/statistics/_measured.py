@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._typing import PyTree
+from .._typing import Phase, PyTree
 from .._warn import warn_once
 from ..algorithms import phase_name
 from ..tree import leaf_names, noted_buffers
@@ -100,6 +100,10 @@ class MeasuredStep:
             return self._miss("another trace of the jax profiler is running", args, kwargs)
         self._take(kind, ops, program, seconds)
         return result
+
+    def next_phase(self, state: Any) -> Phase:
+        """As the step's own; for `js.train_loop`."""
+        return self._step.next_phase(state)
 
     def report(self) -> StepReport:
         """What was measured so far.

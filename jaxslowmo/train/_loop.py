@@ -1,17 +1,31 @@
 """The training loop: a generator of step results, with hooks."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-from .._typing import PyTree
+from .._typing import Phase, PyTree
 from ._hooks import Hook, is_hook_due
 from ._result import StepResult
 from ._state import TrainState
-from ._step import TrainStep
 from ._uneven import WeightedBatch
 
 
+class LoopStep(Protocol):
+    """What the loop needs of a step: a `TrainStep`, or what stands in its place."""
+
+    def next_phase(self, state: TrainState) -> Phase:
+        """What the next update exchanges beside gradients."""
+        ...
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, weight: Any = None
+    ) -> tuple[TrainState, Any]:
+        """One update: the new state and metrics."""
+        ...
+
+
 def train_loop(
-    step: TrainStep,
+    step: LoopStep,
     state: TrainState,
     batches: Iterable[PyTree],
     *,
@@ -21,7 +35,7 @@ def train_loop(
     """Run steps and yield after each; hooks run first.
 
     Args:
-      step: made by `js.make_train_step`.
+      step: made by `js.make_train_step`, or such a one in `js.measured`.
       state: where to start; its buffers are donated if the step does so.
       batches: one batch per step, or `js.uneven_batches(...)`.
       num_steps: how many; None goes on until `batches` ends.
@@ -45,7 +59,7 @@ def train_loop(
 
 
 def _run(
-    step: TrainStep,
+    step: LoopStep,
     state: TrainState,
     batches: Iterator[PyTree],
     num_steps: int | None,
