@@ -57,6 +57,24 @@ try:
             state, _ = step(state, batch)
         one = js.consensus(state.params, mesh=mesh, axis_name="replica")
         print("PARAMS", np.asarray(one["w"].addressable_data(0)).tolist(), flush=True)
+        # Process 0 has two batches, process 1 only one.
+        average = js.all_reduce_gradients("replica", divide_by="active")
+        step = js.make_train_step(
+            lambda p, batch: ((batch @ p["w"]) ** 2).mean(),
+            optax.sgd(0.1),
+            gradients=average,
+            mesh=mesh,
+        )
+        share = [rows[rank * 4 : rank * 4 + 4], rows[:4]][: 2 - rank]
+        state = step.init(params)
+        for batch, weight in js.uneven_batches([share], mesh=mesh):
+            state, _ = step(state, batch, weight)
+        print("UNEVEN", np.asarray(state.params["w"].addressable_data(0))[0].tolist(), flush=True)
+        state = None  # an odd shape on one process is an error on both
+        try:
+            list(js.uneven_batches([[rows[:4], rows[: 4 - rank]]], mesh=mesh))
+        except ValueError as error:
+            print("ODD", error, flush=True)
 except ValueError as error:
     print("VALUE_ERROR", error, flush=True)
 print("DONE", flush=True)

@@ -114,7 +114,14 @@ def test_equal_trees_train_as_in_one_process(tmp_path):
     rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     for _ in range(4):
         state, _ = step(state, rows)
-    for out in two_processes(tmp_path, "train", "equal"):
+    for rank, out in enumerate(two_processes(tmp_path, "train", "equal")):
+        w = np.ones(3)
+        for batch in (rows, rows[:4]):
+            w = w - 0.1 * 2 * batch.T @ (batch @ w) / len(batch)
+        uneven = next(x for x in out.splitlines() if x.startswith("UNEVEN"))
+        np.testing.assert_allclose(ast.literal_eval(uneven.removeprefix("UNEVEN ")), w, rtol=1e-5)
+        odd = "same leaves and shapes throughout" if rank else "other shapes on another process"
+        assert odd in next(x for x in out.splitlines() if x.startswith("ODD"))
         assert "IN_SYNC SyncReport(num_leaves=2, num_replicas=2, divergences=())" in out
         assert "OUT_OF_SYNC check_in_sync: 1 leaves differ" in out
         assert ": w: replica 1 by 0.5 in 1 of 3 elements." in out

@@ -144,9 +144,10 @@ def test_the_end_may_be_an_error():
     ("shares", "said"),
     [
         (batches((2, 3)), r"has 2 of 2, got 1 shares"),
-        (batches((2, 3), (1, 3)), r"on replica 0 .*\(1, 3\)'\] on replica 1; pad a smaller"),
+        (batches((2, 3), (1, 3)), r"first and .*\(1, 3\) float32'\] on replica 1; pad a smaller"),
+        ([[np.zeros((2, 3)), np.zeros((1, 3))], []], r"\(1, 3\) float64'\] on replica 0"),
         ([[], []], r"replicas \[0, 1\] of this process have no batch at all"),
-        ([[{}], [{}]], "holds no array"),
+        ([[{}], [{}]], "one without arrays"),
     ],
 )
 def test_shares_that_do_not_fit(shares, said):
