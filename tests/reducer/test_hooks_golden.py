@@ -12,7 +12,6 @@ from executions import lift
 from golden_peers import cases, parameters
 
 CASES = cases("ddp_hook.npz")
-EXACT = 0.0
 # Which hook a recorded kind is.
 HOOKS = {
     "none": None,
@@ -67,7 +66,7 @@ def bits(x):
 @pytest.mark.parametrize("case", CASES)
 def test_recorded_runs(case, execution):
     meta, arrays = CASES[case]
-    kind, world = SAME_AS.get(meta["kind"], meta["kind"]), meta["world"]
+    kind, world = str(SAME_AS.get(meta["kind"], meta["kind"])), meta["world"]
     for t, (means, params) in enumerate(trained(case, execution)):
         for name, grad in parameters(arrays, "grad").items():
             wanted, found = grad[:, t], means[kind][name]
