@@ -77,22 +77,25 @@ class StepProgram:
         base = re.sub(r"-(start|update|done)$", "", op.opcode)
         is_host = op.attributes.get("is_host_transfer") == "true"
         if base in COLLECTIVES and not is_host:
-            return Work(communication=self._exchange(op), ends=_begun_by(op))
+            return self._communication(op)
         if op.opcode == "call" and any(inner in seen for inner, _ in called):
             return Work()
         if base == "async" and not called and op.operands:  # an update or end names no computation
             begun = self.work(op.operands[0], seen)
             if begun is not None and begun.communication:
-                return Work(communication=begun.communication, ends=_begun_by(op))
+                return self._communication(op)
         if any(_COLLECTIVE.search(line) for _, line in called):
             # TPU spreads a collective over fusions that compute; others only wrap one.
             both = op.opcode == "fusion" and any(_PRODUCT.search(line) for _, line in called)
-            return Work(
-                compute=_pass_of(self._scope(op)) if both else "",
-                communication=self._exchange(op),
-                ends=_begun_by(op),
-            )
+            work = self._communication(op)
+            return work._replace(compute=_pass_of(self._scope(op))) if both else work
         return Work(compute=_pass_of(self._scope(op)))
+
+    def _communication(self, op: Instruction) -> Work:
+        ends = _begun_by(op)
+        begun = self.work(ends) if ends else None
+        known = begun.communication if begun is not None else ""
+        return Work(communication=known or self._exchange(op), ends=ends)
 
     def _called_lines(self, op: Instruction) -> Iterator[tuple[str, str]]:
         for key in ("calls", "to_apply"):
@@ -110,11 +113,14 @@ class StepProgram:
         return inner.most_common(1)[0][0] if inner else ""
 
     def _exchange(self, op: Instruction) -> str:
-        scope = self._scope(op)
+        carried = (line for _, line in self._called_lines(op) if _COLLECTIVE.search(line))
+        inner = next(filter(None, map(_OP_NAME.search, carried)), None)
+        scope = inner[1] if inner else self._scope(op)
         phase = phase_of(scope)
-        if phase is None and not scope:
+        home = self._home[op.name]
+        if phase is None and not scope and home.name != self._module.entry:
             # Compilers insert collectives without a scope; in a branch of one phase they are its.
-            lines = self._home[op.name].lines.values()
+            lines = home.lines.values()
             scopes = [found[1] for line in lines if (found := _OP_NAME.search(line))]
             phases = set(map(phase_of, scopes)) - {None}
             phase = phases.pop() if len(phases) == 1 else None
