@@ -11,7 +11,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format docs clean distclean
+.PHONY: help demo test lint format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -34,6 +34,8 @@ format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 docs: $(VENV)/.stamp-docs ## Build the documentation into site/; a warning fails.
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
+bench-env: .venv-bench/.stamp ## Set up .venv-bench, with the torch that benchmarks/bench_reducer.py compares with.
+
 clean: ## Remove what builds and tools leave behind.
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -47,6 +49,11 @@ $(VENV)/.stamp-venv:
 	@echo "Setting up $(VENV) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxslowmo needs Python >= 3.11, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+.venv-bench/.stamp:
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
 	@touch $@
 
 $(VENV)/.stamp-train: $(VENV)/.stamp-venv pyproject.toml

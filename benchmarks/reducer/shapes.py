@@ -10,7 +10,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 MODELS = {
-    "mixed": "300 leaves: 295 with log-uniform sizes of 1 to 2**18 elements, 5 of 2**20",
+    "mixed": "300 leaves, half of them matrices: 295 of log-uniform sizes up to 2**18, 5 of 2**20",
     "equal": "20 matrices of 512 x 512",
     "large": "one matrix of 16,384 x 512 among 10 vectors of 512",
     "small": "200 vectors of 64 elements",
@@ -28,8 +28,9 @@ def mixed_shapes(seed: int = 4) -> list[Shape]:
         elif rng.random() < 0.5:
             shapes.append((size,))
         else:
-            rows = 2 ** int(math.log2(size) / 2)
-            shapes.append((rows, size // rows))
+            # Sides are powers of 2, so that shapes repeat, as they do in a model.
+            bits = round(math.log2(size))
+            shapes.append((2 ** (bits // 2), 2 ** (bits - bits // 2)))
     return [shapes[i] for i in rng.permutation(len(shapes))]
 
 
