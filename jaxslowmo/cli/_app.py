@@ -96,7 +96,7 @@ def _register(name: str, command: Callable[..., None], leave_out: tuple[str, ...
 
 
 _register("train", _train)
-_register("compare", _compare, leave_out=("algorithm", "seed"))
+_register("compare", _compare, leave_out=("algorithm", "seed", "statistics", "statistics_rate"))
 app.add_typer(inspect_app, name="inspect")
 
 

@@ -165,6 +165,15 @@ class TrainConfig(_Checked):
         8, "Batches (about 8 kB each) of an evaluation.", panel="Training", least=1
     )
     log_every: int = _field(10, "Steps between lines of metrics.", panel="Training", least=1)
+    statistics: bool = _field(
+        False,
+        "Measure what steps spend their time on: a table, and statistics.json beside the metrics.",
+        panel="Training",
+    )
+    statistics_rate: int = _field(
+        100, "Of --statistics: after the first ten, measure every so many steps.",
+        panel="Training", least=1,
+    )  # fmt: skip
     replicas: int = _field(4, "Data-parallel replicas.", panel="Devices", least=1)
     devices_per_replica: int = _field(
         1, "Devices that share a replica's batch (two levels).", panel="Devices", least=1

@@ -48,11 +48,13 @@ class RunResult:
         status: "finished", "interrupted" or "diverged".
         records: the lines of metrics.jsonl.
         summary: what summary.json holds.
+        statistics: what statistics.json holds, where it was asked for.
     """
 
     status: str
     records: list[dict[str, Any]]
     summary: dict[str, Any]
+    statistics: js.StepReport | None = None
 
 
 def load_text(config: TrainConfig) -> Text:
@@ -128,6 +130,8 @@ class Job:
     def run(self, seed: int, out: Path, reporter: Reporter) -> RunResult:
         """Trains from scratch and writes config.json, metrics.jsonl and summary.json to `out`.
 
+        With `config.statistics` also statistics.json.
+
         Ctrl-C ends it after the step in progress, a loss that is not finite at once.
         """
         config = dataclasses.replace(self.config, seed=seed)
@@ -141,12 +145,15 @@ class Job:
         )
         state = self.step.init(init_gpt(self._model, seed), seed=seed)
         ledger = ByteLedger.of_step(self.step, state, batches.batch(0))
+        measured = (
+            js.measured(self.step, rate=config.statistics_rate) if config.statistics else None
+        )
         with JsonLines(out / "metrics.jsonl") as metrics, StopOnInterrupt() as stop:
             recorder = Recorder(config, ledger, self._algorithm.schedule, metrics.write, reporter)
             status = "interrupted"
             # The second Ctrl-C, in the middle of a step, raises.
             with contextlib.suppress(KeyboardInterrupt):
-                status = self._loop(state, batches, recorder, stop)
+                status = self._loop(measured or self.step, state, batches, recorder, stop)
         summary = recorder.summary(status) | {
             "algorithm": self.label,
             "parameters": self.num_parameters,
@@ -156,10 +163,14 @@ class Job:
             "data": self._text.description,
         }
         write_json(out / "summary.json", summary)
-        return RunResult(status, recorder.records, summary)
+        statistics = measured.report() if measured else None
+        if statistics:
+            statistics.write(out / "statistics.json")
+        return RunResult(status, recorder.records, summary, statistics)
 
     def _loop(
         self,
+        step: js.TrainStep | js.MeasuredStep,
         state: js.TrainState,
         batches: TextBatches,
         recorder: Recorder,
@@ -168,7 +179,7 @@ class Job:
         config, mesh = self.config, self.placement.mesh
         evaluate = js.Evaluate(self.evaluate, mesh=mesh)
         recorder.start(self.evaluate(js.consensus(state.params, mesh=mesh)))
-        for result in js.train_loop(self.step, state, batches, num_steps=config.steps):
+        for result in js.train_loop(step, state, batches, num_steps=config.steps):
             if self.placement.is_cpu:
                 # Devices of a host share its threads: steps queued behind each other could hold
                 # the threads that an earlier step's collective waits for.

@@ -37,6 +37,8 @@ def train(config: TrainConfig, out: Path | None) -> int:
     with Reporter(console, name, config.steps, would=placement.is_virtual) as reporter:
         result = job.run(config.seed, folder, reporter)
     console.print(run_table(result.summary))
+    if result.statistics:
+        console.print(str(result.statistics), highlight=False, soft_wrap=True, markup=False)
     if result.status == "diverged":
         step = result.summary["steps"]
         console.print(

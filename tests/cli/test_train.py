@@ -80,6 +80,23 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     assert (config["steps"], config["optimizer"]["learning_rate"]) == (9, 0.2)
 
 
+def test_statistics(call, text, tmp_path):
+    outcome = call(
+        *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 12, "--sync-every", 6,
+        "--algorithm", "local_sgd", "--statistics", "--statistics-rate", 11,
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "12 steps, measured: 1-12; 4 cpu devices" in outcome.out
+    assert "backward compute" in outcome.out
+    found = json.loads((tmp_path / "out" / "statistics.json").read_text())
+    assert {name: kind["measured"] for name, kind in found["kinds"].items()} == {
+        "local": 10,
+        "average": 2,
+    }
+    assert found["average"]["backward_compute_time"] > 0
+    assert set(found["average"]["communication"]) == {"average"}
+
+
 def test_virtual_replicas_learn_the_same_and_say_what_they_would_send(call, text, tmp_path):
     summaries = []
     for execution in ("devices", "virtual"):
