@@ -25,6 +25,13 @@ TRANSFORMS = {
     "all_reduce_gradients merged": lambda: js.all_reduce_gradients(
         "replica", bucket_bytes=8, split_large=True, max_buckets=3
     ),
+    "all_reduce_gradients int8": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.int8(block_size=4, stochastic_rounding=True)
+    ),
+    "all_reduce_gradients fp8": lambda: js.all_reduce_gradients("replica", hook=js.hooks.fp8()),
+    "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.top_k(0.2)
+    ),
     "post_local_gradients": lambda: js.post_local_gradients(
         js.every(2, start=3), js.all_reduce_gradients("replica")
     ),
