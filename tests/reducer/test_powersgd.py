@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxslowmo.reducer.hooks._powersgd import draw_normal
 
 WORLD = 4
 AXES = {"replica": WORLD}
-SHAPES = {"a": (8, 6), "b": (5,), "c": (12, 5), "d": (6, 2, 4), "e": (8, 6), "s": ()}
+SHAPES = {"a": (8, 6), "b": (5,), "d": (6, 2, 4), "e": (8, 6), "s": ()}
 
 
 def grads_like(shapes, seed, dtype=np.float32, world=WORLD):
@@ -27,7 +28,7 @@ def grads_like(shapes, seed, dtype=np.float32, world=WORLD):
 
 def repeated(hook, grads, steps, execution="vmap", **layout):
     """Reduced gradients and hook states of updates that all get the same gradients."""
-    tx = js.all_reduce_gradients("replica", hook=hook, **layout)
+    tx: Any = js.all_reduce_gradients("replica", hook=hook, **layout)
 
     def replica(grads):
         def step(state, _):
@@ -61,18 +62,19 @@ def test_full_rank_reproduces_the_mean():
     reduced, states = repeated(
         hook, grads, 4, "shard_map", bucket_bytes=300, first_bucket_bytes=100
     )
-    assert len(states) == 3
-    assert sum(len(s.q) for s in states) == len(SHAPES)
+    assert len(states) == 2
+    assert sum(q.shape[2] for bucket in states for q in bucket.q) == len(SHAPES)
     for t in range(4):
-        for replica in range(WORLD):
-            close(now(reduced, replica, t), means(grads))
+        close(now(reduced, 0, t), means(grads))
+    for x in reduced.values():  # replicas agree to the bit
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
 @functools.cache
 def three_replicas(rank, feedback):
     """(init, step) over shapes of which "a" and "d" are compressed, up to a rank."""
     hook = js.hooks.powersgd(rank, 2, error_feedback=feedback, min_compression_rate=1.0, seed=rank)
-    tx = js.all_reduce_gradients("replica", hook=hook)
+    tx: Any = js.all_reduce_gradients("replica", hook=hook)
     step = jax.vmap(lambda g, s: tx.update(g, s), axis_name="replica")
     return jax.jit(jax.vmap(tx.init, axis_name="replica")), jax.jit(step)
 
@@ -160,18 +162,17 @@ def test_draws_depend_on_all_that_they_should():
     np.testing.assert_array_equal(np.asarray(draws(1)), found[8:16])
 
 
-def test_replicas_agree_to_the_bit_and_start_at_once_on_request():
-    grads = grads_like(SHAPES, 5)
-    hook = js.hooks.powersgd(2, 0, error_feedback=False, warm_start=False, min_compression_rate=1.0)
-    reduced, _ = repeated(hook, grads, 2, "shard_map")
-    for x in reduced.values():
-        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
-    assert not np.allclose(reduced["a"][0, 0], means(grads)["a"], atol=1e-2)
+def test_it_starts_at_once_on_request():
+    grads = grads_like({"a": (8, 6)}, 5)
+    hook = js.hooks.powersgd(1, 0, error_feedback=False, warm_start=False, min_compression_rate=1.0)
+    reduced, _ = repeated(hook, grads, 2)
+    for t in range(2):
+        assert np.linalg.matrix_rank(reduced["a"][0, t], tol=1e-4) == 1
 
 
 def test_an_overflow_does_not_stay_in_the_memory():
     grads = grads_like({"a": (10, 8), "b": (5,)}, 6)
-    tx = js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, 2))
+    tx: Any = js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, 2))
     step = lift(lambda g, s: tx.update(g, s), AXES, "vmap", (False, False))
     state = lift(tx.init, AXES, "vmap", (False,))(grads)
     for _ in range(3):

@@ -1,0 +1,170 @@
+"""What travels in buckets is what a mean of every leaf would be, however they are cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxslowmo as js
+
+WORLD = 4
+DTYPES = ["float32", "bfloat16", "float16"]
+leaf_kinds = st.tuples(
+    st.sampled_from([(), (3,), (0, 2), (5, 4), (2, 3, 2), (40, 30)]), st.sampled_from(DTYPES)
+)
+
+
+@st.composite
+def reductions(draw):
+    """Gradients by name, and how they are put into buckets."""
+    kinds = draw(st.lists(leaf_kinds, min_size=1, max_size=5))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    # Whole numbers: their sums are exact in every dtype, in any order.
+    grads = {
+        f"g{i}": rng.integers(-8, 9, size=(WORLD, *shape)).astype(jnp.dtype(dtype))
+        for i, (shape, dtype) in enumerate(kinds)
+    }
+    order = draw(st.permutations(range(len(kinds))))
+    if draw(st.booleans()):  # explicit buckets: of one dtype each, some by name
+        by_dtype: dict[str, list[int | str]] = {}
+        for i in order:
+            by_dtype.setdefault(kinds[i][1], []).append(draw(st.sampled_from([i, f"g{i}"])))
+        cut = draw(st.integers(1, 3))
+        buckets = [g[k : k + cut] for g in by_dtype.values() for k in range(0, len(g), cut)]
+        return grads, {"buckets": buckets}
+    limits = st.sampled_from([0, 16, 100, 4096, 2**20])
+    layout = {
+        "order": draw(st.sampled_from(["reverse", "forward", tuple(order)])),
+        "bucket_bytes": draw(limits),
+        "first_bucket_bytes": draw(limits),
+        "split_large": draw(st.booleans()),
+        "max_buckets": draw(st.sampled_from([None, len(DTYPES), len(DTYPES) + 2])),
+    }
+    return grads, layout
+
+
+def reduced(grads, hooks, layout):
+    """What the replicas get, by hook."""
+    transforms = [js.all_reduce_gradients("replica", hook=h, **layout) for h in hooks]
+
+    def replica(grads):
+        return [tx.update(grads, tx.init(grads))[0] for tx in transforms]
+
+    mapped = jax.vmap(replica, axis_name="replica")
+    return jax.tree.map(np.asarray, jax.jit(mapped)(grads))
+
+
+@settings(max_examples=10)
+@given(reductions())
+def test_exact_hooks_are_a_mean_of_every_leaf(case):
+    grads, layout = case
+    own = js.hooks.stateless(lambda bucket: jax.lax.pmean(bucket.flat, bucket.axis_name))
+    # What a hook is given is whole and in order: taken apart and put together it is the same.
+    again = js.hooks.stateless(
+        lambda bucket: jax.lax.pmean(bucket.join(bucket.split(bucket.flat)), bucket.axis_name)
+    )
+    for found in reduced(grads, [None, js.hooks.mean(), own, again], layout):
+        assert list(found) == list(grads)
+        for name, grad in grads.items():
+            assert (found[name].shape, found[name].dtype) == (grad.shape, grad.dtype)
+            mean = np.mean(grad.astype(np.float32), axis=0)  # quarters: exact too
+            for replica in range(WORLD):
+                np.testing.assert_array_equal(found[name][replica].astype(np.float32), mean)
+
+
+def test_a_hook_sees_what_is_in_its_bucket():
+    seen = []
+
+    def look(bucket):
+        seen.append(bucket)
+        return jax.lax.pmean(bucket.flat, bucket.axis_name)
+
+    grads = {
+        "a": np.ones((WORLD, 40, 50), np.float32),
+        "b": np.ones((WORLD, 3), np.float32),
+        "c": np.ones((WORLD, 2), np.float16),
+    }
+    layout = {"bucket_bytes": 4096, "first_bucket_bytes": 12, "split_large": True}
+    reduced(grads, [js.hooks.stateless(look)], layout)
+    named = [[(p.name, p.start, p.stop, p.is_whole) for p in b.pieces] for b in seen]
+    assert named == [
+        [("b", 0, 3, True)],
+        [("a", 0, 1024, False)],
+        [("c", 0, 2, True)],  # left over, like the next; float16 was seen first
+        [("a", 1024, 2000, False)],
+    ]
+    assert [b.index for b in seen] == [0, 1, 2, 3]
+    assert [b.is_last for b in seen] == [False, False, False, True]
+    assert [b.dtype.name for b in seen] == ["float32", "float32", "float16", "float32"]
+    assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (2,), (976,)]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [
+        (lambda b: b.flat[:-1], r"must be \(6,\) float32 as the bucket is, got \(5,\) float32"),
+        (lambda b: b.flat.astype(jnp.bfloat16), r"got \(6,\) bfloat16"),
+        (lambda b: b.flat[None], r"got \(1, 6\) float32"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_refused(reduce, message):
+    grads = {"a": np.ones((WORLD, 2, 3), np.float32)}
+    with pytest.raises(ValueError, match=message):
+        reduced(grads, [js.hooks.stateless(reduce)], {})
+
+
+def test_what_is_no_hook_is_refused():
+    def look(bucket):
+        return bucket.flat
+
+    with pytest.raises(ValueError, match=r"`hook` must be a js.hooks.CommHook.* got look"):
+        js.all_reduce_gradients("replica", hook=look)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="`reduce` must be callable, got int"):
+        js.hooks.stateless(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="fp16_compress: `hook` must be"):
+        js.hooks.fp16_compress(js.hooks.mean)  # pyright: ignore[reportArgumentType]
+
+
+# Elements: 96 * 64 + 64 * 33 + 33, in buckets of [kernel, embedding] and [bias].
+SHAPES = {"bias": (33,), "embedding": (96, 64), "kernel": (64, 33)}
+WHOLE = 4 * (96 * 64 + 64 * 33 + 33)
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind", "count", "sent", "dtype"),
+    [
+        (None, "every", 2, WHOLE, "float32"),
+        (js.hooks.mean(), "every", 2, WHOLE, "float32"),
+        (js.hooks.bf16_compress(), "every", 2, WHOLE // 2, "bfloat16"),
+        (js.hooks.fp16_compress(), "every", 2, WHOLE // 2, "float16"),
+        (js.hooks.noop(), "every", 0, 0, None),
+        # Two factors for the bucket of matrices; the vector's bucket is a plain mean every time.
+        (js.hooks.powersgd(2), "powersgd", 3, 4 * (2 * (96 + 64 + 64 + 33) + 33), "float32"),
+        (js.hooks.powersgd(2), "warm_up", 2, WHOLE, "float32"),
+        (
+            js.hooks.bf16_compress(js.hooks.powersgd(2)),
+            "powersgd",
+            3,
+            2 * (2 * (96 + 64 + 64 + 33) + 33),
+            "bfloat16",
+        ),
+    ],
+)
+def test_what_each_hook_sends(mesh_of, hook, kind, count, sent, dtype):
+    tx = js.all_reduce_gradients("replica", hook=hook, buckets=[["kernel", "embedding"], ["bias"]])
+    mesh, spec = mesh_of({"replica": WORLD}), jax.sharding.PartitionSpec("replica")
+    program = jax.shard_map(
+        lambda grads: tx.update(grads, tx.init(grads))[0], mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    # Blocks of the leaves: (1, n) per replica would be other matrices.
+    grads = {
+        n: jax.ShapeDtypeStruct((WORLD * s[0], *s[1:]), jnp.float32) for n, s in SHAPES.items()
+    }
+    report = js.comm_report_of(jax.jit(program).lower(grads), compile=False)
+    rows = report.select(axis="replica", kind=kind, level="emitted")
+    assert report.count(axis="replica", kind=kind) == count
+    assert report.bytes(axis="replica", kind=kind) == sent
+    assert {r.collective for r in rows} == ({"all-reduce"} if count else set())
+    assert {r.dtypes for r in rows} == ({(dtype,)} if dtype else set())
