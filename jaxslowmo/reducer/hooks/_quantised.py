@@ -25,7 +25,7 @@ def int8(
     A replica rounds its gradients to 255 evenly spaced values per block, up to the largest
     magnitude in the block, and sends each other replica the chunk that this one sums, in float32.
     The means are rounded alike and sent to all. Without error feedback an element is wrong by at
-    most 2/254 of the largest gradient in its block on any replica (twice that with stochastic
+    most 2.01/254 of the largest gradient in its block on any replica (twice that with stochastic
     rounding).
 
     Args:
