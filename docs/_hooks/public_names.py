@@ -4,8 +4,8 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "jaxslowmo"
-# The packages whose own names are public too, as `jaxslowmo.<package>.<name>`.
-TOPICS = ["topology"]
+# Packages whose own names are public too, as `jaxslowmo.<topic>.<name>`, and where they lie.
+TOPICS = {"topology": "topology", "hooks": "reducer/hooks"}
 MARK = "<!-- public names -->"
 
 
@@ -23,9 +23,10 @@ def public_names() -> dict[str, list[str]]:
     """Dotted names below `jaxslowmo`, by the package that says in its docstring what they are."""
     groups: dict[str, list[str]] = {}
     for module, name in reexports(PACKAGE / "_api.py"):
-        groups.setdefault(module.split(".")[0], []).append(name)
-    for topic in TOPICS:
-        names = reexports(PACKAGE / topic / "__init__.py")
+        if name not in TOPICS:
+            groups.setdefault(module.split(".")[0], []).append(name)
+    for topic, folder in TOPICS.items():
+        names = reexports(PACKAGE / folder / "__init__.py")
         groups.setdefault(topic, []).extend(f"{topic}.{name}" for _, name in names)
     return groups
 

@@ -19,13 +19,13 @@ def public_names(module: types.ModuleType) -> dict[str, Any]:
         value = getattr(module, name)
         if not isinstance(value, types.ModuleType):
             found[name] = value
-        elif value.__name__ == f"{module.__name__}.{name}" and name in TOPICS:
+        elif value.__name__ == f"jaxslowmo.{TOPICS.get(name)}":
             found |= {f"{name}.{key}": inner for key, inner in public_names(value).items()}
     return found
 
 
 # Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
-TOPICS = {"topology"}
+TOPICS = {"topology": "topology", "hooks": "reducer.hooks"}
 PUBLIC = public_names(jaxslowmo)
 
 

@@ -68,6 +68,23 @@ def test_post_local_sgd_and_hierarchical_averaging(name, execution):
             np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=5e-6, atol=5e-6)
 
 
+def test_local_sgd_leaves_alone_what_nobody_used():
+    case = Case("ddp_local", "unused")
+    used, grads = case.arrays["used"], case.leaves("G")
+    for i, g in enumerate(grads.values()):
+        g[~used[:, :, i]] = 0
+    everyone = ("node", "device")
+    tx = optax.chain(
+        js.skip_unused(sgd(case.meta), everyone),
+        js.local_sgd(everyone, sync_every=js.every(case.meta["period"], offset=1)),
+    )
+    axes = {"node": 2, "device": 2}
+    ours = replay(tx, case.stacked_init(), grads, axes=axes, execution="vmap")
+    for t, params in enumerate(ours):
+        for leaf, recorded in case.leaves("param").items():
+            np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=5e-6, atol=5e-6)
+
+
 @pytest.mark.parametrize(("name", "execution"), executed(JOIN, {"3", "4"}))
 def test_replicas_that_run_out_follow_the_others(name, execution):
     case = Case("ddp_join", name)
