@@ -69,6 +69,8 @@ def powersgd(
       overflow float16: prefer bfloat16). An update with an inf or NaN in a compressed gradient
       gives NaN on all replicas and leaves the state as it was. Leaves cut by `split_large` are
       vectors: they are not compressed.
+      Errors differ between replicas: in `js.make_train_step` all axes that the hook reduces over
+      must be in its `axis_name`.
 
     Raises:
       ValueError: an argument out of its range.
