@@ -1,3 +1,3 @@
-"""The command line: `jaxslowmo train`, `compare` and `inspect`; needs the `train` extra."""
+"""The command line: `jaxslowmo train`, `compare`, `tune` and `inspect`; needs the `train` extra."""
 
 from ._main import main as main

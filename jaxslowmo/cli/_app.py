@@ -13,6 +13,7 @@ from ._config import PRESET_DEFAULTS, CompareConfig, train_config
 from ._errors import CommandError, usage_errors
 from ._inspect import inspect_app
 from ._options import with_config_options
+from ._tune import tune_app
 
 Out = Annotated[
     Path | None,
@@ -98,6 +99,7 @@ def _register(name: str, command: Callable[..., None], leave_out: tuple[str, ...
 _register("train", _train)
 _register("compare", _compare, leave_out=("algorithm", "seed", "statistics", "statistics_rate"))
 app.add_typer(inspect_app, name="inspect")
+app.add_typer(tune_app, name="tune")
 
 
 def _show_version(wanted: bool) -> None:
