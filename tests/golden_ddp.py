@@ -4,9 +4,7 @@ The recorded model's gradient of parameter i on rank r at step t is exactly the 
 optimizer is SGD.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +13,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from golden_peers import cases, parameters
 
-FOLDER = Path(__file__).parent / "golden" / "peers"
 EXECUTIONS = ("vmap", "shard_map")
 
 
@@ -24,23 +22,12 @@ class Case:
     """One recorded run."""
 
     def __init__(self, file: str, name: str) -> None:
-        with np.load(FOLDER / f"{file}.npz") as archive:
-            prefix = f"{name}/"
-            self.arrays = {
-                key.removeprefix(prefix): archive[key]
-                for key in archive.files
-                if key.startswith(prefix)
-            }
-        self.meta: dict[str, Any] = json.loads(str(self.arrays["meta"]))
-        self.names = sorted(
-            {key.split("/")[0] for key in self.arrays if key.startswith("p")},
-            key=lambda n: int(n[1:]),
-        )
+        self.meta, self.arrays = cases(f"{file}.npz")[name]
         self.world: int = self.meta["world"]
 
     def leaves(self, what: str) -> dict[str, np.ndarray]:
         """`what` ("init", "G", "grad", "param", ...) of every parameter."""
-        return {name: self.arrays[f"{name}/{what}"] for name in self.names}
+        return parameters(self.arrays, what)
 
     def stacked_init(self) -> dict[str, np.ndarray]:
         """The initial parameters, one copy per rank."""
@@ -49,8 +36,7 @@ class Case:
 
 def case_names(file: str) -> list[str]:
     """All cases of a file."""
-    with np.load(FOLDER / f"{file}.npz") as archive:
-        return sorted({key.split("/")[0] for key in archive.files})
+    return sorted(cases(f"{file}.npz"))
 
 
 def over_ranks(fn: Callable[..., Any], axes: Mapping[str, int], execution: str) -> Any:

@@ -1,8 +1,6 @@
 """Unused parameters as torch's DistributedDataParallel treats them; recorded runs."""
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,28 +11,13 @@ import pytest
 
 import jaxslowmo as js
 from executions import lift
+from golden_peers import cases
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "peers"
 TOLERANCE = 2e-6
 
 
-def cases(name, keep=lambda case: True):
-    """Case by id: (meta, arrays by name)."""
-    with np.load(GOLDEN / name) as file:
-        arrays = dict(file)
-    found = {}
-    for key, value in arrays.items():
-        case, _, rest = key.partition("/")
-        found.setdefault(case, {})[rest] = value
-    return {
-        case: (json.loads(str(values.pop("meta"))), values)
-        for case, values in found.items()
-        if keep(case)
-    }
-
-
 UNUSED = cases("ddp_unused.npz")
-JOIN = cases("ddp_join.npz", lambda case: case.startswith("unused"))
+JOIN = {k: v for k, v in cases("ddp_join.npz").items() if k.startswith("unused")}
 
 
 @functools.cache

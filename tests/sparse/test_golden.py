@@ -1,8 +1,5 @@
 """Recorded runs of torch's DistributedDataParallel with `nn.Embedding(sparse=True)`."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +7,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from golden_peers import cases
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "peers" / "ddp_sparse.npz"
 CLOSE = {"rtol": 0, "atol": 2e-6}
 
 
@@ -22,9 +19,7 @@ def loss(params, batch):
 
 @pytest.mark.parametrize("case", [0, 1])
 def test_every_step_is_that_of_torch(case):
-    with np.load(GOLDEN) as file:
-        data = {k.split("/", 1)[1]: file[k] for k in file if k.startswith(f"{case}/")}
-    meta = json.loads(str(data["meta"]))
+    meta, data = cases("ddp_sparse.npz")[str(case)]
     params = {k: jnp.asarray(data[f"{k}/init"]) for k in ("emb", "bias")}
     value_and_grad = js.row_value_and_grad(loss, lambda batch: {"emb": batch[0]})
     tx = js.all_reduce_rows(
