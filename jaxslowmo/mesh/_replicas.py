@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ..tree import at_least_float32, leaf_names
-from ._axes import axis_names, vary_over
+from ._axes import axis_names, vary_over, varying_axes
 from ._broadcast import from_first
 from ._build import VirtualMesh
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
@@ -163,8 +163,9 @@ def init(
       The state with a leading replica axis on every leaf; copies, so the parameters can be donated.
 
     Raises:
-      ValueError: leaves without the leading axis, or trees that differ between processes (every
-        difference listed with the process that has it).
+      ValueError: leaves without the leading axis, trees that differ between processes (every
+        difference listed with the process that has it), or state that differs between the devices
+        of a replica.
 
     Communication: none over devices; with several processes one exchange of the trees' names,
     shapes and dtypes (a few KiB) through the host.
@@ -177,6 +178,7 @@ def init(
 
     def per_replica(params: PyTree) -> PyTree:
         state = jax.tree.map(jnp.copy, tx.init(params))
+        _check_equal_inside(state, {*axis_names(axis_name), *automatic})
         return sharded_like(state, placed) if automatic else state
 
     mapped = map_replicas(
@@ -187,6 +189,22 @@ def init(
         automatic=automatic,
     )
     return jax.jit(mapped)(placed)
+
+
+def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
+    """State is stacked over replicas: one copy for all devices of a replica."""
+    wrong = {
+        name: sorted(varying_axes(leaf) - allowed)
+        for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)
+        if varying_axes(leaf) - allowed
+    }
+    if wrong:
+        listed = ", ".join(f"{name} (over {axes})" for name, axes in wrong.items())
+        raise ValueError(
+            "init: `tx` keeps state that differs between the devices of a replica, and the state "
+            f"is stacked over replicas only: {listed}. A hook with error feedback that reduces "
+            "over inner axes needs them all in `axis_name`."
+        )
 
 
 def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:

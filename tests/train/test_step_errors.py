@@ -99,3 +99,18 @@ def test_a_chain_that_reduces_by_itself():
     parts = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
     found, expected = (step(step.init(PARAMS), BATCH)[0].params["w"] for step in (once, parts))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_hook_state_that_differs_inside_a_replica():
+    both = ("replica", "device")
+    options = {
+        "gradients": js.all_reduce_gradients(both, hook=js.hooks.int8()),
+        "mesh": js.make_mesh({"replica": 2, "device": 2}),
+    }
+    step = js.make_train_step(loss, optax.sgd(0.1), **options)
+    message = r"init: `tx` keeps state that differs .*hook.*\['device'\].* all in `axis_name`"
+    with pytest.raises(ValueError, match=message):
+        step.init(PARAMS)
+    step = js.make_train_step(loss, optax.sgd(0.1), axis_name=both, **options)
+    state, _ = step(step.init(PARAMS), BATCH)
+    assert np.isfinite(state.params["w"]).all()
