@@ -4,6 +4,7 @@ The outer step is the same for all three. A layout says how the anchor is stored
 of the replicas reaches that form, and how parameters are restored from it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ..collectives import (
     shard_layout,
 )
 from ..mesh import axis_size
-from ..tree import BufferPlan, at_least_float32, plan_buffers
+from ..tree import BufferPlan, at_least_float32, note_buffers, plan_buffers
 from ._blocks import block_groups, bucket_limits, replica_mean
 
 
@@ -67,7 +68,7 @@ def whole_anchor(
     """
 
     def average(y: PyTree) -> PyTree:
-        return replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs)
+        return replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs, event="slow")
 
     return AnchorLayout(_wide, average, lambda anchor, params: anchor)
 
@@ -99,8 +100,9 @@ def sharded_anchor(
         packed = zip(plan.pack(blocks), layouts, strict=True)
         return tuple(own_shard(flat, layout, axis_name) for flat, layout in packed)
 
-    def average_blocks(blocks: list[jax.Array]) -> tuple[jax.Array, ...]:
+    def average_blocks(names: list[str], blocks: list[jax.Array]) -> tuple[jax.Array, ...]:
         plan, layouts = plan_of(blocks)
+        note_buffers("slow", plan, names)
         packed = zip(plan.pack(blocks), layouts, strict=True)
         return tuple(
             mean_to_shards(flat, layout, axis_name, local_axis_name) for flat, layout in packed
@@ -121,6 +123,18 @@ def sharded_anchor(
             group.on_blocks(fn, group.take(tree), kinds=("leaves",), out="flat")
             for group in block_groups(tree, param_specs)
         ]
+
+    def average(y: PyTree) -> tuple[jax.Array, ...]:
+        shards = (
+            group.on_blocks(
+                functools.partial(average_blocks, group.names(y)),
+                group.take(y),
+                kinds=("leaves",),
+                out="flat",
+            )
+            for group in block_groups(y, param_specs)
+        )
+        return tuple(shard for found in shards for shard in found)
 
     def by_group(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         return jax.eval_shape(lambda p: into_shards(store_blocks, p), params)
@@ -154,7 +168,7 @@ def sharded_anchor(
 
     return AnchorLayout(
         lambda params: tuple(jax.tree.leaves(into_shards(store_blocks, params))),
-        lambda y: tuple(jax.tree.leaves(into_shards(average_blocks, y))),
+        average,
         restore,
         pin,
         is_sharded=True,

@@ -25,5 +25,7 @@ def updates_to_mean(
     """
     # The new parameters as the leaf's dtype holds them: that is what travels.
     y = jax.tree.map(lambda p, x: x.astype(p.dtype), params, landing(params, updates))
-    mean = replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs, weight)
+    mean = replica_mean(
+        y, axis_name, local_axis_name, bucket_bytes, param_specs, weight, event="average"
+    )
     return updates_to(params, mean)

@@ -6,6 +6,7 @@ local blocks, so that it gathers nothing over them. Leaves are packed together o
 are sharded over the same axes: others would be exchanged once per device of those axes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, all_mean_in_slices, relative_weight, scaled, total_weight
-from ..tree import plan_buffers
+from ..tree import leaf_names, note_buffers, plan_buffers
 
 Kind = Literal["leaves", "flat", "whole"]
 
@@ -45,6 +46,11 @@ class BlockGroup:
         """The leaves of the group."""
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.indices]
+
+    def names(self, tree: PyTree) -> list[str]:
+        """Names of the leaves of the group."""
+        names = leaf_names(tree)
+        return [names[i] for i in self.indices]
 
     def on_blocks(self, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Kind):
         """`fn` of the device's own blocks.
@@ -119,10 +125,13 @@ def replica_mean(
     bucket_bytes: int | None = None,
     param_specs: PyTree | None = None,
     weight: jax.Array | None = None,
+    *,
+    event: str | None = None,
 ) -> PyTree:
     """Mean of a tree over `axis_name`, through flat buffers, in the leaves' dtypes.
 
-    With a weight it is the weighted mean; where all weights are 0, the tree as it is.
+    With a weight it is the weighted mean; where all weights are 0, the tree as it is. `event` names
+    what the buffers are exchanged for, to those who listen (`note_buffers`).
 
     Communication: one all-reduce per buffer over `axis_name`; with `local_axis_name` 1/L of each
     per device, and an all-gather over that axis; with a weight, before, one of 8 bytes.
@@ -131,12 +140,16 @@ def replica_mean(
         total = total_weight(weight, axis_name)
         factor = relative_weight(weight, total, axis_name)
         weighted = jax.tree.map(lambda x: scaled(x, factor), tree)
-        mean = replica_mean(weighted, axis_name, local_axis_name, bucket_bytes, param_specs)
+        mean = replica_mean(
+            weighted, axis_name, local_axis_name, bucket_bytes, param_specs, event=event
+        )
         anyone = total.weight > 0
         return jax.tree.map(lambda m, x: jnp.where(anyone, m, x), mean, tree)
 
-    def mean_of_blocks(blocks: list[jax.Array]) -> list[jax.Array]:
+    def mean_of_blocks(names: list[str], blocks: list[jax.Array]) -> list[jax.Array]:
         plan = plan_buffers(blocks, limits=bucket_limits(bucket_bytes))
+        if event is not None:
+            note_buffers(event, plan, names)
         packed = plan.pack(blocks)
         if local_axis_name is None:
             return plan.unpack([all_mean(flat, axis_name) for flat in packed])
@@ -146,7 +159,8 @@ def replica_mean(
 
     leaves, treedef = jax.tree.flatten(tree)
     for group in block_groups(tree, param_specs):
-        means = group.on_blocks(mean_of_blocks, group.take(tree), kinds=("leaves",), out="leaves")
+        mean_of = functools.partial(mean_of_blocks, group.names(tree))
+        means = group.on_blocks(mean_of, group.take(tree), kinds=("leaves",), out="leaves")
         for i, mean in zip(group.indices, means, strict=True):
             leaves[i] = mean
     return treedef.unflatten(leaves)

@@ -1,12 +1,13 @@
 """A tree as flat buffers that stay flat between several collectives on them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .._typing import PyTree
-from ..tree import plan_buffers
+from ..tree import note_buffers, plan_buffers
 from ._blocks import BlockGroup, Kind, block_groups, bucket_limits
 
 Flats = list[list[jax.Array]]  # per group of leaves that are sharded alike
@@ -27,12 +28,16 @@ class Packing:
     def pack(self, tree: PyTree) -> Flats:
         """Flat buffers in the dtypes of `like`; no communication."""
 
-        def pack_blocks(blocks: list[jax.Array], like: list[Any]) -> list[jax.Array]:
-            return plan_buffers(like, limits=self._limits).pack(blocks)
+        def pack_blocks(
+            names: list[str], blocks: list[jax.Array], like: list[Any]
+        ) -> list[jax.Array]:
+            plan = plan_buffers(like, limits=self._limits)
+            note_buffers("round", plan, names)
+            return plan.pack(blocks)
 
         return [
             group.on_blocks(
-                pack_blocks,
+                functools.partial(pack_blocks, group.names(self._like)),
                 group.take(tree),
                 group.take(self._like),
                 kinds=("leaves", "leaves"),

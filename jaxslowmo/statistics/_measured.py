@@ -12,7 +12,7 @@ from .._typing import Phase, PyTree
 from .._warn import warn_once
 from ..algorithms import phase_name
 from ..tree import leaf_names, noted_buffers
-from ._program import StepProgram
+from ._program import GRADIENTS, StepProgram
 from ._report import Bucket, KindOfStep, StepReport
 from ._sampling import Sampling
 from ._times import DeviceOp, StepTimes, mean_times, step_times
@@ -68,6 +68,7 @@ class MeasuredStep:
         self._warn = warn_once()
         self._programs: dict[Any, StepProgram] = {}
         self._facts: dict[str, Any] | None = None
+        self._buckets: dict[Bucket, None] = {}  # in order, without duplicates
         self._steps_by_kind: Counter[str] = Counter()
         self._times: dict[str, list[StepTimes]] = {}
         self._measured: list[int] = []
@@ -117,6 +118,7 @@ class MeasuredStep:
         # Without parameter transform all steps are alike, and none is local.
         alike = set(self._steps_by_kind) == {"local"}
         facts = self._facts or _no_facts()
+        buckets = list(self._buckets)
         return StepReport(
             iteration=self._sampling.steps,
             rate=self._sampling.rate,
@@ -132,6 +134,8 @@ class MeasuredStep:
                 )
                 for kind, count in self._steps_by_kind.items()
             },
+            buckets=tuple(b for b in buckets if b.exchange == GRADIENTS),
+            sync_buckets=tuple(b for b in buckets if b.exchange != GRADIENTS),
             backend=jax.default_backend(),
             num_devices=self._num_devices,
             **facts,
@@ -171,14 +175,15 @@ class MeasuredStep:
                 else:
                     compiled = self._step.lower(*args, **kwargs).compile()
             self._programs[key] = StepProgram(compiled.as_text() or "")
+            found = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
+            self._buckets.update(dict.fromkeys(found))
             if self._facts is None:
-                self._facts = _facts(self._step, args, buffers)
+                self._facts = _facts(self._step, args)
         return self._programs[key]
 
 
 def _no_facts() -> dict[str, Any]:
     return {
-        "buckets": (),
         "ready_order": None,
         "parameter_bytes": 0,
         "num_parameter_tensors": 0,
@@ -186,14 +191,9 @@ def _no_facts() -> dict[str, Any]:
     }
 
 
-def _facts(step: Any, args: Any, buffers: list[Any]) -> dict[str, Any]:
+def _facts(step: Any, args: Any) -> dict[str, Any]:
     """What stays the same from step to step."""
     found = _no_facts()
-    found["buckets"] = tuple(
-        Bucket(note.size_bytes, note.dtype, note.leaves)
-        for note in buffers
-        if note.role == "gradients"
-    )
     params = getattr(args[0], "params", None) if args else None
     if params is None:
         return found

@@ -25,6 +25,7 @@ _SCOPES = (
     ("all_reduce_rows", GRADIENTS),
     ("skip_unused", "unused"),
     ("model_state", "model_state"),
+    ("metrics", "metrics"),
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")

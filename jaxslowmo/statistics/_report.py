@@ -10,14 +10,16 @@ from ._times import StepTimes
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of gradients that is reduced as a whole.
+    """One flat buffer that is exchanged as a whole.
 
     Attributes:
+      exchange: what for: `"gradients"`; of parameters `"average"`, `"slow"`, `"round"`.
       size_bytes: on one device.
-      dtype: of the gradients.
+      dtype: of its elements.
       leaves: names of what lies in it, in order.
     """
 
+    exchange: str
     size_bytes: int
     dtype: str
     leaves: tuple[str, ...]
@@ -54,6 +56,8 @@ class StepReport:
       kinds: by kind of step; a step without parameter transform has the one kind "every".
       buckets: the gradient buckets in the order in which they are reduced; empty where the step
         reduces no gradients, or was compiled before it was measured.
+      sync_buckets: the buffers in which parameters are exchanged, of the kinds of step that were
+        measured; as stored: slow steps exchange float32.
       ready_order: names of the parameters in the order in which the backward pass finishes their
         gradients; None if it can't be told.
       parameter_bytes: of one replica.
@@ -71,6 +75,7 @@ class StepReport:
     average: StepTimes | None
     kinds: dict[str, KindOfStep]
     buckets: tuple[Bucket, ...]
+    sync_buckets: tuple[Bucket, ...]
     ready_order: tuple[str, ...] | None
     parameter_bytes: int
     num_parameter_tensors: int

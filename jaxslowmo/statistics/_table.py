@@ -60,11 +60,13 @@ def _model(report: "StepReport") -> list[str]:
         f"{report.num_parameter_tensors} parameters, {_mib(report.parameter_bytes)}, "
         f"{', '.join(report.dtypes) or 'no dtype'}"
     ]
-    if report.buckets:
-        sizes = [_mib(size) for size in report.bucket_sizes]
+    exchanges = dict.fromkeys(b.exchange for b in (*report.buckets, *report.sync_buckets))
+    for exchange in exchanges:
+        found = [b for b in (*report.buckets, *report.sync_buckets) if b.exchange == exchange]
+        sizes = [_mib(bucket.size_bytes) for bucket in found]
         runs = [(size, len(list(same))) for size, same in groupby(sizes)]
         shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
-        lines.append(f"{len(sizes)} gradient buckets, in order: {shown}")
+        lines.append(f"buckets of {exchange}: {shown}")
     return lines
 
 

@@ -35,8 +35,8 @@ class StepTimes:
       overlap_time: communication while the same device computes.
       backward_overlap_time: communication while it computes the backward pass.
       communication: `communication_time` by what is exchanged: `"gradients"`; of parameters the
-        phase (`"average"`, `"slow"`, `"round 0"`, ...); `"model_state"`, `"forward"`, `"backward"`
-        for collectives of the model itself, `"other"`.
+        phase (`"average"`, `"slow"`, `"round 0"`, ...); `"model_state"`, `"metrics"`; `"forward"`
+        and `"backward"` for collectives of the model itself; `"other"`.
     """
 
     step_time: float = 0.0

@@ -71,8 +71,10 @@ class StepParts:
             accumulate=self.accumulate,
         )
         if inner_axes:
-            metrics = mean_over(metrics, inner_axes)
-            model_state = agree_inside(model_state, inner_axes)
+            with jax.named_scope("metrics"):
+                metrics = mean_over(metrics, inner_axes)
+            with jax.named_scope("model_state/inner"):
+                model_state = agree_inside(model_state, inner_axes)
         if weight is not None:
             # Counted here, so that what reads the metrics can weigh them.
             metrics = {**unless_idle(metrics, weight), "weight": weight}
@@ -90,9 +92,10 @@ class StepParts:
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         grads = vary_over(grads, axis_names(self.axis_name))
-        updates, optimizer_after = self.optimizer.update(
-            grads, optimizer_state, state.params, **extra
-        )
+        with jax.named_scope("optimizer"):
+            updates, optimizer_after = self.optimizer.update(
+                grads, optimizer_state, state.params, **extra
+            )
         if weight is not None and self.sync is not None:
             optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
         _check_reduced(updates, inner_axes)

@@ -13,7 +13,7 @@ class BufferNote:
     """One flat buffer.
 
     Attributes:
-      role: what lies in it, `"gradients"` or `"parameters"`.
+      role: what it is exchanged for: `"gradients"`; of parameters `"average"`, `"slow"`, `"round"`.
       dtype: its element type, by its jax name.
       size_bytes: its size on one device.
       leaves: names of the leaves in it, in order; parts of one leaf repeat its name.

@@ -72,6 +72,8 @@ def test_parameter_synchronisations(mode, tmp_path):
         else:
             assert kind.times.communication[name] == kind.times.communication_time > 0
     assert report.buckets == ()
+    found = [(b.exchange, b.size_bytes, b.leaves) for b in report.sync_buckets]
+    assert sorted(found) == [("average", 512, ("a", "c")), ("slow", 512, ("a", "c"))]
 
     report.write(tmp_path / "report.json")
     read = json.loads((tmp_path / "report.json").read_text())
