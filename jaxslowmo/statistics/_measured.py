@@ -117,8 +117,10 @@ class MeasuredStep:
         every = [times for found in self._times.values() for times in found]
         # Without parameter transform all steps are alike, and none is local.
         alike = set(self._steps_by_kind) == {"local"}
-        facts = self._facts or _no_facts()
         buckets = list(self._buckets)
+        gradients = tuple(b for b in buckets if b.exchange == GRADIENTS)
+        # A step of the user's own may keep its parameters anywhere; each has a gradient.
+        facts = self._facts or _facts_of_gradients(gradients)
         return StepReport(
             iteration=self._sampling.steps,
             rate=self._sampling.rate,
@@ -134,7 +136,7 @@ class MeasuredStep:
                 )
                 for kind, count in self._steps_by_kind.items()
             },
-            buckets=tuple(b for b in buckets if b.exchange == GRADIENTS),
+            buckets=gradients,
             sync_buckets=tuple(b for b in buckets if b.exchange != GRADIENTS),
             backend=jax.default_backend(),
             num_devices=self._num_devices,
@@ -182,28 +184,27 @@ class MeasuredStep:
         return self._programs[key]
 
 
-def _no_facts() -> dict[str, Any]:
+def _facts_of_gradients(buckets: tuple[Bucket, ...]) -> dict[str, Any]:
     return {
         "ready_order": None,
-        "parameter_bytes": 0,
-        "num_parameter_tensors": 0,
-        "dtypes": (),
+        "parameter_bytes": sum(bucket.size_bytes for bucket in buckets),
+        "num_parameter_tensors": len({name for bucket in buckets for name in bucket.leaves}),
+        "dtypes": tuple(dict.fromkeys(bucket.dtype for bucket in buckets)),
     }
 
 
-def _facts(step: Any, args: Any) -> dict[str, Any]:
-    """What stays the same from step to step."""
-    found = _no_facts()
-    params = getattr(args[0], "params", None) if args else None
-    if params is None:
-        return found
+def _facts(step: Any, args: Any) -> dict[str, Any] | None:
+    """What stays the same from step to step, of a step with a `TrainState`."""
+    if not args or not hasattr(step, "ready_order"):
+        return None
+    params = args[0].params
     leaves: list[Any] = jax.tree.leaves(params)
-    found["parameter_bytes"] = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves)
-    found["num_parameter_tensors"] = len(leaves)
-    found["dtypes"] = tuple(dict.fromkeys(str(x.dtype) for x in leaves))
-    if hasattr(step, "ready_order"):
-        found["ready_order"] = _names(step.ready_order(*args[:2]), params)
-    return found
+    return {
+        "ready_order": _names(step.ready_order(*args[:2]), params),
+        "parameter_bytes": sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in leaves),
+        "num_parameter_tensors": len(leaves),
+        "dtypes": tuple(dict.fromkeys(str(x.dtype) for x in leaves)),
+    }
 
 
 def _names(order: tuple[int, ...] | None, params: PyTree) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 
@@ -99,6 +100,25 @@ def test_a_jitted_function_on_one_device():
     assert report.last.communication_time == 0
     assert report.last.backward_compute_time > 0
     assert (report.buckets, report.ready_order, report.num_devices) == ((), None, 1)
+
+
+def test_a_step_of_ones_own():
+    reduce = js.all_reduce_gradients("replica")
+
+    def per_replica(params, batch):
+        mine = jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying"), params)
+        grads, _ = reduce.update(jax.grad(loss)(mine, batch), reduce.init(params))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    mesh = js.make_mesh({"replica": 4})
+    specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
+    step = js.measured(jax.jit(jax.shard_map(per_replica, mesh=mesh, **specs)), rate=1)
+    step(PARAMS, BATCH)
+    report = step.report()
+    assert set(report.last.communication) == {"gradients"}
+    assert [(b.size_bytes, b.leaves) for b in report.buckets] == [(512, ("c", "a"))]
+    assert (report.num_parameter_tensors, report.parameter_bytes) == (2, 512)
+    assert (report.dtypes, report.num_devices) == (("float32",), 4)
 
 
 def test_while_another_trace_runs_steps_are_missed(tmp_path):
