@@ -35,6 +35,7 @@ def all_reduce_gradients(
     order: Order = "reverse",
     buckets: Sequence[Sequence[int | str]] | None = None,
     max_buckets: int | None = None,
+    alone_bytes: int | None = None,
     split_large: bool = False,
     hook: CommHook | None = None,
     divide_by: Literal["initial", "active"] = "initial",
@@ -53,6 +54,8 @@ def all_reduce_gradients(
         `js.ready_order(loss_fn, params, batch)`.
       buckets: the buckets themselves, lists of positions or names; replaces sizes and order.
       max_buckets: at most so many; see `js.assign_buckets`.
+      alone_bytes: leaves of at least this size are buckets of their own and are not copied: faster
+        on CPU, where copies of large buffers cost page faults. None: as torch.
       split_large: cut leaves that are larger than a bucket.
       hook: a `js.hooks.CommHook` that reduces each bucket, or None for the plain mean.
       divide_by: with a weight, what the sum is divided by when some replicas have weight 0:
@@ -100,11 +103,17 @@ def all_reduce_gradients(
         raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
     if max_buckets is not None and (not isinstance(max_buckets, int) or max_buckets < 1):
         raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {max_buckets!r}.")
+    if alone_bytes is not None and (alone_bytes < 0 or split_large):
+        raise ValueError(
+            f"{_OWNER}: `alone_bytes` is a size in bytes >= 0 that keeps large leaves whole, so "
+            f"not with `split_large`; got {alone_bytes} and split_large={split_large}."
+        )
     layout = BucketLayout(
         limits=(first_bucket_bytes, bucket_bytes),
         order=order,
         buckets=None if buckets is None else tuple(map(tuple, buckets)),
         max_buckets=max_buckets,
+        alone_bytes=alone_bytes,
         split_large=split_large,
     )
     by_initial = divide_by == "initial"

@@ -23,6 +23,7 @@ class BucketLayout:
     order: Order = "reverse"
     buckets: tuple[tuple[int | str, ...], ...] | None = None
     max_buckets: int | None = None
+    alone_bytes: int | None = None
     split_large: bool = False
 
     def plan(self, grads: PyTree, ready_order: Sequence[int] | None = None) -> BufferPlan:
@@ -44,6 +45,7 @@ class BucketLayout:
             limits=self.limits,
             order=order,
             max_buckets=self.max_buckets,
+            alone_bytes=self.alone_bytes,
             split_large=self.split_large,
         )
 

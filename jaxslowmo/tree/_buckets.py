@@ -64,6 +64,7 @@ def assign_buckets(
     expect_sparse: Sequence[bool] | None = ...,
     indices: Sequence[int] | None = ...,
     max_buckets: int | None = ...,
+    alone_bytes: int | None = ...,
     split_large: Literal[False] = ...,
 ) -> tuple[list[list[int]], list[int]]: ...
 
@@ -76,6 +77,7 @@ def assign_buckets(
     expect_sparse: Sequence[bool] | None = ...,
     indices: Sequence[int] | None = ...,
     max_buckets: int | None = ...,
+    alone_bytes: int | None = ...,
     split_large: Literal[True],
 ) -> tuple[list[list[BucketPiece]], list[int]]: ...
 
@@ -87,6 +89,7 @@ def assign_buckets(
     expect_sparse: Sequence[bool] | None = None,
     indices: Sequence[int] | None = None,
     max_buckets: int | None = None,
+    alone_bytes: int | None = None,
     split_large: bool = False,
 ) -> tuple[list[Any], list[int]]:
     """Group leaves into buckets of one dtype each; plain Python, nothing runs on a device.
@@ -104,16 +107,18 @@ def assign_buckets(
         which they closed, leftovers last; without, they are sorted by their smallest label.
       max_buckets: at most so many: the two neighbours of one dtype that are smallest together
         become one, as often as needed.
+      alone_bytes: a leaf of at least this size is a bucket of its own, which needs no copy; it does
+        not touch the open bucket. None: as torch, which puts it behind what is there.
       split_large: cut a leaf that is larger than the current limit, so that each part closes its
         bucket; the next bucket starts with the rest.
 
     Returns:
       `(buckets, bucket_limits)`: the labels of each bucket, and the limit in bytes that closed it
-      (0 for a sparse one). With `split_large` the members are `BucketPiece(label, start, stop)`.
+      (0 for a sparse one, `alone_bytes` for one that is alone). With `split_large` the members are `BucketPiece(label, start, stop)`.
 
     Raises:
-      ValueError: no limits, a negative limit, labels that don't fit the leaves, or `max_buckets`
-        below 1 or below the number of dtypes and sparse leaves, which never share a bucket.
+      ValueError: no limits, a negative size, labels that don't fit the leaves, `alone_bytes` with
+        `split_large`, or `max_buckets` below 1 or below the number of dtypes and sparse leaves, which never share a bucket.
 
     Example:
       >>> assign_buckets([np.zeros(4, np.float32)] * 3, limits=(16, 64))
@@ -129,6 +134,7 @@ def assign_buckets(
         expect_sparse=expect_sparse,
         indices=indices,
         max_buckets=max_buckets,
+        alone_bytes=alone_bytes,
         split_large=split_large,
     )
     if split_large:
@@ -143,20 +149,29 @@ def assign_pieces(
     expect_sparse: Sequence[bool] | None = None,
     indices: Sequence[int] | None = None,
     max_buckets: int | None = None,
+    alone_bytes: int | None = None,
     split_large: bool = False,
 ) -> tuple[list[list[BucketPiece]], list[int]]:
     """`assign_buckets` with members that are pieces, whole leaves or parts."""
     _check_limits(limits)
+    if alone_bytes is not None and alone_bytes < 0:
+        raise ValueError(f"`alone_bytes` is a size in bytes and must be >= 0, got {alone_bytes}.")
+    if alone_bytes is not None and split_large:
+        raise ValueError(
+            "`alone_bytes` keeps large leaves whole, `split_large` cuts them: give one."
+        )
     labels = _check_labels(leaves, indices, expect_sparse)
 
     closed: list[tuple[_Bucket, int]] = []
     open_buckets: dict[np.dtype, _OpenBuckets] = {}
     for label, leaf in zip(labels, leaves, strict=True):
         dtype, size = jnp.dtype(leaf.dtype), math.prod(leaf.shape)
-        if expect_sparse and expect_sparse[label]:
+        is_sparse = bool(expect_sparse and expect_sparse[label])
+        if is_sparse or (alone_bytes is not None and size * dtype.itemsize >= alone_bytes):
             alone = _Bucket()
             alone.pieces.append(BucketPiece(label, 0, size))
-            closed.append((alone, 0))
+            alone.size_bytes = size * dtype.itemsize
+            closed.append((alone, 0 if is_sparse else alone_bytes or 0))
             continue
         growing = open_buckets.setdefault(dtype, _OpenBuckets(dtype.itemsize, limits))
         start = 0

@@ -84,6 +84,7 @@ def plan_buffers(
     order: Sequence[int] | None = None,
     buckets: Sequence[Sequence[int]] | None = None,
     max_buckets: int | None = None,
+    alone_bytes: int | None = None,
     split_large: bool = False,
     dtype_of: Callable[[np.dtype], np.dtype] = np.dtype,
 ) -> BufferPlan:
@@ -95,6 +96,7 @@ def plan_buffers(
       order: in which the leaves are visited, as positions in flattening order; None is that order.
       buckets: the buffers themselves, as lists of positions, instead of limits and order.
       max_buckets: at most so many buffers, as in `assign_buckets`.
+      alone_bytes: leaves of this size are buffers of their own, as in `assign_buckets`.
       split_large: cut leaves that are larger than a limit, as in `assign_buckets`.
       dtype_of: buffer dtype of a leaf dtype; default the leaf's own.
 
@@ -118,6 +120,7 @@ def plan_buffers(
             limits or (total + 1,),  # a limit that no buffer reaches: one buffer per dtype
             indices=visited,
             max_buckets=max_buckets,
+            alone_bytes=alone_bytes,
             split_large=split_large,
         )
     buffers = tuple(Buffer(jnp.dtype(wire[g[0].label].dtype), tuple(g)) for g in groups)

@@ -134,3 +134,24 @@ def test_sparse_leaves_stay_alone():
     assert js.assign_buckets(leaves, (0,), expect_sparse=flags, max_buckets=2)[0] == [[0, 2], [1]]
     with pytest.raises(ValueError, match="at least 2 here"):
         js.assign_buckets(leaves, (0,), expect_sparse=flags, max_buckets=1)
+
+
+def test_large_leaves_alone():
+    leaves = [np.zeros(n, np.float32) for n in (10, 1000, 10, 10)]
+    assert js.assign_buckets(leaves, (60, 4000)) == ([[0, 1], [2, 3]], [60, 4000])
+    assert js.assign_buckets(leaves, (60, 4000), alone_bytes=4000) == (
+        [[0, 2], [1], [3]],
+        [60, 4000, 4000],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"alone_bytes": -1}, "`alone_bytes` .* >= 0, got -1"),
+        ({"alone_bytes": 4, "split_large": True}, "`alone_bytes` keeps .* give one"),
+    ],
+)
+def test_bad_sizes_of_leaves_alone(options, said):
+    with pytest.raises(ValueError, match=said):
+        js.assign_buckets([np.zeros(2, np.float32)], **options)

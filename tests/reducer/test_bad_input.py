@@ -1,0 +1,85 @@
+"""What the reducer refuses, and how it says so."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxslowmo as js
+from bad_input import one_update, trace
+
+PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jnp.ones((4, 3, 2))}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"order": "up"}, '"reverse", "forward" or a sequence of leaves, got \'up\''),
+        ({"order": 3}, "`order` must be .* leaf positions or names, got int"),
+        ({"order": "ready"}, r'make_train_step\(order="ready"\), or pass order=js\.ready_order'),
+        ({"max_buckets": 0}, "`max_buckets` must be an int >= 1, got 0"),
+        ({"alone_bytes": -4}, "`alone_bytes` .* >= 0 .* got -4"),
+        ({"alone_bytes": 4, "split_large": True}, "not with `split_large`"),
+        ({"divide_by": "all"}, '`divide_by` must be "initial" or "active", got \'all\''),
+        ({"hook": js.hooks.mean}, r"`hook` must be a js\.hooks\.CommHook, .* got mean"),
+        ({"hook": "int8"}, r"`hook` must be a js\.hooks\.CommHook, .* got str"),
+        ({"bucket_bytes": -1}, "`bucket_bytes` .* >= 0, got -1"),
+    ],
+)
+def test_at_construction(options, said):
+    with pytest.raises(ValueError, match=f"all_reduce_gradients: .*{said}"):
+        js.all_reduce_gradients("replica", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"order": ["b", "w", "x"]}, r"`order` names leaf 'x', .*\(3 leaves: b, half, w\)"),
+        ({"order": [0, 1, 3]}, "`order` names leaf 3"),
+        ({"order": ["b", "w"]}, r"`order` must name every gradient once: missing \['half'\]"),
+        ({"order": [0, 1, 2, "w"]}, r"more than once \['w'\]"),
+        ({"buckets": [["b"], ["w"]]}, r"`buckets` must hold .*: missing \[1\]"),
+        ({"buckets": [["b"], ["w", "half"], ["b"]]}, r"more than once \[0\]"),
+        ({"buckets": [["b", "half"], ["w"]]}, r"one dtype, got \['bfloat16', 'float32'\]"),
+        ({"buckets": [["b", "w"], [], ["half"]]}, "must not hold an empty bucket"),
+        ({"buckets": [["b", "nobody"]]}, "`buckets` names leaf 'nobody'"),
+        ({"max_buckets": 1}, "`max_buckets` must be at least 2 here"),
+    ],
+)
+def test_at_trace_time(options, said):
+    with pytest.raises(ValueError, match=said):
+        trace(one_update(js.all_reduce_gradients("replica", **options)), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (js.hooks.fp16_compress(), r"fp16_compress: .* got bfloat16 \(half\)"),
+        (
+            js.hooks.stateless(lambda bucket: bucket.flat[:1]),
+            r"reduced bucket must be .* got \(1,\)",
+        ),
+        (js.hooks.stateless(lambda bucket: bucket.flat.astype(jnp.float16)), "got .* float16"),
+    ],
+)
+def test_what_hooks_give(hook, said):
+    with pytest.raises(ValueError, match=said):
+        trace(one_update(js.all_reduce_gradients("replica", hook=hook)), PARAMS)
+
+
+@pytest.mark.parametrize("wrap", [js.hooks.fp16_compress, js.hooks.bf16_compress])
+def test_wrappers_of_something_else(wrap):
+    with pytest.raises(
+        ValueError, match=r"compress: `hook` must be a js\.hooks\.CommHook.* got <lambda>"
+    ):
+        wrap(lambda bucket: bucket)
+
+
+def test_stateless_needs_a_function():
+    with pytest.raises(ValueError, match="`reduce` must be callable, got int"):
+        js.hooks.stateless(3)
+
+
+def test_a_hook_outside_of_the_axis():
+    tx = js.all_reduce_gradients("replica", hook=js.hooks.int8())
+    with pytest.raises(ValueError, match=r"`axis_name` 'replica' is not a mapped axis.*js\.init"):
+        tx.init(jax.tree.map(lambda x: x[0], PARAMS))
