@@ -114,11 +114,13 @@ def assign_buckets(
 
     Returns:
       `(buckets, bucket_limits)`: the labels of each bucket, and the limit in bytes that closed it
-      (0 for a sparse one, `alone_bytes` for one that is alone). With `split_large` the members are `BucketPiece(label, start, stop)`.
+      (0 for a sparse one, `alone_bytes` for one that is alone). With `split_large` the members are
+      `BucketPiece(label, start, stop)`.
 
     Raises:
       ValueError: no limits, a negative size, labels that don't fit the leaves, `alone_bytes` with
-        `split_large`, or `max_buckets` below 1 or below the number of dtypes and sparse leaves, which never share a bucket.
+        `split_large`, or `max_buckets` below 1 or below the number of dtypes and sparse leaves,
+        which never share a bucket.
 
     Example:
       >>> assign_buckets([np.zeros(4, np.float32)] * 3, limits=(16, 64))
