@@ -30,7 +30,7 @@ from table import markdown
 ROOT = Path(__file__).parent.parent
 TORCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 CAPS = ("cap 1", "cap 5", "cap 25", "cap 100")
-JAX = ["none", "psum", "psum, apart", *CAPS, "cap 1, apart", "cap 25, apart"]
+JAX = ["none", "psum", "psum, apart", *CAPS, "cap 1, apart", "cap 25, apart", "cap 25, alone"]
 JAX += [f"hook {x}" for x in ("mean", "noop", "fp16_compress", "bf16_compress")]
 JAX += [f"hook {x}" for x in ("powersgd 1", "powersgd 4", "int8", "fp8", "top_k 0.01")]
 TORCH = ["no_sync", "per leaf", "default", "view", *CAPS, "fp16", "bf16"]

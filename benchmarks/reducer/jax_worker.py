@@ -42,7 +42,7 @@ CONSTANTS = [spread(g) for g in gradients(model, rank)]
 SCALE = spread(np.ones((), np.float32))
 
 
-def transform(name: str):
+def transform(name: str, flags: list[str]):
     """`(init, update)` of a variant; None for gradients that are made and not reduced."""
     kind, *arguments = name.split()
     if kind == "none":
@@ -50,6 +50,8 @@ def transform(name: str):
     if kind == "psum":
         return (lambda grads: ()), lambda grads, state: (lax.pmean(grads, "replica"), state)
     options = {"bucket_bytes": int(float(arguments[0]) * 2**20)} if kind == "cap" else {}
+    if "alone" in flags:
+        options["alone_bytes"] = 2**20
     if kind == "hook":
         options["hook"] = hook(*arguments)
     made = js.all_reduce_gradients("replica", **options)
@@ -76,7 +78,7 @@ MAKE = mapped(lambda scale, constants: [scale * c for c in constants], 2)
 
 def prepare(name: str):
     base, *flags = name.split(", ")
-    pair, state, text = transform(base), (), ""
+    pair, state, text = transform(base, flags), (), ""
 
     def init(grads):
         state = pair[0]([g[0] for g in grads]) if pair else ()

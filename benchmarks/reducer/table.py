@@ -19,7 +19,8 @@ def label(library: str, variant: str) -> str:
     if name is None and kind == "hook":
         name = f"hook `{arguments[0]}({', '.join(arguments[1:])})`"
     name = name or f"DDP, hook `{base}`"
-    return name + (", combiner off" if "apart" in flags else "")
+    told = {"apart": ", combiner off", "alone": ", leaves from 1 MiB alone"}
+    return name + "".join(told[flag] for flag in flags)
 
 
 def number(value: float | None, digits: int) -> str:
