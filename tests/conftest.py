@@ -48,6 +48,11 @@ hypothesis.settings.register_profile("explore", max_examples=200, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What loads libtpu runs last: where it is loaded without a TPU, the jax profiler crashes."""
+    items.sort(key=lambda item: item.get_closest_marker("tpu_aot") is not None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def require_devices() -> None:
     """Fail every test, rather than skip some, where the devices are missing."""

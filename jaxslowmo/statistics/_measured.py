@@ -16,7 +16,7 @@ from ._program import GRADIENTS, StepProgram
 from ._report import Bucket, KindOfStep, StepReport
 from ._sampling import Sampling
 from ._times import DeviceOp, StepTimes, mean_times, step_times
-from ._trace import traced_call
+from ._trace import CannotTrace, traced_call
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
@@ -90,15 +90,10 @@ class MeasuredStep:
             return self._step(*args, **kwargs)
         program = self._program(kind, args, kwargs)
         jax.block_until_ready((args, kwargs))
-        results: list[Any] = []
         try:
-            result, ops, seconds = traced_call(
-                lambda: results.append(self._step(*args, **kwargs)) or results[0], program.name
-            )
-        except RuntimeError as error:
-            if results or "rofile" not in str(error):
-                raise
-            return self._miss("another trace of the jax profiler is running", args, kwargs)
+            result, ops, seconds = traced_call(lambda: self._step(*args, **kwargs), program.name)
+        except CannotTrace as error:
+            return self._miss(str(error), args, kwargs)
         self._take(kind, ops, program, seconds)
         return result
 

@@ -22,6 +22,10 @@ _SUMMARIES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope", "
 _INSTRUCTION = re.compile(r"%?([\w.\-]+) = ")  # TPU names an event by the whole instruction
 
 
+class CannotTrace(RuntimeError):
+    """A trace can't start now; says why."""
+
+
 def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceOp], float]:
     """Calls a step under the profiler and waits for it.
 
@@ -33,11 +37,16 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
       The results, the operations that this process's devices ran for it, and its seconds.
 
     Raises:
-      RuntimeError: another trace is running; nothing was called.
+      CannotTrace: another trace is running, or libtpu is loaded without a TPU; nothing was called.
     """
+    if _compiles_for_absent_tpu():
+        raise CannotTrace("the jax profiler would crash: libtpu is loaded, and there is no TPU")
     folder = tempfile.mkdtemp(prefix="jaxslowmo-statistics-")
     try:
-        jax.profiler.start_trace(folder, profiler_options=_options())
+        try:
+            jax.profiler.start_trace(folder, profiler_options=_options())
+        except RuntimeError as error:
+            raise CannotTrace("another trace of the jax profiler is running") from error
         try:
             began = time.perf_counter()
             results = jax.block_until_ready(call())
@@ -53,6 +62,17 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
         return results, ops, seconds
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compiles_for_absent_tpu() -> bool:
+    """Whether libtpu was loaded only to compile: starting a trace is then a segmentation fault."""
+    try:  # No public way tells what is loaded.
+        from jax._src.lib import xla_client
+
+        loaded = xla_client.pjrt_plugin_loaded("tpu")
+    except (ImportError, AttributeError):
+        return False
+    return loaded and jax.default_backend() != "tpu"
 
 
 def _options() -> ProfileOptions:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.lib import xla_client
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
@@ -144,3 +145,12 @@ def test_what_is_no_step_is_refused():
         js.measured(lambda state, batch: state)
     with pytest.raises(ValueError, match=r"`rate` .* got 0"):
         js.measured(jax.jit(lambda x: x), rate=0)
+
+
+def test_no_crash_where_libtpu_is_loaded_without_a_tpu(monkeypatch):
+    """There the profiler would end the process."""
+    monkeypatch.setattr(xla_client, "pjrt_plugin_loaded", lambda platform: platform == "tpu")
+    step = js.measured(jax.jit(lambda x: x + 1))
+    with pytest.warns(UserWarning, match="libtpu is loaded, and there is no TPU, so steps are not"):
+        assert step(jnp.ones(())) == 2
+    assert step.report().missed == (1,)
