@@ -81,9 +81,17 @@ OTHERS = [
 ]
 
 
+def share(replicas: int, devices: int) -> pytest.MarkDecorator:
+    """Tests that share cached results run in one process."""
+    return pytest.mark.xdist_group(f"executions over {replicas} x {devices}")
+
+
 @pytest.mark.parametrize(
     ("execution", "scheduled", "replicas", "devices", "names"),
-    ALL + [case for case in OTHERS if (*case[:4], None) not in ALL],
+    [
+        pytest.param(*case, marks=share(*case[2:4]))
+        for case in ALL + [case for case in OTHERS if (*case[:4], None) not in ALL]
+    ],
 )
 def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, devices, names):
     ours, _ = results(replicas, devices, execution, scheduled, names)
@@ -99,6 +107,7 @@ def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, d
     compare(ours, reference, float32=1e-6, half=3e-2)
 
 
+@share(4, 1)
 def test_states_agree_between_executions():
     _, virtual = results(4, 1, "vmap", "traced", None)
     _, devices = results(4, 1, "shard_map", "host", None)
@@ -111,6 +120,7 @@ def test_states_agree_between_executions():
         )
 
 
+@share(4, 1)
 @pytest.mark.parametrize("name", ["local_sgd", "slowmo", "slowmo_unsharded", "diloco"])
 def test_replicas_agree_after_a_synchronisation(name):
     ours, _ = results(4, 1, "shard_map", "traced", None)

@@ -114,7 +114,7 @@ def problem(num_nodes: int, seed: int):
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(gossip=gossips(), seed=st.integers(0, 2**31))
 def test_gossip_keeps_the_sums_and_approaches_the_mean(gossip, seed):
     graph, sync = gossip
@@ -175,7 +175,7 @@ def test_agreement_with_several_peers_is_kept_to_the_bit(num_nodes, overlap):
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     gossip=gossips(),
     seed=st.integers(0, 2**31),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -74,6 +74,7 @@ def test_against_numpy(execution):
         np.testing.assert_array_equal(lost, wanted_lost)
 
 
+@settings(max_examples=8)
 @given(
     st.integers(2, 8),
     st.integers(1, 5000) | st.integers(1, 40),

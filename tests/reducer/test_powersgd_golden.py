@@ -102,6 +102,7 @@ def _recorded_draws(monkeypatch):
 RUNS = [(tuple("01234"), "vmap"), (("0", "4"), "shard_map"), (("w4",), "pmap")]
 
 
+@pytest.mark.xdist_group("recorded runs of powersgd")  # they share cached results
 @pytest.mark.parametrize(
     ("ids", "case", "execution"), [(ids, case, e) for ids, e in RUNS for case in ids]
 )

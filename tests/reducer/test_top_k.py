@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
@@ -46,6 +46,7 @@ def test_against_numpy(execution):
         np.testing.assert_array_equal(found[name][1], lost)
 
 
+@settings(max_examples=8)
 @given(st.integers(2, 8), st.integers(1, 3000), st.data())
 def test_any_size(replicas, size, data):
     k = data.draw(st.integers(1, size))

@@ -161,7 +161,7 @@ def test_several_axes_at_once(check):
         np.testing.assert_allclose(table, dense_of(rows, values).mean(0), **CLOSE)
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(
     replicas=st.integers(1, 8),
     num_rows=st.integers(1, 6),
