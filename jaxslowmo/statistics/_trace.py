@@ -67,7 +67,7 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
 def _compiles_for_absent_tpu() -> bool:
     """Whether libtpu was loaded only to compile: starting a trace is then a segmentation fault."""
     try:  # No public way tells what is loaded.
-        from jax._src.lib import xla_client
+        from jaxlib import xla_client
 
         loaded = xla_client.pjrt_plugin_loaded("tpu")
     except (ImportError, AttributeError):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src.lib import xla_client
+from jaxlib import xla_client
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
