@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxlib import xla_client
 from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
 
 import jaxslowmo as js
 
