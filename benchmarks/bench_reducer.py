@@ -129,6 +129,7 @@ def summarise(rows: dict[tuple[str, str], dict]) -> list[dict]:
 
 def main() -> None:
     args = parse()
+    told = {"jax": dict(THREADS["jax"]), "torch": THREADS["torch"], "kept": KEPT}
     cache = tempfile.TemporaryDirectory()  # programs are compiled once for both memory settings
     THREADS["jax"] |= {
         "JAX_COMPILATION_CACHE_DIR": cache.name,
@@ -138,7 +139,7 @@ def main() -> None:
     result: dict = {
         "command": "python benchmarks/bench_reducer.py",
         "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
-        "environment": {"jax": dict(THREADS["jax"]), "torch": THREADS["torch"], "kept": KEPT},
+        "environment": told,
         "models": {},
     }
     for model, memory in itertools.product(args.models.split(","), args.memory.split(",")):

@@ -57,8 +57,7 @@ def ddp(name: str) -> DistributedDataParallel:
     if kind == "view":
         options = {"gradient_as_bucket_view": True}
     if kind == "powersgd":
-        # One bucket: the hook starts its second collective in a callback of the first, so with
-        # several buckets on gloo the processes may not agree on the order of collectives, and hang.
+        # One bucket: with two this hook hung in one of two runs here, for a reason not found.
         options = {"bucket_cap_mb": 1000}
     made = DistributedDataParallel(Leaves(), **options)
     if kind == "fp16":

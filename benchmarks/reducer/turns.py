@@ -39,7 +39,7 @@ def serve(prepare: Callable[[str], tuple[Callable[[Timed], Any], dict]], facts: 
         if name not in steps:
             try:
                 steps[name], found = prepare(name)
-            except (ValueError, NotImplementedError, AttributeError) as error:
+            except (ValueError, NotImplementedError) as error:
                 say({"refused": f"{type(error).__name__}: {error}"})
                 continue
             say(found)
