@@ -1,0 +1,60 @@
+"""The threads of torch's autograd engine that serve XLA devices.
+
+The engine counts the devices once, at the first `backward()` of the process, and torch_xla 2.9
+reports none before its runtime has started. A process that has differentiated anything on the host
+first, or was forked from one that has, can therefore never run a backward pass on an XLA device:
+torch fails with `INTERNAL ASSERT FAILED ... device_ready_queues_`.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+# torch pins its ABI within a release; `.venv-torch` pins the release.
+_GET_ENGINE = "_ZN5torch8autograd6Engine18get_default_engineEv"
+_START_THREADS = "_ZN5torch8autograd6Engine20start_device_threadsEv"
+
+
+def ensure_autograd_threads(device: torch.device) -> None:
+    """Make `backward()` work on `device` although autograd was used before the runtime started.
+
+    Call it once per process, after the XLA runtime has started and before other threads
+    differentiate. It runs a backward pass over one element; only if the engine has no thread for
+    the device are its threads started again, now that the devices can be counted.
+
+    Raises:
+        RuntimeError: if this build of torch does not export the engine's functions; the way out is
+            to start the devices before the first `backward()` of the process.
+    """
+    if _differentiates(device):
+        return
+    try:
+        path = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+        # The engine is created anew in a forked process, which needs Python's lock; its threads
+        # take that lock themselves, so it must be free while they start.
+        get_engine = getattr(ctypes.PyDLL(path), _GET_ENGINE)
+        start_threads = getattr(ctypes.CDLL(path), _START_THREADS)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            "backward() ran in this process (or the one it was forked from) before the XLA runtime "
+            f"started, and torch {torch.__version__} offers no way to add the devices to its "
+            "autograd engine afterwards. Start the devices (for TPUManager: construct and start "
+            "it) before the first backward()."
+        ) from error
+    get_engine.restype = ctypes.c_void_p
+    start_threads.argtypes, start_threads.restype = [ctypes.c_void_p], None
+    start_threads(get_engine())
+    if not _differentiates(device):
+        raise RuntimeError(f"torch's autograd engine has no thread for {device} and got none.")
+
+
+def _differentiates(device: torch.device) -> bool:
+    scalar = torch.zeros((), device=device, requires_grad=True)
+    try:
+        scalar.backward()
+    except RuntimeError as error:
+        if "device_ready_queues_" in str(error):
+            return False
+        raise
+    return True

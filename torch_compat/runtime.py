@@ -1,0 +1,123 @@
+"""The XLA devices of a process: how many, which thread drives which, and when their graphs run.
+
+Several CPU devices in one process stand in for TPU cores, so that scripts can be tried and tested
+without a TPU. torch_xla deadlocks on them unless launches are ordered as `run_pending` orders them;
+on a TPU `run_pending` is `torch_xla.sync()`.
+"""
+
+import os
+import threading
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from .autograd_threads import ensure_autograd_threads
+
+MAX_CPU_DEVICES = 64
+# Two threads that compile the same collective at once would run two executables that wait for each
+# other: the second must find the first's in the cache.
+_LAUNCH = threading.Lock()
+
+
+def is_started() -> bool:
+    """Whether this process has touched an XLA device, after which nothing can be configured."""
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def on_cpu() -> bool:
+    """Whether the XLA devices of this process are CPU devices (`PJRT_DEVICE`)."""
+    return xr.device_type() == "CPU"
+
+
+def configured_cpu_devices() -> int | None:
+    """The number that `CPU_NUM_DEVICES` asks for, None where it is not set."""
+    value = os.environ.get("CPU_NUM_DEVICES")
+    return None if value is None else int(value)
+
+
+def configure_cpu_devices(num_devices: int) -> None:
+    """Make the XLA runtime of this process, and of those it starts, `num_devices` CPU devices.
+
+    For `xmp.spawn(fn)` and `TPUManager` on a machine without a TPU. Sets `PJRT_DEVICE`,
+    `CPU_NUM_DEVICES` and the two settings without which more than one CPU device deadlocks: a
+    client that launches from the calling thread (`PJRT_CPU_ASYNC_CLIENT=0`), and a thread for every
+    device that may block in a collective (`XLA_THREAD_POOL_SIZE`).
+
+    Raises:
+        ValueError: unless 1 <= num_devices <= 64.
+        RuntimeError: if this process has touched an XLA device already.
+    """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
+        raise ValueError(f"`num_devices` must be an int, got {num_devices!r}.")
+    if not 1 <= num_devices <= MAX_CPU_DEVICES:
+        raise ValueError(
+            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
+        )
+    if is_started():
+        raise RuntimeError(
+            f"configure_cpu_devices({num_devices}) comes too late: this process has touched an XLA "
+            "device, and the number of devices is fixed from then on. Call it first."
+        )
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["CPU_NUM_DEVICES"] = str(num_devices)
+    os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
+    os.environ["XLA_THREAD_POOL_SIZE"] = str(max(16, num_devices))
+
+
+def open_devices(num_devices: int | None = None) -> list[torch.device]:
+    """Start the runtime and return this process's devices, which form one group for collectives.
+
+    For a process that drives all its devices itself, one thread each (`bind`), instead of leaving
+    that to `xmp.spawn`.
+
+    Args:
+        num_devices: the number wanted; None for all there are.
+
+    Raises:
+        ValueError: if there are not exactly `num_devices` devices.
+    """
+    if on_cpu() and not is_started():
+        configure_cpu_devices(num_devices or configured_cpu_devices() or 1)
+    devices = [torch.device(name) for name in xm.get_xla_supported_devices()]
+    if num_devices not in (None, len(devices)):
+        raise ValueError(
+            f"`nprocs` must be the number of XLA devices there are, {len(devices)} "
+            f"({', '.join(xm.xla_real_devices([str(d) for d in devices]))}), got {num_devices}."
+        )
+    # Without this every device takes itself for the only one and a collective silently does
+    # nothing. torch_xla keeps the size it was first asked for, before a fork too.
+    xr._WORLD_SIZE = xr._ORDINAL = None
+    xm.set_replication(devices[0], devices if len(devices) > 1 else [])
+    if xr.world_size() != len(devices):
+        raise RuntimeError(
+            f"torch_xla counts {xr.world_size()} replicas for {len(devices)} devices."
+        )
+    ensure_autograd_threads(devices[0])
+    return devices
+
+
+def bind(device: torch.device) -> None:
+    """From now on the calling thread drives `device`: its default device and its ordinal."""
+    torch_xla._XLAC._xla_set_default_device(str(device))
+
+
+def run_pending(device: torch.device | None = None) -> None:
+    """Compile and launch what `device` has traced so far; the next operation starts a new graph.
+
+    Around every collective of several CPU devices there must be one of these before, which leaves
+    the collective alone in its graph, the same for all devices, and one after. Launches are then
+    ordered by a lock, and the calling thread waits until its device (and no other) has finished;
+    outside of the lock, or it would keep out the devices that it waits for.
+
+    Args:
+        device: the device that the calling thread drives (None: its default device).
+    """
+    device = device or torch_xla.device()
+    if not (on_cpu() and xr.addressable_device_count() > 1):
+        torch_xla.sync()
+        return
+    with _LAUNCH:
+        torch_xla.sync()
+    xm.wait_device_ops(xm.xla_real_devices([str(device)]))
