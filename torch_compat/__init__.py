@@ -1,0 +1,9 @@
+"""Training with torch_xla when the network, or the host, is the slow part."""
+
+from . import runtime as runtime
+from .data import QueueDataset as QueueDataset
+from .data import TPUDataManager as TPUDataManager
+from .errors import TPUWorkerError as TPUWorkerError
+from .manager import TPUManager as TPUManager
+from .synchronizer import TPUSynchronizer as TPUSynchronizer
+from .worker import StepStatistics as StepStatistics

@@ -1,0 +1,19 @@
+"""What goes wrong in another process, told in this one."""
+
+
+class TPUWorkerError(RuntimeError):
+    """The device process of a `TPUManager` failed, ended, or did not answer in time.
+
+    Attributes:
+        worker_traceback: the traceback of the process or thread that failed, None where it left
+            none (killed, aborted, no answer).
+        exitcode: exit code of the device process, negative for a signal, None while it lives.
+    """
+
+    def __init__(
+        self, message: str, *, worker_traceback: str | None = None, exitcode: int | None = None
+    ):
+        text = message if worker_traceback is None else f"{message}\n\n{worker_traceback.rstrip()}"
+        super().__init__(text)
+        self.worker_traceback = worker_traceback
+        self.exitcode = exitcode

@@ -1,0 +1,37 @@
+"""Samples as bytes: pickled, tensors as plain memory.
+
+torch's own reducers put every tensor into a shared-memory file that a helper thread hands over; for
+a stream of samples through a pipe that costs file descriptors and leaves files when a process dies.
+"""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            if not obj.is_quantized:
+                flat = obj.detach().contiguous().reshape(-1)
+                data = flat.view(torch.uint8).numpy().tobytes()
+                return _tensor, (data, obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def dumps(sample: Any) -> bytes:
+    """`sample` as bytes; a tensor comes back equal, on the CPU, without gradient history."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(sample)
+    return buffer.getvalue()
+
+
+loads = pickle.loads
