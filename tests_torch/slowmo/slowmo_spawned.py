@@ -1,0 +1,33 @@
+"""A function on every CPU device of a fresh process, and what it returned on each."""
+
+import pickle
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch_xla
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+
+from torch_compat import runtime
+
+_FIRST = threading.Lock()
+
+
+def spawned(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(*args)`, a module's function, returned on each of `world` devices."""
+    runtime.configure_cpu_devices(world)
+    with tempfile.TemporaryDirectory() as folder:
+        xmp.spawn(_run, args=(folder, world, function, args), start_method="fork")
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _run(index: int, folder: str, world: int, function: Callable[..., Any], args: tuple) -> None:
+    del index
+    # Other tests may have differentiated on the host before this process was forked.
+    with _FIRST:
+        runtime.ensure_autograd_threads(torch_xla.device())
+    assert xr.world_size() == world
+    (Path(folder) / str(xr.global_ordinal())).write_bytes(pickle.dumps(function(*args)))

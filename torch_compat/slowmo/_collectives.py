@@ -1,0 +1,136 @@
+"""Collectives between processes, as one traced graph that is the same on all of them.
+
+What differs between processes (who speaks, with which weight) is data on the device, never a
+constant of the graph: the processes would otherwise run different programs and wait for each other
+for ever.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch_xla.core.xla_model as xm
+
+from .. import runtime
+from ._flat import by_dtype
+from ._places import Places
+
+
+@contextmanager
+def own_graph(device: torch.device) -> Iterator[None]:
+    """What is traced inside becomes a graph of its own; everything before and inside is launched.
+
+    Communication: that of the collectives inside.
+    """
+    runtime.run_pending(device)
+    with torch.no_grad():
+        yield
+    runtime.run_pending(device)
+
+
+def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`values` as a vector on the device that no graph holds as a constant."""
+    return xm.send_cpu_data_to_device([torch.tensor(values, dtype=dtype)], device)[0]
+
+
+class Collectives:
+    """The collectives of one process, to be used inside `own_graph`, by all processes alike.
+
+    Each method runs one collective per dtype; with a single process it only copies.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self._speaks: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def shares(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each node adds to the mean over nodes: `tensors` / number of nodes; new tensors."""
+        return [tensor.detach() / self.places.num_nodes for tensor in tensors]
+
+    def sum_over_nodes(self, shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum of what the masters of the nodes hold, on every process; new tensors.
+
+        Communication: one all-reduce over all processes, of the bytes of `shares`.
+        """
+        if self.places.nprocs_per_node > 1:
+            shares = self._silenced(shares, "master", self.places.is_master)
+        return self._sum([share.clone() for share in shares])
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write rank 0's values into `tensors`, of any real dtype.
+
+        Communication: one all-reduce over all processes, of the bytes of `tensors`; bool as int32.
+        """
+        if self.places.world_size == 1:
+            return
+        numbers = [t.to(torch.int32) if t.dtype == torch.bool else t.detach() for t in tensors]
+        spoken = self._sum(self._silenced(numbers, "first", self.places.rank == 0))
+        for tensor, value in zip(tensors, spoken, strict=True):
+            tensor.copy_(value)
+
+    def broadcast_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the master of this process' node holds; new tensors.
+
+        Communication: one all-reduce inside every node, of the bytes of `tensors`; none with one
+        process per node.
+        """
+        if self.places.nprocs_per_node == 1:
+            return list(tensors)
+        spoken = self._silenced(tensors, "master", self.places.is_master)
+        return self._sum(spoken, self.places.node_groups)
+
+    def average_in_node(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the mean over the processes of this node into `tensors`.
+
+        Communication: one all-reduce inside every node, of the bytes of `tensors`.
+        """
+        shares = [tensor.detach() / self.places.nprocs_per_node for tensor in tensors]
+        for tensor, mean in zip(tensors, self._sum(shares, self.places.node_groups), strict=True):
+            tensor.copy_(mean)
+
+    def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
+        """This process' part of the mean of `flat` (world_size * n,) over all processes, (n,).
+
+        Communication: one reduce-scatter over all processes.
+        """
+        world = self.places.world_size
+        if world == 1:
+            return flat
+        return xm.reduce_scatter("sum", flat / world, 1.0, 0, world, pin_layout=False)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts (n,) of all processes in order of rank, (world_size * n,).
+
+        Communication: one all-gather over all processes.
+        """
+        if self.places.world_size == 1:
+            return part
+        return xm.all_gather(part, 0, pin_layout=False)
+
+    def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """What the master that sends to this one by `edges` of nodes holds; 0 where none does.
+
+        Communication: one collective-permute, of the bytes of `value`.
+        """
+        size = self.places.nprocs_per_node
+        return xm.collective_permute(value, [[i * size, k * size] for i, k in edges])
+
+    def _sum(
+        self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
+    ) -> list[torch.Tensor]:
+        if self.places.world_size > 1:
+            for same in by_dtype(tensors):
+                xm.all_reduce("sum", same, groups=groups, pin_layout=False)
+        return tensors
+
+    def _silenced(
+        self, tensors: Sequence[torch.Tensor], role: str, speaks: bool
+    ) -> list[torch.Tensor]:
+        """`tensors`, or zeros where this process does not speak. 0 * NaN would be heard."""
+        if not tensors:
+            return []
+        key = role, tensors[0].device
+        if key not in self._speaks:
+            self._speaks[key] = device_data([float(speaks)], torch.float32, key[1])
+        mask = self._speaks[key] > 0
+        return [torch.where(mask, t.detach(), torch.zeros_like(t)) for t in tensors]

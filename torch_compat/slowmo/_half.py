@@ -1,0 +1,112 @@
+"""Half-precision parameters with float32 masters: averages whose rounding is not lost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._flat import flatten, unflatten_into
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Masters:
+    """The float32 copies of the module's parameters, in the forms `perform_slowmo` accepts.
+
+    The exchange runs on the half-precision parameters. What they lack of the master (the residual)
+    stays in this process and is added to the average: error feedback.
+
+    Args:
+      params: the module's parameters.
+      fp32_params: one float32 vector of all of them in their order, or a list with a float32 tensor
+        for each, or a dict with one such value.
+
+    Raises:
+      ValueError: another form, length, size or dtype; a dict without exactly one entry.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], fp32_params: Any) -> None:
+        if isinstance(fp32_params, dict):
+            if len(fp32_params) != 1:
+                raise ValueError(
+                    f"`fp32_params` as a dict must have one entry, got {len(fp32_params)}: "
+                    f"{', '.join(map(repr, fp32_params))}."
+                )
+            (fp32_params,) = fp32_params.values()
+        self.is_flat = isinstance(fp32_params, torch.Tensor)
+        self.tensors = [fp32_params] if self.is_flat else _as_list(fp32_params)
+        self.params = list(params)
+        self._check()
+
+    def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Master minus what is sent in its place, float32, per parameter."""
+        return [
+            master - value.float().reshape(-1)
+            for master, value in zip(self._per_param(), sent, strict=True)
+        ]
+
+    def restore(self, residuals: Sequence[torch.Tensor]) -> None:
+        """Masters become residual + parameter, parameters the masters rounded."""
+        new = [
+            residual + param.detach().float().reshape(-1)
+            for residual, param in zip(residuals, self.params, strict=True)
+        ]
+        if self.is_flat:
+            unflatten_into(self.tensors, flatten(new))
+        else:
+            for master, value in zip(self.tensors, new, strict=True):
+                master.copy_(value.reshape(master.shape))
+        self.copy_back()
+
+    def copy_back(self) -> None:
+        """Write the masters, rounded, into the parameters."""
+        for param, master in zip(self.params, self._per_param(), strict=True):
+            param.copy_(master.reshape(param.shape))
+
+    def initial(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By `id` of each master tensor the master of parameters `values`."""
+        if self.is_flat:
+            return {id(self.tensors[0]): flatten([value.float() for value in values])}
+        return {
+            id(master): value.float() for master, value in zip(self.tensors, values, strict=True)
+        }
+
+    def _per_param(self) -> list[torch.Tensor]:
+        sizes = [param.numel() for param in self.params]
+        if self.is_flat:
+            return list(self.tensors[0].detach().reshape(-1).split(sizes))
+        return [master.detach().reshape(-1) for master in self.tensors]
+
+    def _check(self) -> None:
+        wrong = [i for i, t in enumerate(self.tensors) if t.dtype != torch.float32]
+        if wrong:
+            raise ValueError(
+                f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
+            )
+        sizes = [param.numel() for param in self.params]
+        given = [master.numel() for master in self.tensors]
+        if self.is_flat and given != [sum(sizes)]:
+            raise ValueError(
+                "`fp32_params` as one tensor must have the elements of all parameters, "
+                f"{sum(sizes)}, got {given[0]}."
+            )
+        if not self.is_flat and len(given) != len(sizes):
+            raise ValueError(
+                "`fp32_params` as a list must have one tensor per parameter of the module, "
+                f"{len(sizes)}, got {len(given)}."
+            )
+        bad = [] if self.is_flat else [i for i, n in enumerate(sizes) if given[i] != n]
+        if bad:
+            raise ValueError(
+                f"`fp32_params`[{bad[0]}] must have the {sizes[bad[0]]} elements of parameter "
+                f"{bad[0]} of the module, got {given[bad[0]]}."
+            )
+
+
+def _as_list(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, list | tuple) and all(isinstance(v, torch.Tensor) for v in value):
+        return list(value)
+    raise ValueError(
+        "`fp32_params` must be a tensor, a list of tensors, or a dict with one of these, got "
+        f"{type(value).__name__}."
+    )

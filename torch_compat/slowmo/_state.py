@@ -1,0 +1,193 @@
+"""What a wrapper saves beside the parameters, and what it takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._flat import times
+from ._slow_momentum import SlowMomentum
+
+if TYPE_CHECKING:
+    from ._wrapper import SlowMoDistributedDataParallel as Wrapper
+
+# FairScale's two; the others are ours. All values are tensors.
+_FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
+_PREFIX = "slowmo."
+_SLOW = ("anchor", "velocity", "rates", "ends", "whole_anchor", "whole_velocity", "initial")
+_WEIGHT_TOLERANCE = 1e-5
+
+
+def is_own_key(key: str) -> bool:
+    """Whether `key`, without the prefix of the wrapper, is the wrapper's own and not a module's."""
+    return key in _FAIRSCALE or key.startswith(_PREFIX)
+
+
+def write(wrapper: Wrapper) -> dict[str, torch.Tensor]:
+    """The wrapper's own entries.
+
+    Returns:
+      ps_weight (1,) float32 and is_sgp_ps_numerator () bool with SGP; slowmo.num_updates,
+      .exchanges, .rank, .world_size () int64; once there is slow momentum slowmo.anchor and
+      .velocity (shard,) float32, .rates (groups,) float64, .ends (groups,) int64; before, once a
+      forward pass has seen them, slowmo.initial (N + 1,) float32, the initial parameters.
+    """
+    entries: dict[str, Any] = {
+        "num_updates": wrapper.num_updates,
+        "exchanges": wrapper._exchanges,
+        "rank": wrapper.process_rank,
+        "world_size": wrapper.process_world_size,
+    }
+    if wrapper._slow is not None:
+        entries |= _slow_entries(wrapper._slow)
+        entries |= {"anchor": wrapper._slow.anchor, "velocity": wrapper._slow.velocity}
+    elif wrapper._initial is not None:
+        entries["initial"] = wrapper._initial
+    own = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
+    if wrapper.sgp:
+        own["ps_weight"] = wrapper.ps_weight
+        own["is_sgp_ps_numerator"] = torch.tensor(wrapper.is_sgp_ps_numerator)
+    return own
+
+
+def consolidate(wrapper: Wrapper) -> dict[str, Any]:
+    """The state of all processes in one; to be called inside `own_graph`."""
+    collectives, module = wrapper._collectives, wrapper.module
+    params = [p for p in module.parameters() if p.is_floating_point()]
+    buffers = list(module.buffers())
+    weight = wrapper.ps_weight
+    is_numerator = wrapper._weight_moves and wrapper.is_sgp_ps_numerator
+    numerators = [
+        times(p, weight) if wrapper._weight_moves and not is_numerator else p for p in params
+    ]
+    *means, mean_weight = collectives.sum_over_nodes(collectives.shares([*numerators, weight]))
+    if wrapper._weight_moves:
+        means = [times(mean, 1 / mean_weight) for mean in means]
+    copies = [buffer.detach().clone() for buffer in buffers]
+    collectives.broadcast([copy for copy in copies if copy.numel()])
+    replaced = dict(zip(map(id, [*params, *buffers]), [*means, *copies], strict=True))
+
+    state = {}
+    for key, value in wrapper.state_dict(keep_vars=True).items():
+        state[key] = replaced.get(id(value), value)
+        if isinstance(state[key], torch.Tensor):
+            state[key] = state[key].detach()
+    for key in ("rank", "world_size", "anchor", "velocity"):
+        state.pop(_PREFIX + key, None)
+    if wrapper.sgp:
+        state["ps_weight"] = torch.ones_like(weight)
+        state["is_sgp_ps_numerator"] = torch.tensor(False)
+    if wrapper._initial is not None:
+        shares = collectives.shares([wrapper._initial])
+        (state[_PREFIX + "initial"],) = collectives.sum_over_nodes(shares)
+    slow = wrapper._slow
+    if slow is not None:
+        parts = [slow.anchor, slow.velocity]
+        if wrapper.slowmo_memory_efficient:
+            whole = [collectives.gather(part)[: slow.span.total] for part in parts]
+        else:
+            whole = collectives.sum_over_nodes(collectives.shares(parts))
+        state[_PREFIX + "whole_anchor"], state[_PREFIX + "whole_velocity"] = whole
+    return state
+
+
+@dataclass
+class State:
+    """What a wrapper takes over from a state dict.
+
+    Attributes:
+      values: attributes of the wrapper.
+      unexpected: entries that it has no place for.
+    """
+
+    values: dict[str, Any]
+    unexpected: list[str] = field(default_factory=list)
+
+    def apply(self, wrapper: Wrapper) -> None:
+        """Set the attributes."""
+        for name, value in self.values.items():
+            setattr(wrapper, name, value)
+
+
+def parse(own: Mapping[str, Any], wrapper: Wrapper) -> State:
+    """Check the wrapper's own entries of a state dict, none of which need be there.
+
+    FairScale's dicts hold no counters and no slow momentum: both then start anew.
+
+    Raises:
+      ValueError: slow momentum or a push-sum weight of another rank or number of processes, of
+        another kind of wrapper, or of another size.
+    """
+    entries = {k.removeprefix(_PREFIX): v for k, v in own.items() if k.startswith(_PREFIX)}
+    weight = torch.as_tensor(own.get("ps_weight", torch.ones(1))).detach().float().reshape(1)
+    is_numerator = bool(own.get("is_sgp_ps_numerator", False))
+    unexpected = [] if wrapper.sgp else [key for key in _FAIRSCALE if key in own]
+    if not wrapper.slowmo:
+        unexpected += [_PREFIX + key for key in _SLOW if key in entries]
+        entries = {key: value for key, value in entries.items() if key not in _SLOW}
+    moved = wrapper.sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
+    if moved and not wrapper._weight_moves:
+        raise ValueError(
+            f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
+            "and `mixing` weights are always 1; it belongs to others."
+        )
+    _check_place(entries, moved, wrapper)
+    values = {
+        "num_updates": int(entries.get("num_updates", 0)),
+        "_exchanges": int(entries.get("exchanges", 0)),
+        "_slow": _read_slow(entries, wrapper),
+        "_initial": _copy(entries.get("initial")),
+    }
+    if wrapper.sgp:
+        values |= {"ps_weight": weight.cpu().clone(), "is_sgp_ps_numerator": is_numerator}
+    return State(values, unexpected)
+
+
+def _check_place(entries: Mapping[str, Any], moved: bool, wrapper: Wrapper) -> None:
+    bound = moved or "anchor" in entries or "initial" in entries
+    if not bound or "rank" not in entries:
+        return
+    saved = int(entries["rank"]), int(entries["world_size"])
+    here = wrapper.process_rank, wrapper.process_world_size
+    if saved != here:
+        raise ValueError(
+            f"`state_dict` was saved by rank {saved[0]} of {saved[1]} processes and holds that "
+            f"rank's part of the state; this is rank {here[0]} of {here[1]}. Load the dict that "
+            "this rank saved, or one that consolidated_state_dict() made, which fits every rank."
+        )
+
+
+def _read_slow(entries: Mapping[str, Any], wrapper: Wrapper) -> SlowMomentum | None:
+    if "ends" not in entries:
+        return None
+    span = wrapper._span(tuple(entries["ends"].tolist()))
+    rates = entries["rates"].tolist() or None
+    if "anchor" in entries:
+        anchor, velocity = entries["anchor"], entries["velocity"]
+        if anchor.numel() != span.length:
+            raise ValueError(
+                f"`state_dict` holds {anchor.numel()} elements of slow momentum, but with "
+                f"`slowmo_memory_efficient`={wrapper.slowmo_memory_efficient} this wrapper keeps "
+                f"{span.length}; build it with the value that the saved one had, or load a dict "
+                "that consolidated_state_dict() made."
+            )
+    else:
+        anchor, velocity = (span.part_of(entries["whole_" + k]) for k in ("anchor", "velocity"))
+    return SlowMomentum(span, _copy(anchor), _copy(velocity), rates)
+
+
+def _slow_entries(slow: SlowMomentum) -> dict[str, Any]:
+    rates = torch.tensor(slow.rates or [], dtype=torch.float64)
+    return {"ends": torch.tensor(slow.span.ends), "rates": rates}
+
+
+def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
+    """On the host; `perform_slowmo` brings it to the device."""
+    return None if value is None else value.detach().to("cpu", torch.float32, copy=True)
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
