@@ -70,7 +70,9 @@ class TPUDataManager:
         master_prefetch: samples per device read ahead of the step that needs them.
     """
 
-    def __init__(self, dataset: Iterable[Any], nprocs: int | None = None, master_prefetch: int = 16):
+    def __init__(
+        self, dataset: Iterable[Any], nprocs: int | None = None, master_prefetch: int = 16
+    ):
         if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
             raise ValueError(f"`dataset` must be iterable, got {type(dataset).__name__}.")
         if master_prefetch < 1:
@@ -102,11 +104,18 @@ class TPUDataManager:
         """
         self._receiver.close()
 
+    def is_loading(self) -> bool:
+        """Whether the loader thread is alive."""
+        return self._loader is not None and self._loader.is_alive()
+
     def stop(self, timeout: float = 0.5) -> None:
-        """End the loader thread, unless it is inside the dataset and does not come back."""
+        """After the devices' process has ended: wait for the loader thread, which then ends too.
+
+        Unless it is inside the dataset and does not come back in time; it ends when it does.
+        """
         if self._loader is not None:
             self._loader.join(timeout)
-        if self._loader is None or not self._loader.is_alive():
+        if not self.is_loading():
             self._sender.close()
 
     @property

@@ -4,6 +4,7 @@ import multiprocessing as mp
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
@@ -82,6 +83,12 @@ class TPUManager(mp.Process):
         for name, value in {"step_timeout": step_timeout, "init_timeout": init_timeout}.items():
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` is in seconds and must be > 0, got {value}.")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        if collate_fn is not None and not callable(collate_fn):
+            raise ValueError(f"`collate_fn` must be callable, got {collate_fn!r}.")
+        if isinstance(seed_base, bool) or not isinstance(seed_base, int):
+            raise ValueError(f"`seed_base` must be an int, got {seed_base!r}.")
         _check_devices(nprocs)
         self.nprocs, self.prefetch, self.seed_base = nprocs, prefetch, seed_base
         self.batch_size_per_device = batch_size_per_device
@@ -106,7 +113,11 @@ class TPUManager(mp.Process):
 
     @staticmethod
     def _Popen(process_obj: mp.Process) -> Any:
-        return mp.get_context("fork").Process._Popen(process_obj)
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork of a process with threads. This one takes no lock that
+            # another thread may have held, and torch's own threads are not used after it.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+            return mp.get_context("fork").Process._Popen(process_obj)
 
     def start(self) -> None:
         """Fork the device process and begin to read the dataset; does not wait for the devices.
@@ -156,8 +167,10 @@ class TPUManager(mp.Process):
             request = Step(self._step_number, self._should_load_parameters)
             self._send(request)
             self._should_load_parameters = False
+            limit = self.step_timeout
+            deadline = None if limit is None else time.monotonic() + limit
             while True:
-                answer = self._receive(self.step_timeout, "`step_timeout`")
+                answer = self._receive(deadline, f"`step_timeout` = {limit} s")
                 # An earlier number: that step() was interrupted before its answer came.
                 if isinstance(answer, StepDone) and answer.number == request.number:
                     self.statistics = answer.statistics
@@ -221,8 +234,8 @@ class TPUManager(mp.Process):
 
     def _wait_until_ready(self) -> None:
         if not self._ready:
-            left = self._start_time + self.init_timeout - time.monotonic()
-            answer = self._receive(max(left, 0.0), "`init_timeout`")
+            deadline = self._start_time + self.init_timeout
+            answer = self._receive(deadline, f"`init_timeout` = {self.init_timeout:g} s")
             assert isinstance(answer, Ready)
             self.nprocs, self._ready = answer.num_devices, True
 
@@ -230,7 +243,8 @@ class TPUManager(mp.Process):
         try:
             self._connection.send(request)
         except OSError:
-            self._receive(1.0, "the device process")  # raises with what it left, or its exit code
+            # Raises, with what the process has left, or with its exit code.
+            self._receive(time.monotonic() + 1, "a second")
 
     def _send_quietly(self, request: Stop) -> None:
         try:
@@ -238,8 +252,9 @@ class TPUManager(mp.Process):
         except OSError:
             pass
 
-    def _receive(self, timeout: float | None, limit: str) -> Ready | StepDone:
-        ready = wait([self._connection, self.sentinel], timeout)
+    def _receive(self, deadline: float | None, limit: str) -> Ready | StepDone:
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        ready = wait([self._connection, self.sentinel], left)
         if self._connection in ready:
             try:
                 answer = self._connection.recv()
@@ -248,14 +263,12 @@ class TPUManager(mp.Process):
             else:
                 if not isinstance(answer, Failed):
                     return answer
-                raise self._fail(
-                    TPUWorkerError(answer.message, worker_traceback=answer.traceback)
-                )
+                raise self._fail(TPUWorkerError(answer.message, worker_traceback=answer.traceback))
         if not ready:
             self.kill()
             self.join(1.0)
-            message = f"The device process gave no answer within {limit} = {timeout:g} s"
-            raise self._fail(TPUWorkerError(f"{message} and was killed.", exitcode=self.exitcode))
+            message = f"The device process gave no answer within {limit} and was killed."
+            raise self._fail(TPUWorkerError(message, exitcode=self.exitcode))
         self.join(1.0)
         raise self._fail(
             TPUWorkerError(
@@ -282,6 +295,8 @@ def _check_count(name: str, value: Any) -> None:
 def _check_devices(nprocs: int | None) -> None:
     if nprocs is not None:
         _check_count("nprocs", nprocs)
+        if runtime.on_cpu():
+            runtime.check_cpu_devices(nprocs)
         configured = runtime.configured_cpu_devices()
         if runtime.on_cpu() and configured not in (None, nprocs):
             raise ValueError(

@@ -37,6 +37,16 @@ def configured_cpu_devices() -> int | None:
     return None if value is None else int(value)
 
 
+def check_cpu_devices(num_devices: int) -> None:
+    """Raise `ValueError` unless that many CPU devices can be configured."""
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
+        raise ValueError(f"`num_devices` must be an int, got {num_devices!r}.")
+    if not 1 <= num_devices <= MAX_CPU_DEVICES:
+        raise ValueError(
+            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
+        )
+
+
 def configure_cpu_devices(num_devices: int) -> None:
     """Make the XLA runtime of this process, and of those it starts, `num_devices` CPU devices.
 
@@ -49,12 +59,7 @@ def configure_cpu_devices(num_devices: int) -> None:
         ValueError: unless 1 <= num_devices <= 64.
         RuntimeError: if this process has touched an XLA device already.
     """
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
-        raise ValueError(f"`num_devices` must be an int, got {num_devices!r}.")
-    if not 1 <= num_devices <= MAX_CPU_DEVICES:
-        raise ValueError(
-            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
-        )
+    check_cpu_devices(num_devices)
     if is_started():
         raise RuntimeError(
             f"configure_cpu_devices({num_devices}) comes too late: this process has touched an XLA "

@@ -169,9 +169,7 @@ class DeviceGroup:
         self._shared = _Shared(threading.Barrier(len(self.devices)))
         self._requests = [queue.SimpleQueue() for _ in self.devices]
         for index, device in enumerate(self.devices):
-            worker = _DeviceWorker(
-                index, device, self._shared, synchronizer, data_manager, options
-            )
+            worker = _DeviceWorker(index, device, self._shared, synchronizer, data_manager, options)
             threading.Thread(
                 target=worker.run,
                 args=(self._requests[index],),
