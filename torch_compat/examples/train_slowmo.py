@@ -1,0 +1,178 @@
+"""Train a language model on real text with SlowMo: replicas that rarely talk to each other.
+
+    python -m torch_compat.examples.train_slowmo --cpu-devices 2
+
+Without --cpu-devices it uses all XLA devices of this machine. Every device has samples and an
+optimizer of its own. At the end the mean of all replicas is compared with what they started from.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.xla_multiprocessing as xmp
+import torch_xla.runtime as xr
+from torch import nn
+from tqdm import tqdm
+
+from .. import runtime
+from ..slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from .arguments import cpu_devices, natural, positive_float, positive_int
+from .model import LanguageModel, LanguageModelConfig, mean_loss
+from .text import VOCABULARY, Text, TextStream, standard_library, validation_batch
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends the program where it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_compat.examples.train_slowmo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--cpu-devices", type=cpu_devices, metavar="N", help="train on N CPU devices, without TPU")
+    add("--steps", type=positive_int, default=128, help="of every replica (%(default)s)")
+    add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
+    add("--learning-rate", type=positive_float, default=2e-3, help="of AdamW (%(default)s)")
+    add(
+        "--base",
+        choices=("localsgd", "sgp"),
+        default="localsgd",
+        help="base algorithm (%(default)s)",
+    )
+    add(
+        "--localsgd-frequency",
+        type=positive_int,
+        default=4,
+        help="localsgd: steps from one average to the next (%(default)s)",
+    )
+    add(
+        "--slowmo-frequency",
+        type=positive_int,
+        default=16,
+        help="steps from one step of the slow momentum to the next (%(default)s)",
+    )
+    add("--slowmo-momentum", type=float, default=0.2, help="in [0, 1) (%(default)s)")
+    add("--slowmo-lr", type=positive_float, default=1.0, help="(%(default)s)")
+    add(
+        "--slowmo-memory-efficient",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="shard the slow momentum over the devices",
+    )
+    add(
+        "--nprocs-per-node",
+        type=positive_int,
+        default=1,
+        help="devices that average their gradients in every step (%(default)s)",
+    )
+    add("--length", type=positive_int, default=128, help="tokens per sample (%(default)s)")
+    add("--width", type=positive_int, default=192, help="of the model (%(default)s)")
+    add("--layers", type=positive_int, default=2, help="of the model (%(default)s)")
+    add("--heads", type=positive_int, default=6, help="of attention per layer (%(default)s)")
+    add("--seed", type=natural, default=0, help="of parameters and samples (%(default)s)")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.slowmo_momentum < 1:
+        parser.error(
+            f"argument --slowmo-momentum: must be in [0, 1), got {options.slowmo_momentum}"
+        )
+    if options.cpu_devices and options.cpu_devices % options.nprocs_per_node:
+        parser.error(
+            f"argument --nprocs-per-node: must divide --cpu-devices, {options.cpu_devices}, "
+            f"got {options.nprocs_per_node}"
+        )
+    try:
+        options.config = LanguageModelConfig(
+            VOCABULARY, options.length, options.width, options.layers, options.heads
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def train(index: int, options: argparse.Namespace, model: LanguageModel, text: Text) -> None:
+    """What every device runs; `index` is its number among those of its process.
+
+    The model comes with the same parameters for all.
+    """
+    torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
+    device, rank, world = torch_xla.device(), xr.global_ordinal(), xr.world_size()
+    validation = validation_batch(text.validation, num_samples=64, length=options.length)
+    first = mean_loss(model, validation) if rank == 0 else 0.0
+    replica = LanguageModel(options.config)
+    replica.load_state_dict(model.state_dict())
+    replica.to(device).tie_weights()  # a move to an XLA device makes two tensors of tied ones
+    net = SlowMoDistributedDataParallel(
+        replica,
+        nprocs_per_node=options.nprocs_per_node,
+        slowmo_base_algorithm=SlowMoBaseAlgorithm(options.base),
+        slowmo_momentum=options.slowmo_momentum,
+        slowmo_memory_efficient=options.slowmo_memory_efficient,
+        slowmo_frequency=options.slowmo_frequency,
+        slowmo_lr=options.slowmo_lr,
+        localsgd_frequency=options.localsgd_frequency,
+    )
+    # `capturable` counts steps on the device; a number of Python would make every step a new
+    # graph, and so would a learning rate that changes, unless it is a tensor.
+    optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)
+    samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
+    batches = torch.utils.data.DataLoader(samples, batch_size=options.batch_size)
+    begin = time.perf_counter()
+    with tqdm(total=options.steps, disable=rank != 0) as bar:
+        for step, batch in zip(range(1, options.steps + 1), batches, strict=False):
+            tokens = batch["input_ids"].to(device)
+            loss = net(input_ids=tokens, labels=tokens)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net.perform_slowmo(optimizer)
+            runtime.run_pending()
+            bar.update()
+            if rank == 0 and (step % 10 == 0 or step == options.steps):
+                rate = step * options.batch_size * world / (time.perf_counter() - begin)
+                bar.set_postfix(loss=f"{loss.item():.3f}", samples_per_second=f"{rate:.1f}")
+    load_mean(model, net.module)
+    if rank == 0:
+        last = mean_loss(model, validation)
+        print(
+            f"validation loss {first:.4f} -> {last:.4f} (mean of {world} replicas) in "
+            f"{options.steps} steps, {rate:.1f} samples/s",
+            flush=True,
+        )
+
+
+def load_mean(model: nn.Module, replica: nn.Module) -> None:
+    """Load the mean of all devices' replicas into a model on the host.
+
+    To be called for all devices; one all-reduce of the parameters.
+    """
+    runtime.run_pending()
+    with torch.no_grad():
+        means = [parameter.clone() for parameter in replica.parameters()]
+        xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / xr.world_size(), pin_layout=False)
+        runtime.run_pending()
+        for parameter, mean in zip(model.parameters(), means, strict=True):
+            parameter.copy_(mean.cpu())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the program."""
+    options = parse(arguments)
+    if options.cpu_devices:
+        runtime.configure_cpu_devices(options.cpu_devices)
+    torch.manual_seed(options.seed)
+    model, text = LanguageModel(options.config), standard_library()
+    # No device may be touched before the fork; so every process makes its own.
+    xmp.spawn(train, args=(options, model, text), start_method="fork")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("once")  # not once per device
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped by Ctrl-C.")
