@@ -5,5 +5,5 @@ from .data import QueueDataset as QueueDataset
 from .data import TPUDataManager as TPUDataManager
 from .errors import TPUWorkerError as TPUWorkerError
 from .manager import TPUManager as TPUManager
+from .messages import StepStatistics as StepStatistics
 from .synchronizer import TPUSynchronizer as TPUSynchronizer
-from .worker import StepStatistics as StepStatistics

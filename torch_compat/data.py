@@ -153,7 +153,8 @@ class TPUDataManager:
             index: the device's number among the nprocs; None: the calling thread's ordinal.
             device: None: the calling thread's default device.
             batch_size: samples per batch; None for samples as they are.
-            collate_fn: as in `torch.utils.data.DataLoader`, which gets the other arguments too.
+            collate_fn: as in `torch.utils.data.DataLoader`.
+            **kwargs: further arguments of `torch.utils.data.DataLoader`.
 
         Raises:
             DataError: from the iterator, where the dataset lacks a sample.

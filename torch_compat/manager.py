@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import nn
 from . import runtime
 from .data import TPUDataManager
 from .errors import TPUWorkerError
+from .messages import Failed, Ready, Step, StepDone, StepStatistics, Stop
 from .synchronizer import TPUSynchronizer
-from .worker import Failed, Ready, Step, StepDone, StepStatistics, Stop, WorkerOptions, serve
+from .worker import WorkerOptions, serve
 
 
 class TPUManager(mp.Process):
@@ -247,10 +249,8 @@ class TPUManager(mp.Process):
             self._receive(time.monotonic() + 1, "a second")
 
     def _send_quietly(self, request: Stop) -> None:
-        try:
+        with suppress(OSError):
             self._connection.send(request)
-        except OSError:
-            pass
 
     def _receive(self, deadline: float | None, limit: str) -> Ready | StepDone:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)

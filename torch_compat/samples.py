@@ -13,12 +13,21 @@ import torch
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            if not obj.is_quantized:
-                flat = obj.detach().contiguous().reshape(-1)
-                data = flat.view(torch.uint8).numpy().tobytes()
-                return _tensor, (data, obj.dtype, tuple(obj.shape))
-        return NotImplemented
+        if type(obj) is not torch.Tensor or not _is_plain(obj):
+            return NotImplemented
+        flat = obj.detach().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, tuple(obj.shape))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,9 +6,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch_xla
@@ -17,60 +18,8 @@ from torch import nn
 
 from . import runtime
 from .data import DataError, TPUDataManager
+from .messages import Failed, Ready, Step, StepDone, StepStatistics, Stop
 from .synchronizer import TPUSynchronizer
-
-
-class Step(NamedTuple):
-    """Ask for one step; `number` comes back with its outcome."""
-
-    number: int
-    load_parameters: bool
-
-
-class Stop(NamedTuple):
-    """Ask the device process to end."""
-
-
-class Ready(NamedTuple):
-    """The replicas are on their devices."""
-
-    num_devices: int
-
-
-class StepDone(NamedTuple):
-    """The outcome of a step: its gradients are in the master's."""
-
-    number: int
-    loss: float
-    num_samples: int
-    statistics: "StepStatistics"
-
-
-class Failed(NamedTuple):
-    """Nothing more will come."""
-
-    message: str
-    traceback: str | None = None
-
-
-class StepStatistics(NamedTuple):
-    """What one step cost.
-
-    Attributes:
-        seconds: from the request to the gradients on the host, in the device process.
-        data_seconds: device 0's wait for samples and their collation and transfer.
-        barrier_seconds: device 0's wait for the other devices.
-        compilations: XLA programs compiled in this step.
-        bytes_to_device: host to devices, all devices together.
-        bytes_to_host: devices to host.
-    """
-
-    seconds: float
-    data_seconds: float
-    barrier_seconds: float
-    compilations: int
-    bytes_to_device: int
-    bytes_to_host: int
 
 
 @dataclass(frozen=True)
@@ -125,10 +74,8 @@ def _wait_for_stop(connection: Connection, host: int) -> None:
 
 
 def _report(connection: Connection, failed: Failed) -> None:
-    try:
+    with suppress(OSError):  # nobody is left to tell
         connection.send(failed)
-    except OSError:
-        pass  # nobody is left to tell
 
 
 class GroupFailed(Exception):
@@ -291,7 +238,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _loss(outputs: Any) -> torch.Tensor:
-    """The scalar to differentiate: `outputs["loss"]`, `outputs.loss`, the first of a tuple, itself."""
+    """What to differentiate: `outputs["loss"]`, `outputs.loss`, the first of a tuple, itself."""
     if isinstance(outputs, torch.Tensor):
         loss = outputs
     elif isinstance(outputs, dict):

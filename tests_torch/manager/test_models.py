@@ -143,7 +143,7 @@ def test_unused_and_frozen_parameters_have_zero_gradients():
     model = regressor(width=32)
     model.out.bias.requires_grad_(False)
     check(model)
-    named = dict(zip(dict(model.named_parameters()), (p.grad for p in model.parameters())))
+    named = {name: p.grad for name, p in model.named_parameters()}
     assert not named["unused"].any()
     assert not named["out.bias"].any()
     assert named["out.weight"].any()

@@ -1,0 +1,56 @@
+"""What a `TPUManager` and its device process say to each other."""
+
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """Ask for one step; `number` comes back with its outcome."""
+
+    number: int
+    load_parameters: bool
+
+
+class Stop(NamedTuple):
+    """Ask the device process to end."""
+
+
+class Ready(NamedTuple):
+    """The replicas are on their devices."""
+
+    num_devices: int
+
+
+class StepStatistics(NamedTuple):
+    """What one step cost.
+
+    Attributes:
+        seconds: from the request to the gradients on the host, in the device process.
+        data_seconds: device 0's wait for samples and their collation and transfer.
+        barrier_seconds: device 0's wait for the other devices.
+        compilations: XLA programs compiled in this step.
+        bytes_to_device: host to devices, all devices together.
+        bytes_to_host: devices to host.
+    """
+
+    seconds: float
+    data_seconds: float
+    barrier_seconds: float
+    compilations: int
+    bytes_to_device: int
+    bytes_to_host: int
+
+
+class StepDone(NamedTuple):
+    """The outcome of a step: its gradients are in the master's."""
+
+    number: int
+    loss: float
+    num_samples: int
+    statistics: StepStatistics
+
+
+class Failed(NamedTuple):
+    """Nothing more will come."""
+
+    message: str
+    traceback: str | None = None
