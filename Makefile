@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv$(patsubst %,-%,$(filter-out 3,$(patsubst python%,%,$(notdir $(PYTHON)))))
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# torch_compat has an environment of its own: torch_xla and the torch it was built for, pinned.
+TORCH_VENV ?= .venv-torch$(patsubst .venv%,%,$(VENV))
+TORCH_PY := $(TORCH_VENV)/bin/python
 
 DEMO ?= compare --preset demo --out runs/demo
 TEST_WORKERS ?= 2
@@ -11,7 +14,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format docs bench-env clean distclean
+.PHONY: help demo test test-jax test-torch torch-env lint lint-torch format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -19,13 +22,27 @@ help: ## Show the targets.
 demo: $(VENV)/.stamp-train ## Train replicas that rarely talk beside replicas that talk every step.
 	$(PY) -m jaxslowmo $(DEMO)
 
-test: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
+test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for torch.
+	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
+	else echo "test: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
+
+test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
+
+test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
+	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
+
+torch-env: ## Set up .venv-torch: torch 2.9.0 and torch_xla 2.9.0, without what they can do without.
+	@$(TORCH_WHEELS) || { echo "test-torch: not run, and not passed: $(NO_TORCH_WHEELS)"; exit 1; }
+	@$(MAKE) --no-print-directory $(TORCH_VENV)/.stamp
 
 lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
+
+lint-torch: $(VENV)/.stamp-dev torch-env ## Check the types of torch_compat.
+	$(PY) -m pyright --pythonpath $(TORCH_PY) torch_compat
 
 format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 	$(PY) -m ruff check --fix .
@@ -43,6 +60,11 @@ clean: ## Remove what builds and tools leave behind.
 distclean: clean ## Also remove the virtual environments.
 	rm -rf .venv .venv-*
 
+# torch_xla 2.9.0 is published for these alone.
+TORCH_WHEELS := $(PYTHON) -c 'import platform, sys; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 13) \
+	and platform.system() == "Linux" and platform.machine() == "x86_64" and sys.implementation.name == "cpython"))'
+NO_TORCH_WHEELS := torch_xla 2.9.0 has wheels for Linux on x86-64 with Python 3.10 to 3.13 only.
+
 # A stamp stands for "these extras are installed as pyproject.toml asks"; it is touched last, so an
 # interrupted set-up starts again.
 $(VENV)/.stamp-venv:
@@ -54,6 +76,14 @@ $(VENV)/.stamp-venv:
 .venv-bench/.stamp:
 	$(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	@touch $@
+
+$(TORCH_VENV)/.stamp: requirements/torch.txt requirements/torch-test.txt pyproject.toml
+	@echo "Setting up $(TORCH_VENV) ..."
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
+	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch-test.txt
+	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(VENV)/.stamp-train: $(VENV)/.stamp-venv pyproject.toml
