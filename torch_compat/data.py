@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from . import samples
+from . import runtime, samples
 
 
 class EndOfData(NamedTuple):
@@ -236,7 +235,7 @@ def send_to_device(batch: Any, device: torch.device) -> Any:
     """
     tensors: list[torch.Tensor] = []
     _map_tensors(batch, lambda tensor: tensors.append(tensor))
-    moved = iter(xm.send_cpu_data_to_device(tensors, device) if tensors else ())
+    moved = iter(runtime.to_device(tensors, device))
     return _map_tensors(batch, lambda _: next(moved))
 
 

@@ -7,6 +7,8 @@ on a TPU `run_pending` is `torch_xla.sync()`.
 
 import os
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -16,6 +18,8 @@ import torch_xla.runtime as xr
 from .autograd_threads import ensure_autograd_threads
 
 MAX_CPU_DEVICES = 64
+# torch_xla has no public names for some of what a runtime needs.
+_XLAC: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 # Two threads that compile the same collective at once would run two executables that wait for each
 # other: the second must find the first's in the cache.
 _LAUNCH = threading.Lock()
@@ -23,7 +27,7 @@ _LAUNCH = threading.Lock()
 
 def is_started() -> bool:
     """Whether this process has touched an XLA device, after which nothing can be configured."""
-    return torch_xla._XLAC._xla_runtime_is_initialized()
+    return _XLAC._xla_runtime_is_initialized()
 
 
 def on_cpu() -> bool:
@@ -89,7 +93,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
     if num_devices not in (None, len(devices)):
         raise ValueError(
             f"`nprocs` must be the number of XLA devices there are, {len(devices)} "
-            f"({', '.join(xm.xla_real_devices([str(d) for d in devices]))}), got {num_devices}."
+            f"({', '.join(map(_real_name, devices))}), got {num_devices}."
         )
     # Without this every device takes itself for the only one and a collective silently does
     # nothing. torch_xla keeps the size it was first asked for, before a fork too.
@@ -105,7 +109,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
 
 def bind(device: torch.device) -> None:
     """From now on the calling thread drives `device`: its default device and its ordinal."""
-    torch_xla._XLAC._xla_set_default_device(str(device))
+    _XLAC._xla_set_default_device(str(device))
 
 
 def run_pending(device: torch.device | None = None) -> None:
@@ -125,4 +129,23 @@ def run_pending(device: torch.device | None = None) -> None:
         return
     with _LAUNCH:
         torch_xla.sync()
-    xm.wait_device_ops(xm.xla_real_devices([str(device)]))
+    xm.wait_device_ops([_real_name(device)])
+
+
+def _real_name(device: torch.device) -> str:
+    """Such as "TPU:0" for xla:0."""
+    return xm.xla_real_devices([str(device)])[0]  # pyright: ignore[reportArgumentType]
+
+
+def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """CPU tensors on `device`, in one transfer."""
+    if not tensors:
+        return []
+    # Plain tensors: torch_xla moves nothing of a subclass, such as nn.Parameter.
+    plain = [tensor.detach() for tensor in tensors]
+    return xm.send_cpu_data_to_device(plain, device)  # pyright: ignore[reportReturnType]
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of a device on the CPU, in one transfer; what they wait for should have run."""
+    return _XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
@@ -112,14 +111,15 @@ class TPUSynchronizer:
         with torch.no_grad():
             hosts = [*self.master_model.parameters(), *self.master_model.buffers()]
             memo: dict[int, torch.Tensor] = {}
-            for host, moved in zip(hosts, _to_device(hosts, device), strict=True):
+            for host, moved in zip(hosts, runtime.to_device(hosts, device), strict=True):
                 if isinstance(host, nn.Parameter):
                     moved = nn.Parameter(moved, requires_grad=host.requires_grad)
                 memo[id(host)] = moved
             # deepcopy takes what is in its memo instead of copying it.
             replica = deepcopy(self.master_model, memo)
-            if tie_weights and hasattr(replica, "tie_weights"):
-                replica.tie_weights()
+            tie = getattr(replica, "tie_weights", None)
+            if tie_weights and tie is not None:
+                tie()
             for parameter in replica.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         return replica
@@ -132,7 +132,7 @@ class TPUSynchronizer:
         with torch.no_grad():
             targets = [*replica.parameters(), *replica.buffers()]
             hosts = [*self.master_model.parameters(), *self.master_model.buffers()]
-            sources = _to_device(hosts, targets[0].device)
+            sources = runtime.to_device(hosts, targets[0].device)
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 
@@ -160,7 +160,10 @@ class TPUSynchronizer:
             The extra sums on the host, at ordinal 0; an empty list elsewhere.
         """
         with torch.no_grad():
-            gradients = [parameter.grad for parameter in replica.parameters()]
+            gradients = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in replica.parameters()
+            ]
             runtime.run_pending()
             # The all-reduce writes into what it is given, and the replica keeps its gradients.
             sums = [_wide(tensor).clone() for tensor in [*gradients, *extra]]
@@ -172,7 +175,7 @@ class TPUSynchronizer:
             runtime.run_pending()
             if xr.global_ordinal() != 0:
                 return []
-            on_host = torch_xla._XLAC._xla_get_cpu_tensors(sums)
+            on_host = runtime.to_host(sums)
             for host, total in zip(self._gradients, on_host, strict=False):
                 if add:
                     host.add_(total)
@@ -187,15 +190,10 @@ class TPUSynchronizer:
         if not names:
             return
         masters = dict(self.master_model.named_buffers())
-        on_host = torch_xla._XLAC._xla_get_cpu_tensors([state[name].detach() for name in names])
+        on_host = runtime.to_host([state[name] for name in names])
         with torch.no_grad():
             for name, value in zip(names, on_host, strict=True):
                 masters[name].copy_(value)
-
-
-def _to_device(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    # Plain tensors: torch_xla moves nothing of a subclass, such as nn.Parameter.
-    return xm.send_cpu_data_to_device([tensor.detach() for tensor in tensors], device)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

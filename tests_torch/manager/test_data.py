@@ -84,7 +84,7 @@ def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
         transfers.append(len(tensors))
         return [tensor + 1 for tensor in tensors]
 
-    monkeypatch.setattr("torch_xla.core.xla_model.send_cpu_data_to_device", transfer)
+    monkeypatch.setattr("torch_compat.runtime.to_device", transfer)
     zero, one = torch.zeros(1), torch.ones(1)
     batch = OrderedDict(a=zero, b=[zero, "x", (zero, 3)], c=Pair(zero, 5))
     moved = send_to_device(batch, torch.device("xla"))
