@@ -1,7 +1,6 @@
 """Recorded runs of FairScale's SlowMoDistributedDataParallel, and the same run on XLA devices."""
 
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +58,8 @@ class Recording:
 
 
 def names(world: int) -> list[str]:
-    """The adopted files of this number of processes."""
-    found = sorted(path.stem for path in FOLDER.glob("*.npz"))
+    """The files of this number of processes."""
+    found = sorted(path.stem for folder in (FOLDER, HERE) for path in folder.glob("*.npz"))
     return [name for name in found if Recording.load(name).config["world"] == world]
 
 
@@ -74,11 +73,11 @@ class Prescribed(torch.nn.Module):
             self.register_buffer("buffer", torch.tensor(buffers, dtype=torch.float32))
 
     def forward(self, grads: list[torch.Tensor]) -> dict[str, Any]:
-        seen = [value.detach() * 1 for value in self.values]
+        seen = {f"forward_params_{i}": p.detach() * 1 for i, p in enumerate(self.values)}
         if hasattr(self, "buffer"):
-            seen.append(self.buffer * 1)
+            seen["buffer_seen"] = self.buffer * 1
         loss = sum((p * g).sum() for p, g in zip(self.values, grads, strict=True))
-        return {"loss": loss, "seen": tuple(seen)}
+        return {"loss": loss, "seen": seen}
 
 
 def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.ndarray]:
@@ -91,14 +90,12 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
     values = [v[rank] if per_rank else v for v in recording.of("init")]
     module = Prescribed(values, config.get("buffers"), dtype).to(device)
     kept = config.get("mixing_lo")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = SlowMoDistributedDataParallel(
-            module,
-            graph=recording.graph(),
-            mixing=None if kept is None else topology.self_weighted(kept),
-            **{key: value for key, value in args.items()},
-        )
+    net = SlowMoDistributedDataParallel(
+        module,
+        graph=recording.graph(),
+        mixing=None if kept is None else topology.self_weighted(kept),
+        **args,
+    )
     master = None
     if recording.is_half:
         flat = torch.cat([p.detach().float().reshape(-1) for p in module.values])
@@ -128,7 +125,7 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
         net.perform_slowmo(optimizer, fp32_params=master)
         runtime.run_pending()
         record = {f"params_{i}": p for i, p in enumerate(module.values)}
-        record |= {f"forward_params_{i}": p for i, p in enumerate(out["seen"])}
+        record |= out["seen"]
         record["ps_weight"] = net.ps_weight[0]
         if master is not None:
             record["fp32_flat"] = master
@@ -138,13 +135,9 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
     return {key: np.stack(values) for key, values in history.items()}
 
 
-def replay_all(names: list[str], **options: Any) -> dict[str, dict[str, np.ndarray]]:
-    return {name: replay(name, **options) for name in names}
-
-
-def replay_defaults(names: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    """With the anchor that FairScale takes by default."""
-    return replay_all(names, anchor_after_first_step=True)
+def replay_all(names: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Files of this folder have the anchor that FairScale takes by default."""
+    return {name: replay(name, (HERE / f"{name}.npz").exists()) for name in names}
 
 
 def _copy_master(master: torch.Tensor, params: list[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 import pickle
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def _run(index: int, folder: str, world: int, function: Callable[..., Any], args
     del index
     # Other tests may have differentiated on the host before this process was forked.
     with _FIRST:
+        warnings.simplefilter("ignore")  # pytest's filters came along, and threads share them
         runtime.ensure_autograd_threads(torch_xla.device())
     assert xr.world_size() == world
     (Path(folder) / str(xr.global_ordinal())).write_bytes(pickle.dumps(function(*args)))

@@ -1,0 +1,222 @@
+"""What the constructor refuses, warns of, and sets; it needs no device."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from jaxslowmo import topology
+from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel, _wrapper
+
+ARGUMENTS = (
+    "module nprocs_per_node broadcast_buffers slowmo_base_algorithm slowmo_momentum "
+    "slowmo_memory_efficient slowmo_frequency slowmo_lr slowmo_num_shards localsgd_frequency graph "
+    "mixing push_sum overlap synch_freq use_streams slowmo_sgp_average_params verbose profile_mode "
+    "process_rank process_world_size global_group master_group local_node_group comm_device"
+).split()
+DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
+DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """The wrapper of one rank, as the constructor sees the world."""
+
+    def build(world=4, rank=1, nprocs_per_node=1, module=None, **options):
+        monkeypatch.setattr(_wrapper.xr, "world_size", lambda: world)
+        monkeypatch.setattr(_wrapper.xr, "global_ordinal", lambda: rank)
+        return SlowMoDistributedDataParallel(
+            module or torch.nn.Linear(3, 2), nprocs_per_node, **options
+        )
+
+    return build
+
+
+def test_arguments_order_and_defaults_are_fairscales():
+    parameters = list(inspect.signature(SlowMoDistributedDataParallel).parameters.values())
+    assert [p.name for p in parameters] == ARGUMENTS
+    assert [p.default for p in parameters[2:]] == DEFAULTS
+    assert [p.default for p in parameters[:2]] == [inspect.Parameter.empty] * 2
+
+
+def test_attributes_that_fairscales_users_read(build):
+    net = build(world=8, rank=5, nprocs_per_node=2, slowmo_lr=0.7, slowmo_momentum=0.2)
+    assert (net.process_rank, net.process_world_size, net.nprocs_per_node) == (5, 8, 2)
+    assert (net.logical_rank, net.logical_world_size) == (2, 4)
+    assert (net.slowmo_lr, net.slowmo_momentum, net.slowmo_frequency) == (0.7, 0.2, 48)
+    assert (net.localsgd_frequency, net.num_updates) == (3, 0)
+    assert net.ps_weight.tolist() == [1.0]
+    assert net.old_params is None
+    assert net.global_momentum_buffer is None
+    assert isinstance(net.module, torch.nn.Linear)
+
+
+def test_base_algorithm_by_member_or_string(build):
+    assert SlowMoBaseAlgorithm.SGP == "sgp"
+    for value in (SlowMoBaseAlgorithm.SGP, "sgp"):
+        net = build(slowmo_base_algorithm=value)
+        assert net.sgp
+        assert not net.localsgd
+
+
+def test_slow_momentum_is_off_where_it_would_do_nothing(build):
+    assert not build(slowmo_momentum=0.0, slowmo_lr=1.0).slowmo
+    assert build(slowmo_momentum=0.0, slowmo_lr=0.9).slowmo
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slowmo_frequency": 0}, r"`slowmo_frequency` must be an int >= 1, got 0"),
+        ({"localsgd_frequency": 2.5}, r"`localsgd_frequency` must be an int >= 1, got 2.5"),
+        ({"slowmo_num_shards": 0}, r"`slowmo_num_shards` must be an int >= 1, got 0"),
+        ({"slowmo_momentum": 1.0}, r"`slowmo_momentum` must lie in \[0, 1\), got 1.0"),
+        ({"slowmo_momentum": float("nan")}, r"`slowmo_momentum` must lie in \[0, 1\), got nan"),
+        ({"slowmo_lr": -1}, r"`slowmo_lr` must be a finite number >= 0, got -1"),
+        ({"nprocs_per_node": 0}, r"`nprocs_per_node` must be an int >= 1, got 0"),
+        ({"nprocs_per_node": 3}, r"`nprocs_per_node` must divide .* processes, 4, got 3"),
+        ({"slowmo_base_algorithm": "adpsgd"}, r"one of 'localsgd', 'sgp', got 'adpsgd'"),
+        ({"overlap": True}, r"`overlap`=True is not available .* jaxslowmo\.sgp"),
+        ({"process_rank": 0}, r"`process_rank` comes from torch_xla, where it is 1.* got 0"),
+        ({"process_world_size": 8}, r"`process_world_size` comes from torch_xla.* is 4.* got 8"),
+        ({"module": "linear"}, r"`module` must be a torch.nn.Module with parameters, got 'linear'"),
+        ({"module": torch.nn.ReLU()}, r"`module` must be .* with parameters, got ReLU"),
+    ],
+)
+def test_refused(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+class Edge:
+    def __init__(self, dest):
+        self.dest = dest
+
+
+class Manager:
+    """Shaped like FairScale's GraphManager: destinations are ranks of masters."""
+
+    def __init__(self, rows, peers_per_itr=1):
+        self.phone_book = [[Edge(dest) for dest in row] for row in rows]
+        self.peers_per_itr = peers_per_itr
+
+    def is_dynamic_graph(self):
+        return True
+
+
+class Uniform:
+    def is_uniform(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph": topology.ring(8)}, r"`graph` must have as many nodes as there are, 4, got"),
+        ({"graph": "spiral"}, r"unknown graph 'spiral'; the graphs are"),
+        ({"graph": 7}, r"`graph` must be None, a jaxslowmo.topology.Graph"),
+        ({"graph": Manager([[1], [1], [3], [0]])}, r"(?i)self|itself|node 1"),
+        ({"graph": type("M", (), {"phone_book": [[1], [0]]})()}, r"`graph.phone_book` must hold"),
+        ({"graph": "bipartite_exponential", "world": 5}, r"even"),
+        ({"graph": "bipartite_linear", "world": 3}, r"even"),
+        ({"mixing": 0.5}, r"`mixing` must be None or a callable"),
+        ({"mixing": lambda graph, step: torch.ones(4, 4).numpy()}, r"column of P must sum to 1"),
+        (
+            {"mixing": topology.self_weighted([0.3, 0.5, 0.6, 0.4]), "push_sum": False},
+            r"`push_sum`=False needs a doubly stochastic mixing",
+        ),
+    ],
+)
+def test_graphs_that_cannot_work_are_refused_at_once(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(slowmo_base_algorithm="sgp", **options)
+
+
+def test_self_loops_of_fairscales_default_with_two_peers_are_refused(build):
+    with pytest.raises(ValueError, match=r"peers_per_step"):
+        build(
+            world=2,
+            slowmo_base_algorithm="sgp",
+            graph=lambda n: topology.npeer_directed_exponential(n, peers_per_step=2),
+        )
+
+
+@pytest.mark.parametrize("graph", ["ring", topology.ring, topology.ring(4), None])
+def test_forms_of_a_graph(build, graph):
+    plan = build(slowmo_base_algorithm="sgp", graph=graph)._gossip.plan
+    name = topology.npeer_directed_exponential(4) if graph is None else topology.ring(4)
+    assert len(plan.rounds) == name.num_rounds
+    assert not plan.weight_moves
+
+
+def test_a_graph_manager_counts_masters(build):
+    """The irregular table of the recording, with two processes in each node."""
+    table = [[1, 3], [0, 2], [0, 3], [1, 0]]
+    manager = Manager([[2 * dest for dest in row] for row in table])
+    net = build(
+        world=8,
+        nprocs_per_node=2,
+        slowmo_base_algorithm="sgp",
+        graph=manager,
+        mixing=Uniform(),
+    )
+    rounds = net._gossip.plan.rounds
+    expected = topology.exchange_rounds(topology.from_phone_book(table))
+    assert [r.permutations for r in rounds] == [r.permutations for r in expected]
+    assert net._gossip.plan.weight_moves
+
+
+def test_one_warning_names_all_arguments_without_effect(build):
+    with pytest.warns(UserWarning, match="without effect on XLA") as caught:
+        build(
+            synch_freq=2,
+            use_streams=False,
+            profile_mode=True,
+            comm_device=torch.device("cpu"),
+            global_group=object(),
+            slowmo_num_shards=2,
+        )
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    for name in "synch_freq use_streams profile_mode comm_device global_group".split():
+        assert f"`{name}`" in message
+    assert "`slowmo_num_shards`" in message
+    assert "local_node_group" not in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"slowmo_num_shards": 4},
+        {"world": 64},
+        {"slowmo_num_shards": 1, "slowmo_memory_efficient": False},
+        {"process_rank": 1, "process_world_size": 4},
+    ],
+)
+def test_no_warning_where_all_is_well(build, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(**options)
+
+
+def test_one_node_needs_no_base_algorithm(build):
+    with pytest.warns(UserWarning) as caught:
+        net = build(nprocs_per_node=4, slowmo_base_algorithm="sgp")
+    assert not net.sgp
+    assert not net.localsgd
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert "LocalSGD and SGP are off" in messages[0]
+    assert messages[1] == "SlowMo is used without LocalSGD and SGP."
+
+
+def test_frequencies_out_of_step(build):
+    with pytest.warns(UserWarning, match="`slowmo_frequency`=4 is not a multiple"):
+        build(slowmo_frequency=4)
+
+
+def test_a_single_process(build):
+    with pytest.warns(UserWarning, match="there is one process"):
+        build(world=1, rank=0)
