@@ -36,6 +36,22 @@ FLOORS = {
 # These may need the `train` extra. All others import, at module level, only what the core installs.
 BEYOND_CORE = {"data", "models", "cli", "__main__"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
+# `torch_compat` stands beside the package; only its examples may need more than these.
+TORCH_FLOORS = {
+    "autograd_threads": 0,
+    "errors": 0,
+    "messages": 0,
+    "samples": 0,
+    "runtime": 1,
+    "data": 2,
+    "slowmo": 2,
+    "synchronizer": 2,
+    "worker": 3,
+    "manager": 4,
+    TOP_LEVEL: 5,
+    "examples": 6,
+}
+TORCH_DEPENDENCIES = {"numpy", "torch", "torch_xla"}
 # `import jaxslowmo.topology` runs these and must work without jax.
 JAX_FREE = {TOP_LEVEL, "topology"}
 
@@ -127,14 +143,39 @@ def floor_violations(root: Path) -> list[str]:
 
 
 def torch_compat_violations(root: Path) -> list[str]:
-    """Imports by `torch_compat/` of anything of the package but `jaxslowmo.topology`."""
-    allowed = f"{PACKAGE}.topology"
-    return [
-        f"{path.relative_to(root)}:{line} torch_compat may import {allowed}, not {target}"
-        for path in sorted((root / "torch_compat").rglob("*.py"))
-        for line, target, _ in imports_of(path, root)
-        if target.split(".")[0] == PACKAGE and f"{target}.".startswith(f"{allowed}.") is False
-    ]
+    """Imports in `torch_compat/` that climb, or reach beyond torch and `jaxslowmo.topology`."""
+    source = root / "torch_compat"
+    found = []
+    for path in sorted(source.rglob("*.py")):
+        importer = _torch_unit(path.relative_to(source).with_suffix("").parts)
+        where = path.relative_to(root)
+        if importer not in TORCH_FLOORS:
+            found.append(f"{where} torch_compat/{importer} has no floor: add it to TORCH_FLOORS")
+            continue
+        for line, target, eager in imports_of(path, root):
+            name, *rest = target.split(".")
+            foreign = name not in sys.stdlib_module_names | TORCH_DEPENDENCIES
+            if name == "torch_compat":
+                imported = _torch_unit(tuple(rest))
+                lower = TORCH_FLOORS[imported] < TORCH_FLOORS[importer]
+                if importer != imported and not lower:
+                    found.append(f"{where}:{line} {importer} must not import {target}")
+            elif name == PACKAGE:
+                if not f"{target}.".startswith(f"{PACKAGE}.topology."):
+                    allowed = f"{PACKAGE}.topology"
+                    found.append(f"{where}:{line} torch_compat may import {allowed}, not {target}")
+            elif foreign and eager and importer != "examples":
+                found.append(f"{where}:{line} torch_compat stands alone and has no {name}")
+    return found
+
+
+def _torch_unit(parts: tuple[str, ...]) -> str:
+    """The unit that `torch_compat.<parts>` belongs to."""
+    if not parts or parts[0] == "__init__":
+        return TOP_LEVEL
+    folder_or_file = parts[0]
+    # A name of `torch_compat/__init__.py`, such as `torch_compat.TPUManager`.
+    return folder_or_file if len(parts) > 1 or not folder_or_file[0].isupper() else TOP_LEVEL
 
 
 def _is_dunder_assignment(node: ast.stmt) -> bool:

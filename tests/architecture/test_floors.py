@@ -13,7 +13,7 @@ def test_packages_import_only_from_lower_floors():
     assert rules.floor_violations(ROOT) == []
 
 
-def test_torch_compat_imports_only_topology():
+def test_torch_compat_imports_from_lower_floors_and_topology_only():
     assert rules.torch_compat_violations(ROOT) == []
 
 
@@ -111,8 +111,13 @@ def test_a_clean_tree_has_no_violations(tmp_path):
         ("jaxslowmo/topology/_g.py", "def f():\n    import jax", "plain Python and NumPy, not jax"),
         ("jaxslowmo/topology/_g.py", "from .._typing import T", "topology stands alone"),
         ("jaxslowmo/train/_ckpt.py", "import orbax.checkpoint", "orbax is not a core dependency"),
-        ("torch_compat/_a.py", "from jaxslowmo.tree import f", "not jaxslowmo.tree.f"),
-        ("torch_compat/_a.py", "import jaxslowmo", "not jaxslowmo"),
+        ("torch_compat/data.py", "from jaxslowmo.tree import f", "not jaxslowmo.tree.f"),
+        ("torch_compat/data.py", "import jaxslowmo", "not jaxslowmo"),
+        ("torch_compat/data.py", "import jax", "has no jax"),
+        ("torch_compat/data.py", "from . import manager", "data must not import"),
+        ("torch_compat/slowmo/_a.py", "from ..data import f", "slowmo must not import"),
+        ("torch_compat/worker.py", "from torch_compat import TPUManager", "worker must not import"),
+        ("torch_compat/_a.py", "", "_a has no floor"),
         ("jaxslowmo/__init__.py", '"""T."""\nif True:\n    x = 1', "no logic"),
         ("jaxslowmo/__init__.py", f"{LAZY}\n    x = 1", "no logic"),
         ("jaxslowmo/__init__.py", LAZY.replace("__dir__", "helper"), "no logic"),
