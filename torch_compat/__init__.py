@@ -6,4 +6,6 @@ from .data import TPUDataManager as TPUDataManager
 from .errors import TPUWorkerError as TPUWorkerError
 from .manager import TPUManager as TPUManager
 from .messages import StepStatistics as StepStatistics
+from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
 from .synchronizer import TPUSynchronizer as TPUSynchronizer

@@ -1,0 +1,46 @@
+"""The programs on the documentation's page run as they are, and learn."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(), re.DOTALL)
+
+
+def run(program: str, folder: Path) -> list[str]:
+    """The lines that it prints."""
+    script = folder / "program.py"
+    script.write_text(program)
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)}
+    environment.pop("CPU_NUM_DEVICES", None)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_there_are_two_programs():
+    assert len(PROGRAMS) == 2
+
+
+def test_manager(tmp_path: Path):
+    (program,) = (text for text in PROGRAMS if "TPUManager(" in text)
+    steps = [line.split() for line in run(program, tmp_path)]
+    assert [step[:2] for step in steps] == [["20", "64"], ["40", "64"], ["60", "64"]]
+    assert float(steps[-1][2]) < min(0.1, 0.5 * float(steps[0][2]))
+
+
+def test_slowmo(tmp_path: Path):
+    (program,) = (text for text in PROGRAMS if "xmp.spawn" in text)
+    (line,) = run(program, tmp_path)
+    assert line.startswith("loss of process 0 of 2: ")
+    assert float(line.split()[-1]) < 0.1
