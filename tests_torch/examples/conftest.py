@@ -1,0 +1,71 @@
+"""Runs of the example programs, each in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--cpu-devices", "2", "--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
+SUMMARY = re.compile(r"validation loss ([\d.]+) -> ([\d.]+) .*in (\d+) steps, ([\d.]+) samples/s")
+
+
+class Summary(NamedTuple):
+    """The last line that an example prints."""
+
+    first_loss: float
+    last_loss: float
+    steps: int
+    samples_per_second: float
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen:
+    """Start torch_compat.examples.<program> with small sizes; its output is one text."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"torch_compat.examples.{program}", *SMALL, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(program: str, *arguments: str) -> Summary:
+    """Run it to its end, which must be a good one."""
+    process = start(program, *arguments)
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return summary(output)
+
+
+def summary(output: str) -> Summary:
+    """What the program says about its run."""
+    found = SUMMARY.search(output)
+    assert found is not None, output
+    return Summary(float(found[1]), float(found[2]), int(found[3]), float(found[4]))
+
+
+@pytest.fixture(name="start")
+def start_fixture():
+    """`start`, for tests."""
+    return start
+
+
+@pytest.fixture(name="run")
+def run_fixture():
+    """`run`, for tests."""
+    return run
+
+
+@pytest.fixture(name="summary")
+def summary_fixture():
+    """`summary`, for tests."""
+    return summary
