@@ -72,9 +72,8 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
 
     state = {}
     for key, value in wrapper.state_dict(keep_vars=True).items():
-        state[key] = replaced.get(id(value), value)
-        if isinstance(state[key], torch.Tensor):
-            state[key] = state[key].detach()
+        value = replaced.get(id(value), value)
+        state[key] = value.detach() if isinstance(value, torch.Tensor) else value
     for key in ("rank", "world_size", "anchor", "velocity"):
         state.pop(_PREFIX + key, None)
     if wrapper.sgp:

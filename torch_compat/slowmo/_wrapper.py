@@ -333,13 +333,14 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         rounding; elsewhere the differences between replicas are given up.
 
         Returns:
-          A dict like that of `state_dict()`, equal on all processes.
+          A dict like that of `state_dict()`, on the host, equal on all processes.
 
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
         """
         with own_graph(self._device()):
-            return consolidate(self)
+            state = consolidate(self)
+        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def _init_global_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
         """Anchor slow momentum at the parameters of this moment, each process its own part.
