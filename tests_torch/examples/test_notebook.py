@@ -34,7 +34,7 @@ def test_it_runs_on_two_cpu_devices_and_learns():
     NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
     found = json.loads(notebook.cells[-1].outputs[-1]["text"])
     assert found["last"] < 0.75 * found["first"]
-    assert len(found["losses"]) == 24
+    assert len(found["losses"]) == 25
     assert found["losses"][-1] < 0.8 * found["losses"][0]
     assert "the disk with the samples is gone" in found["error"]
     assert "defective" in found["error"]
