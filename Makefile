@@ -81,8 +81,8 @@ $(VENV)/.stamp-venv:
 $(TORCH_VENV)/.stamp: requirements/torch.txt requirements/torch-test.txt pyproject.toml
 	@echo "Setting up $(TORCH_VENV) ..."
 	$(PYTHON) -m venv $(TORCH_VENV)
-	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch-test.txt
+	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
