@@ -107,7 +107,7 @@ class TPUDataManager:
         """Whether the loader thread is alive."""
         return self._loader is not None and self._loader.is_alive()
 
-    def stop(self, timeout: float = 0.5) -> None:
+    def stop(self, timeout: float = 0.3) -> None:
         """After the devices' process has ended: wait for the loader thread, which then ends too.
 
         Unless it is inside the dataset and does not come back in time; it ends when it does.

@@ -208,19 +208,27 @@ class TPUManager(mp.Process):
             self._synchronizer.zero_grad()
 
     def shutdown(self) -> None:
-        """End the device process and the loader thread, in less than 2 seconds; may be repeated."""
-        with self.lock:
-            if self._failure is None:
-                self._failure = TPUWorkerError("This TPUManager has been shut down.")
-            if self.pid is None:
-                return
-            self._send_quietly(Stop())
-            for end in (lambda: None, self.terminate, self.kill):
+        """End the device process and the loader thread, in less than 2 seconds; may be repeated.
+
+        A step that runs meanwhile, in another thread, ends with a `TPUWorkerError`.
+        """
+        self._fail(TPUWorkerError("This TPUManager has been shut down."))
+        if self.pid is None:
+            return
+        idle = self.lock.acquire(timeout=0.1)  # or a step holds it, perhaps for ever
+        try:
+            ends = [(self.terminate, 0.3), (self.kill, 0.2)]
+            if idle:
+                ends.insert(0, (lambda: self._send_quietly(Stop()), 1.0))
+            for end, seconds in ends:
                 end()
-                self.join(0.8)
+                self.join(seconds)
                 if not self.is_alive():
                     break
-            self._data_manager.stop()
+        finally:
+            if idle:
+                self.lock.release()
+        self._data_manager.stop()
 
     def __enter__(self) -> "TPUManager":
         return self
@@ -277,8 +285,9 @@ class TPUManager(mp.Process):
         )
 
     def _fail(self, failure: TPUWorkerError) -> TPUWorkerError:
-        self._failure = failure
-        return failure
+        """The first failure stays, for all later calls."""
+        self._failure = self._failure or failure
+        return self._failure
 
 
 def _describe(exitcode: int | None) -> str:

@@ -269,3 +269,14 @@ def test_ctrl_c_in_a_step_loses_neither_the_manager_nor_the_order_of_answers():
     assert manager._step_number == 3
     manager.shutdown()
     assert manager.exitcode == 0
+
+
+def test_shutdown_from_another_thread_while_a_step_runs():
+    manager = of(Breaks(_sleep, after=2))
+    manager.step()
+    stopper = threading.Timer(0.3, manager.shutdown)
+    stopper.start()
+    with fails_within(2.3, "has been shut down"):
+        manager.step()
+    stopper.join()
+    assert not manager.is_alive()
