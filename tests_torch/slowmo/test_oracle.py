@@ -79,12 +79,12 @@ def test_a_million_parameters_follow_the_oracle(world):
 # FairScale's recordings of it do not do).
 TABLE = [[1, 3], [0, 2], [0, 3], [1, 0]]
 KEEP = [0.3, 0.5, 0.65, 0.4]
-SHAPES = [(3, 5), (4,)]
+SHAPES = [(3, 5), (), (4,)]
 
 
 def prescribed(t: int, rank: int) -> list[np.ndarray]:
     rng = np.random.default_rng([t, rank])
-    return [rng.normal(size=shape) for shape in SHAPES]
+    return [np.asarray(rng.normal(size=shape)) for shape in SHAPES]
 
 
 def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndarray]:

@@ -1,8 +1,10 @@
 """Collectives between processes, as one traced graph that is the same on all of them.
 
 What differs between processes (who speaks, with which weight) is data on the device, never a
-constant of the graph: the processes would otherwise run different programs and wait for each other
-for ever.
+constant of the graph, and results are new tensors, written into existing ones by a second graph:
+torch_xla orders what a graph returns by the age of the tensors, and a process whose parameters or
+gradients were made in another order would run another program. Processes with different programs
+wait for each other for ever.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +17,29 @@ from .. import runtime
 from ._flat import by_dtype
 from ._places import Places
 
+# (tensor to be written, its new value)
+Writes = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 @contextmanager
-def own_graph(device: torch.device) -> Iterator[None]:
+def own_graph(device: torch.device) -> Iterator[Writes]:
     """What is traced inside becomes a graph of its own; everything before and inside is launched.
+
+    Yields:
+      A list, to be filled with what shall be written afterwards. Inside, nothing that exists may be
+      written.
 
     Communication: that of the collectives inside.
     """
     runtime.run_pending(device)
     with torch.no_grad():
-        yield
-    runtime.run_pending(device)
+        writes: Writes = []
+        yield writes
+        runtime.run_pending(device)
+        if writes:
+            for target, value in writes:
+                target.copy_(value)
+            runtime.run_pending(device)
 
 
 def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -48,25 +62,22 @@ class Collectives:
         return [tensor.detach() / self.places.num_nodes for tensor in tensors]
 
     def sum_over_nodes(self, shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum of what the masters of the nodes hold, on every process; new tensors.
+        """Sum of what the masters of the nodes hold, on every process; in place of `shares`.
 
         Communication: one all-reduce over all processes, of the bytes of `shares`.
         """
         if self.places.nprocs_per_node > 1:
             shares = self._silenced(shares, "master", self.places.is_master)
-        return self._sum([share.clone() for share in shares])
+        return self._sum(list(shares))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write rank 0's values into `tensors`, of any real dtype.
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What rank 0 holds, of any real dtype; new tensors.
 
         Communication: one all-reduce over all processes, of the bytes of `tensors`; bool as int32.
         """
-        if self.places.world_size == 1:
-            return
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t.detach() for t in tensors]
         spoken = self._sum(self._silenced(numbers, "first", self.places.rank == 0))
-        for tensor, value in zip(tensors, spoken, strict=True):
-            tensor.copy_(value)
+        return [value.to(t.dtype) for t, value in zip(tensors, spoken, strict=True)]
 
     def broadcast_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the master of this process' node holds; new tensors.
@@ -79,14 +90,13 @@ class Collectives:
         spoken = self._silenced(tensors, "master", self.places.is_master)
         return self._sum(spoken, self.places.node_groups)
 
-    def average_in_node(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the mean over the processes of this node into `tensors`.
+    def average_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Mean over the processes of this node; new tensors.
 
         Communication: one all-reduce inside every node, of the bytes of `tensors`.
         """
         shares = [tensor.detach() / self.places.nprocs_per_node for tensor in tensors]
-        for tensor, mean in zip(tensors, self._sum(shares, self.places.node_groups), strict=True):
-            tensor.copy_(mean)
+        return self._sum(shares, self.places.node_groups)
 
     def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
         """This process' part of the mean of `flat` (world_size * n,) over all processes, (n,).
@@ -132,5 +142,5 @@ class Collectives:
         key = role, tensors[0].device
         if key not in self._speaks:
             self._speaks[key] = device_data([float(speaks)], torch.float32, key[1])
-        mask = self._speaks[key] > 0
+        mask = (self._speaks[key] > 0).reshape(())  # scalars stay scalars
         return [torch.where(mask, t.detach(), torch.zeros_like(t)) for t in tensors]

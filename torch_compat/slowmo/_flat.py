@@ -14,13 +14,15 @@ def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def unflatten_into(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
-    """Write `flat` into `tensors`, in order and in their dtypes; elements left over are cut."""
-    offset = 0
-    for tensor in tensors:
-        size = tensor.numel()
-        tensor.copy_(flat[offset : offset + size].reshape(tensor.shape))
-        offset += size
+def unflatten(like: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of `flat` in the shapes and dtypes of `like`, in order; new tensors."""
+    parts, offset = [], 0
+    for tensor in like:
+        part = flat[offset : offset + tensor.numel()].reshape(tensor.shape)
+        # A view would keep all of `flat` alive.
+        parts.append(part.to(tensor.dtype, copy=True))
+        offset += tensor.numel()
+    return parts
 
 
 def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -33,6 +35,6 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`value * factor`, computed at least in float32, in the dtype of `value`."""
+    """`value * factor`, a (1,) one, computed at least in float32, in the dtype of `value`."""
     wide = torch.promote_types(value.dtype, torch.float32)
-    return (value.to(wide) * factor.to(wide)).to(value.dtype)
+    return (value.to(wide) * factor.to(wide).reshape(())).to(value.dtype)

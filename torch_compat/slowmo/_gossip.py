@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ._collectives import Collectives, device_data
-from ._flat import by_dtype, flatten, unflatten_into
+from ._flat import by_dtype, flatten, unflatten
 from ._graphs import GossipPlan
 
 
@@ -23,8 +23,8 @@ class Gossip:
 
     def exchange(
         self, number: int, numerators: Sequence[torch.Tensor], weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Send to the peers of exchange `number`; write the mixture into `numerators`.
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Send to the peers of exchange `number` and mix in what arrives.
 
         x <- P x and w <- P w, the rows of this process' node; all processes of a node then hold
         what its master computed. To be called inside `own_graph`.
@@ -35,20 +35,21 @@ class Gossip:
           weight: (1,) float32.
 
         Returns:
-          The new weight, (1,) float32: `weight` itself where weights stay 1.
+          The new numerators, and the new weight: `weight` itself where weights stay 1.
 
         Communication: per dtype one collective-permute between masters for every permutation of the
           round, of the bytes of `numerators`; 4 bytes of w where weights move; then
           `Collectives.broadcast_in_node`.
         """
         index = number % len(self.plan.rounds)
+        new = {id(empty): empty for empty in numerators if not empty.numel()}
         for same in by_dtype(numerators):
-            flat = flatten(same)
-            (flat,) = self.collectives.broadcast_in_node([self._mixed(index, flat)])
-            unflatten_into(same, flat)
+            mixed = self._mixed(index, flatten(same))
+            (mixed,) = self.collectives.broadcast_in_node([mixed])
+            new |= dict(zip(map(id, same), unflatten(same, mixed), strict=True))
         if self.plan.weight_moves:
             (weight,) = self.collectives.broadcast_in_node([self._mixed(index, weight)])
-        return weight
+        return [new[id(numerator)] for numerator in numerators], weight
 
     def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This node's row of P times `value` of all nodes, at least in float32."""

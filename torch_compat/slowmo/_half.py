@@ -1,11 +1,12 @@
 """Half-precision parameters with float32 masters: averages whose rounding is not lost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ._flat import flatten, unflatten_into
+from ._collectives import Writes
+from ._flat import flatten, unflatten
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -45,23 +46,18 @@ class Masters:
             for master, value in zip(self._per_param(), sent, strict=True)
         ]
 
-    def restore(self, residuals: Sequence[torch.Tensor]) -> None:
-        """Masters become residual + parameter, parameters the masters rounded."""
-        new = [
-            residual + param.detach().float().reshape(-1)
-            for residual, param in zip(residuals, self.params, strict=True)
-        ]
-        if self.is_flat:
-            unflatten_into(self.tensors, flatten(new))
-        else:
-            for master, value in zip(self.tensors, new, strict=True):
-                master.copy_(value.reshape(master.shape))
-        self.copy_back()
+    def restored(self, residuals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Writes:
+        """Masters become residual + value, parameters the masters rounded."""
+        pairs = zip(residuals, values, strict=True)
+        flat = flatten([residual + value.float().reshape(-1) for residual, value in pairs])
+        targets = [*self.tensors, *self.params]
+        values = [part for half in (self.tensors, self.params) for part in unflatten(half, flat)]
+        return [*zip(targets, values, strict=True)]
 
-    def copy_back(self) -> None:
-        """Write the masters, rounded, into the parameters."""
-        for param, master in zip(self.params, self._per_param(), strict=True):
-            param.copy_(master.reshape(param.shape))
+    def rounded(self, new: Mapping[int, torch.Tensor]) -> Writes:
+        """Parameters become their masters rounded; `new` are values, by id, of changed masters."""
+        masters = [new.get(id(master), master.detach()) for master in self.tensors]
+        return [*zip(self.params, unflatten(self.params, flatten(masters)), strict=True)]
 
     def initial(self, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """By `id` of each master tensor the master of parameters `values`."""

@@ -8,7 +8,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from ._collectives import Collectives, device_data
-from ._flat import flatten, unflatten_into
+from ._flat import flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,20 @@ class SlowMomentum:
 
     def step(
         self,
-        groups: Sequence[Sequence[torch.Tensor]],
+        values: Sequence[torch.Tensor],
         rates: Sequence[float],
         momentum: float,
         slow_lr: float,
         collectives: Collectives | None,
         scale: torch.Tensor | None = None,
         unscale: torch.Tensor | None = None,
-    ) -> None:
-        """Average, take the slow step, write the result into the parameters.
+    ) -> list[torch.Tensor]:
+        """Average, take the slow step.
 
         To be called inside `own_graph`.
 
         Args:
-          groups: the parameters of every optimizer group.
+          values: of the optimizer parameters, in the order of the groups.
           rates: learning rate of every group.
           momentum: in [0, 1).
           slow_lr: step size of the slow step.
@@ -113,24 +113,25 @@ class SlowMomentum:
           scale: (1,), by which the average is multiplied; None is 1.
           unscale: (1,), by which the new parameters are multiplied; None is 1.
 
+        Returns:
+          Their new values.
+
         Communication: one reduce-scatter and one all-gather of the float32 vector over all
           processes; nothing with `collectives` None.
         """
-        params = [param for group in groups for param in group]
-        device = params[0].device
         if collectives is None:
-            average = flatten(params)
+            average = flatten(values)
         else:
             world = collectives.places.world_size
-            average = collectives.scatter_mean(flatten(params, world * self.span.length))
+            average = collectives.scatter_mean(flatten(values, world * self.span.length))
         if scale is not None:
             average = average * scale
-        carry = device_data(self._carry(rates, momentum), torch.float32, device)
+        carry = device_data(self._carry(rates, momentum), torch.float32, average.device)
         self.velocity = self._per_element(carry) * self.velocity + (self.anchor - average)
         self.anchor = self.anchor - slow_lr * self.velocity
         self.rates = list(rates)
         new = self.anchor if collectives is None else collectives.gather(self.anchor)
-        unflatten_into(params, new if unscale is None else new * unscale)
+        return unflatten(values, new if unscale is None else new * unscale)
 
     def momentum_buffer(self) -> torch.Tensor:
         """m = v / gamma, as FairScale keeps it; where gamma was 0, v."""

@@ -66,8 +66,7 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
     *means, mean_weight = collectives.sum_over_nodes(collectives.shares([*numerators, weight]))
     if wrapper._weight_moves:
         means = [times(mean, 1 / mean_weight) for mean in means]
-    copies = [buffer.detach().clone() for buffer in buffers]
-    collectives.broadcast([copy for copy in copies if copy.numel()])
+    copies = collectives.broadcast(buffers)
     replaced = dict(zip(map(id, [*params, *buffers]), [*means, *copies], strict=True))
 
     state = {}

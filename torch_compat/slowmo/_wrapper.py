@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -254,8 +254,8 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         device = self._device()
         buffers = [b for b in self.module.buffers() if b.numel()]
         if self.broadcast_buffers and buffers and self.process_world_size > 1:
-            with own_graph(device):
-                self._collectives.broadcast(buffers)
+            with own_graph(device) as writes:
+                writes.extend(zip(buffers, self._collectives.broadcast(buffers), strict=True))
         trains = self.training and torch.is_grad_enabled()
         if self.slowmo and trains and self._slow is None and self._initial is None:
             with own_graph(device):
@@ -380,59 +380,63 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
                     gradients.append(param.grad)
-            with own_graph(device):
-                self._collectives.average_in_node(gradients)
+            with own_graph(device) as writes:
+                means = self._collectives.average_in_node(gradients)
+                writes.extend(zip(gradients, means, strict=True))
         self._to_numerators()
 
     def _to_numerators(self) -> None:
-        """x = w * estimate, on which optimizer and exchange work."""
+        """Parameters become x = w * estimate, on which optimizer and exchange work."""
+        params = list(self.module.parameters())
         if not self.is_sgp_ps_numerator and self._weight_moves:
-            with torch.no_grad():
-                for param in self.module.parameters():
-                    param.copy_(times(param, self.ps_weight))
+            _write(params, self._numerators(params))
         self.is_sgp_ps_numerator = self.sgp
 
     def _to_estimates(self) -> None:
+        params = list(self.module.parameters())
         if self.is_sgp_ps_numerator and self._weight_moves:
-            with torch.no_grad():
-                for param in self.module.parameters():
-                    param.copy_(times(param, 1 / self.ps_weight))
+            _write(params, self._over_weight(params))
         self.is_sgp_ps_numerator = False
 
     def _average(self, params: list[torch.nn.Parameter], masters: Masters | None) -> None:
         """Parameters become their mean over nodes, the push-sum weight 1."""
         device = self._device()
-        with own_graph(device):
-            self._to_numerators()
-            shares = self._collectives.shares(params)
-            if masters is None:
-                self._become_sum_of(shares, params)
-        if masters is not None:
+        if masters is None:
+            with own_graph(device) as writes:
+                means = self._sum_of(self._collectives.shares(self._numerators(params)))
+                writes.extend(zip(params, means, strict=True))
+        else:
+            with own_graph(device):
+                shares = self._collectives.shares(self._numerators(params))
             # Shares in half precision are rounded, and the residual must know how: only now are
             # they values, which no optimisation computes again at another precision.
-            with own_graph(device):
+            with own_graph(device) as writes:
                 sent = [share.float() * self.logical_world_size for share in shares]
                 residuals = masters.residuals(sent)
-                self._become_sum_of(shares, params)
-                masters.restore(residuals)
+                writes.extend(masters.restored(residuals, self._sum_of(shares)))
+        self.is_sgp_ps_numerator = False
 
-    def _become_sum_of(self, shares: list[torch.Tensor], params: list[torch.nn.Parameter]) -> None:
-        weights = self._collectives.shares([self.ps_weight]) if self._weight_moves else []
-        sums = self._collectives.sum_over_nodes([*shares, *weights])
-        for param, total in zip(params, sums, strict=False):
-            param.copy_(times(total, 1 / sums[-1]) if self._weight_moves else total)
-        self._forget_weight()
+    def _sum_of(self, shares: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean over nodes out of all nodes' shares; w becomes 1."""
+        if not self._weight_moves:
+            return self._collectives.sum_over_nodes(shares)
+        weights = self._collectives.shares([self.ps_weight])
+        *sums, weight = self._collectives.sum_over_nodes([*shares, *weights])
+        self.ps_weight = torch.ones_like(self.ps_weight)
+        return [times(total, 1 / weight) for total in sums]
 
     def _exchange(self, params: list[torch.nn.Parameter], masters: Masters | None) -> None:
         """One exchange with the peers of the round."""
-        with own_graph(self._device()):
-            self._to_numerators()
-            residuals = masters.residuals(params) if masters else []
-            self.ps_weight = self._gossip.exchange(self._exchanges, params, self.ps_weight)
+        with own_graph(self._device()) as writes:
+            numerators = self._numerators(params)
+            residuals = masters.residuals(numerators) if masters else []
+            new, self.ps_weight = self._gossip.exchange(self._exchanges, numerators, self.ps_weight)
             if masters:
-                masters.restore(residuals)
+                writes.extend(masters.restored(residuals, new))
             else:
-                self._to_estimates()
+                writes.extend(zip(params, self._over_weight(new), strict=True))
+        # Masters stay numerators, and parameters with them until the next forward pass.
+        self.is_sgp_ps_numerator = masters is not None
         self._exchanges += 1
 
     def _slow_step(
@@ -444,25 +448,25 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
     ) -> None:
         device = self._device()
         rates = [_rate(group, i, device) for i, group in enumerate(groups)]
-        with own_graph(device):
+        held = [param for group in groups for param in group["params"]]
+        with own_graph(device) as writes:
             scale = unscale = None
-            if exact and self._weight_moves:
-                self._to_numerators()
-                (weight,) = self._collectives.sum_over_nodes(
-                    self._collectives.shares([self.ps_weight])
-                )
-                scale = 1 / weight
-                held = {id(p) for group in groups for p in group["params"]}
-                for param in params:
-                    if id(param) not in held:
-                        param.copy_(times(param, 1 / self.ps_weight))
-                self._forget_weight()
+            present = {id(param): param.detach() for param in params}
+            if self._weight_moves and exact:
+                present = dict(zip(present, self._numerators(params), strict=True))
+                shares = self._collectives.shares([self.ps_weight])
+                scale = 1 / self._collectives.sum_over_nodes(shares)[0]
+                # w becomes 1, and parameters without slow momentum must not notice.
+                estimates = self._over_weight(list(present.values()))
+                writes.extend(zip(params, estimates, strict=True))
+                self.ps_weight = torch.ones_like(self.ps_weight)
             elif self._weight_moves and masters:
                 scale, unscale = 1 / self.ps_weight, self.ps_weight
-            else:
-                self._to_estimates()
-            self._slow.step(
-                [group["params"] for group in groups],
+            elif self._weight_moves and self.is_sgp_ps_numerator:
+                present = dict(zip(present, self._over_weight(params), strict=True))
+                writes.extend(zip(params, present.values(), strict=True))
+            new = self._slow.step(
+                [present.get(id(param), param.detach()) for param in held],
                 rates,
                 self.slowmo_momentum,
                 self.slowmo_lr,
@@ -470,13 +474,22 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 scale,
                 unscale,
             )
+            writes.extend(zip(held, new, strict=True))
             if masters:
-                masters.copy_back()
+                writes.extend(masters.rounded(dict(zip(map(id, held), new, strict=True))))
+        self.is_sgp_ps_numerator = unscale is not None
 
-    def _forget_weight(self) -> None:
-        """Numerators were divided by the sum of weights: from now on w is 1."""
-        self.ps_weight = torch.ones_like(self.ps_weight)
-        self.is_sgp_ps_numerator = False
+    def _numerators(self, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """x = w * estimate of every parameter, whichever of both the module holds."""
+        if self.is_sgp_ps_numerator or not self._weight_moves:
+            return [param.detach() for param in params]
+        return [times(param.detach(), self.ps_weight) for param in params]
+
+    def _over_weight(self, numerators: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The estimates x / w."""
+        if not self._weight_moves:
+            return list(numerators)
+        return [times(x.detach(), 1 / self.ps_weight) for x in numerators]
 
     def _copy_of_parameters(self) -> torch.Tensor:
         """All parameters in float32, and one element more, so that it never is a view of one."""
@@ -571,6 +584,12 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         state.apply(self)
+
+
+@torch.no_grad()
+def _write(targets: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,323 @@
+"""Forward and backward passes: buffers, gradients inside a node, outputs of any form."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+from slowmo_models import Perceptron, values
+from slowmo_spawned import spawned
+
+from torch_compat import runtime
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+
+
+def here() -> tuple[torch.device, int]:
+    return torch_xla.device(), torch_xla.runtime.global_ordinal()
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("counts", torch.tensor([2**40 + rank, rank]))
+        self.register_buffer("flags", torch.tensor([rank == 0, rank == 1, True]))
+        self.register_buffer("means", torch.full((2,), float("nan") if rank else 0.1))
+        self.register_buffer("rounded", torch.full((2,), 0.1 + rank, dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("unsaved", torch.tensor(7.0 + rank), persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * self.unsaved
+
+
+def broadcast(training: bool, broadcast_buffers: bool):
+    device, rank = here()
+    net = SlowMoDistributedDataParallel(
+        Buffered(rank).to(device), nprocs_per_node=1, broadcast_buffers=broadcast_buffers
+    )
+    net.train(training)
+    with torch.no_grad():
+        seen = net()
+    runtime.run_pending()
+    state = {k: v.float() for k, v in net.module.state_dict().items() if k != "counts"}
+    runtime.run_pending()
+    state = {k: v.cpu().numpy() for k, v in state.items()}
+    return seen.cpu().numpy(), net.module.counts.tolist(), state
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_every_dtype_are_rank_0s(training):
+    for seen, counts, state in spawned(4, broadcast, training, True):
+        assert seen.tolist() == [7, 7, 7]
+        assert counts == [2**40, 0]
+        assert state["flags"].tolist() == [1, 0, 1]
+        np.testing.assert_allclose(state["means"], 0.1, rtol=1e-6)
+        np.testing.assert_allclose(state["rounded"], 0.1, rtol=1e-2)
+
+
+def test_buffers_stay_where_told_so():
+    results = spawned(2, broadcast, True, False)
+    assert [seen[0] for seen, _, _ in results] == [7, 8]
+    assert [counts for _, counts, _ in results] == [[2**40, 0], [2**40 + 1, 1]]
+
+
+def batch_norm():
+    """Also what the batches' own statistics make of the buffers."""
+    device, rank = here()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, localsgd_frequency=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for t in range(3):
+        net(torch.full((5, 4), 1.0 + rank + t).to(device)).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(2, 4).to(device))
+    return values(net.module)
+
+
+def test_batch_norm():
+    first, second = spawned(2, batch_norm)
+    assert first["1.num_batches_tracked"] == 3
+    for key, value in first.items():
+        np.testing.assert_allclose(value, second[key], rtol=1e-6, err_msg=key)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    other: object = None
+
+
+FORMS = {
+    "tensor": lambda loss: loss,
+    "dict": lambda loss: {"logits": loss.detach(), "nested": {"loss": [loss]}},
+    "tuple": lambda loss: (None, "text", (loss,)),
+    "dataclass": lambda loss: Output(loss.detach(), Output(loss)),
+}
+GET = {
+    "tensor": lambda out: out,
+    "dict": lambda out: out["nested"]["loss"][0],
+    "tuple": lambda out: out[2][0],
+    "dataclass": lambda out: out.other.loss,
+}
+
+
+class Shaped(torch.nn.Module):
+    """Rank 3 does not use `sometimes`."""
+
+    def __init__(self, form: str, rank: int) -> None:
+        super().__init__()
+        self.form, self.rank = form, rank
+        self.always = torch.nn.Parameter(torch.ones(2))
+        self.sometimes = torch.nn.Parameter(torch.ones(2))
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> object:
+        used = self.always * self.frozen
+        if self.rank != 3:
+            used = used + 2 * self.sometimes
+        return FORMS[self.form]((used * x).sum())
+
+
+def gradients(form: str, passes: int):
+    device, rank = here()
+    module = Shaped(form, rank).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=2)
+    for i in range(passes):
+        GET[form](net(torch.full((2,), float(rank + 1 + i)).to(device))).backward()
+    runtime.run_pending()
+    assert module.frozen.grad is None
+    return module.always.grad.tolist(), module.sometimes.grad.tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_averaged_in_the_node(form):
+    results = spawned(4, gradients, form, 1)
+    assert [always for always, _ in results] == [[1.5] * 2] * 2 + [[3.5] * 2] * 2
+    # In the second node one process has no gradient: it counts as zero, and nobody waits.
+    assert [some for _, some in results] == [[3.0] * 2] * 2 + [[3.0] * 2] * 2
+
+
+def test_accumulated_gradients():
+    results = spawned(2, gradients, "tensor", 3)
+    assert [always for always, _ in results] == [[1.5 + 2.5 + 3.5] * 2] * 2
+
+
+def two_forwards():
+    """Two passes, one backward: gradients are exchanged once; a failed backward leaves no trace."""
+    device, rank = here()
+    module = Shaped("tensor", rank).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=2)
+    x = torch.ones(2).to(device)
+    counts = []
+    call = net._after_backward._call
+    net._after_backward._call = lambda device: (counts.append(1), call(device))
+    failing = net(x)
+    hook = module.always.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.backward()
+    hook.remove()
+    net.zero_grad(set_to_none=True)
+    (net(x) + net(2 * x)).backward()
+    runtime.run_pending()
+    return len(counts), module.always.grad.tolist()
+
+
+def fail(gradient):
+    raise RuntimeError("on purpose")
+
+
+def test_two_forwards_and_a_failed_backward():
+    assert spawned(2, two_forwards) == [(1, [3.0, 3.0])] * 2
+
+
+def members():
+    """With two levels processes of a node hold the same bits after every kind of step."""
+    device, rank = here()
+    net = SlowMoDistributedDataParallel(
+        Perceptron(8, 6).to(device), 2, slowmo_base_algorithm="sgp", slowmo_frequency=4
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    history = []
+    for t in range(6):
+        x = torch.full((3, 8), 0.1 * (rank + t)).to(device)
+        (net(x) ** 2).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+        history.append(values(net.module)["w1"])
+    return history
+
+
+def test_members_of_a_node_agree():
+    a, b, c, d = spawned(4, members)
+    assert all(map(np.array_equal, a, b))
+    assert all(map(np.array_equal, c, d))
+    assert np.array_equal(a[3], c[3]), "a slow step makes all equal"
+    assert np.isfinite(a[-1]).all()
+
+
+# One device: errors and warnings.
+
+
+def messages(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except ValueError as error:
+            return [f"ValueError: {error}"]
+    return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def one_device_troubles() -> dict[str, list[str]]:
+    device, _ = here()
+
+    def built(module=None, **options):
+        module = module or torch.nn.Linear(2, 2).to(device)
+        net = SlowMoDistributedDataParallel(
+            module, nprocs_per_node=1, slowmo_frequency=2, **{"localsgd_frequency": 1, **options}
+        )
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(net, optimizer, **options):
+        net(torch.ones(1, 2, dtype=next(net.parameters()).dtype).to(device)).sum().backward()
+        net.perform_slowmo(optimizer, **options)
+
+    found = {}
+    net, optimizer = built(torch.nn.Linear(2, 2))
+    found["host"] = messages(lambda: net(torch.ones(1, 2)))
+    net, optimizer = built()
+    found["no forward"] = messages(lambda: net.perform_slowmo(optimizer))
+    found["no forward again"] = messages(lambda: net.perform_slowmo(optimizer))
+    net, optimizer = built()
+    net.eval()
+    found["eval only"] = messages(lambda: step(net, optimizer))
+    net, optimizer = built()
+    found["fine"] = messages(lambda: step(net, optimizer))
+    found["no optimizer"] = messages(lambda: net.perform_slowmo(None))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=device))]})
+    found["more parameters"] = messages(lambda: net.perform_slowmo(optimizer))
+    net, optimizer = built()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=device))]})
+    found["others"] = messages(lambda: step(net, optimizer))
+    net, optimizer = built()
+    del optimizer.param_groups[0]["lr"]
+    step(net, optimizer)
+    found["no rate"] = messages(lambda: step(net, optimizer))
+    net, optimizer = built(torch.nn.Linear(2, 2).to(device, torch.bfloat16))
+    found["half"] = messages(lambda: step(net, optimizer))
+    net, optimizer = built(torch.nn.Linear(2, 2).to(device, torch.bfloat16), slowmo_momentum=0.0)
+    found["half without masters"] = messages(lambda: step(net, optimizer))
+    found["half without masters again"] = messages(lambda: step(net, optimizer))
+    return found
+
+
+def test_troubles():
+    (found,) = spawned(1, one_device_troubles)
+    for key, expected in {
+        "host": "ValueError: `module` must have all its parameters on the device of this process",
+        "no forward": "Slow momentum is anchored at the parameters of this moment",
+        "eval only": "Slow momentum is anchored at the parameters of this moment",
+        "no optimizer": "ValueError: `optimizer` must be a torch optimizer that holds parameters",
+        "more parameters": "ValueError: `optimizer` must hold the parameters that slow momentum",
+        "others": "`optimizer` holds parameters that are not those of the module",
+        "no rate": "ValueError: `optimizer.param_groups[0]` must have a learning rate",
+        "half": "ValueError: `optimizer` must hold float32 parameters under slow momentum",
+        "half without masters": "Set `fp32_params` in perform_slowmo()",
+    }.items():
+        assert len(found[key]) == 1, (key, found[key])
+        assert found[key][0].startswith(expected), (key, found[key])
+    for key in ("fine", "no forward again", "half without masters again"):
+        assert found[key] == [], key
+
+
+def rates_of_zero():
+    """Warm-up from 0 and decay to 0, at slow steps (FairScale divides by them)."""
+    device, _ = here()
+    module = Perceptron(2, 2).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_frequency=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    seen = []
+    for rate in (0.0, 0.1, torch.tensor(0.0), 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        net(torch.ones(1, 2).to(device)).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+        runtime.run_pending()
+        seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in net.parameters()]))
+    assert torch.isfinite(net.global_momentum_buffer.cpu()).all()
+    return torch.stack(seen).numpy()
+
+
+def test_a_rate_of_zero_at_a_slow_step():
+    for seen in spawned(2, rates_of_zero):
+        assert np.isfinite(seen).all()
+        np.testing.assert_array_equal(seen[2], seen[1])
+        np.testing.assert_array_equal(seen[3], seen[2])
+        assert np.abs(seen[1] - seen[0]).max() > 0.05
+        assert np.abs(seen[4] - seen[3]).max() > 0.05
+
+
+def idle_forward():
+    """Without buffers, masters or slow momentum a forward pass launches nothing of its own."""
+    device, _ = here()
+    module = torch.nn.Linear(2, 2).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_momentum=0.0)
+    runtime.run_pending()
+    before = met.metric_data("ExecuteTime")
+    net(torch.ones(1, 2).to(device))
+    return met.metric_data("ExecuteTime") == before
+
+
+def test_a_forward_pass_alone():
+    assert spawned(1, idle_forward) == [True]
