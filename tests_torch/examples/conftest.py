@@ -2,8 +2,11 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,25 +26,32 @@ class Summary(NamedTuple):
     samples_per_second: float
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen:
-    """Start torch_compat.examples.<program> with small sizes; its output is one text."""
-    return subprocess.Popen(
+@contextmanager
+def start(program: str, *arguments: str) -> Iterator[subprocess.Popen]:
+    """Start torch_compat.examples.<program> with small sizes; its output is one text.
+
+    It ends with the context, if not before.
+    """
+    with subprocess.Popen(
         [sys.executable, "-m", f"torch_compat.examples.{program}", *SMALL, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
+        start_new_session=True,  # a group of its own, for signals
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(program: str, *arguments: str) -> Summary:
     """Run it to its end, which must be a good one."""
-    process = start(program, *arguments)
-    try:
+    with start(program, *arguments) as process:
         output, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
     assert process.returncode == 0, output
     return summary(output)
 

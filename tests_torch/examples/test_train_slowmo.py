@@ -1,14 +1,30 @@
+import os
+import signal
+
 import pytest
 
 from torch_compat.examples.train_slowmo import parse
 
 
-@pytest.mark.parametrize("base", ["localsgd", "sgp"])
-def test_it_learns(run, base):
-    summary = run("train_slowmo", "--steps", "32", "--learning-rate", "5e-3", "--base", base)
+def test_it_learns(run):
+    summary = run("train_slowmo", "--steps", "32", "--learning-rate", "5e-3")
     assert summary.steps == 32
     assert summary.last_loss < 0.75 * summary.first_loss
     assert summary.samples_per_second > 0
+
+
+def test_ctrl_c_ends_it_at_once_also_with_sgp(start):
+    with start("train_slowmo", "--steps", "100000", "--base", "sgp") as process:
+        output = ""
+        while "20/100000" not in output:
+            block = os.read(process.stdout.fileno(), 4096).decode(errors="replace")
+            assert block, output
+            output += block
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output += process.stdout.read()
+        assert process.wait(10) == 1, output
+    assert "Stopped by Ctrl-C." in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_it_learns_and_resumes_where_ctrl_c_stopped_it(run, start, summary, tmp_
             output += line
         process.send_signal(signal.SIGINT)
         output += process.stdout.read()
-    assert process.returncode == 1, output
+        assert process.wait(20) == 1, output
     assert "Stopped by Ctrl-C." in output
     assert "Traceback" not in output
     stopped = summary(output)

@@ -1,5 +1,6 @@
-"""Ctrl-C that lets the step in progress finish."""
+"""What Ctrl-C does."""
 
+import os
 import signal
 from types import FrameType
 
@@ -25,3 +26,18 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+
+def end_forked_processes_at_once() -> None:
+    """From now on Ctrl-C ends processes forked from this one at once; here it raises as ever.
+
+    The threads of a process of `xmp.spawn` would run on, and the program would wait for them.
+    """
+    parent = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == parent:
+            raise KeyboardInterrupt
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, handle)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from .. import runtime
 from ..slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from .arguments import cpu_devices, natural, positive_float, positive_int
+from .interrupt import end_forked_processes_at_once
 from .model import LanguageModel, LanguageModelConfig, mean_loss
 from .text import VOCABULARY, Text, TextStream, standard_library, validation_batch
 
@@ -166,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
         runtime.configure_cpu_devices(options.cpu_devices)
     torch.manual_seed(options.seed)
     model, text = LanguageModel(options.config), standard_library()
+    end_forked_processes_at_once()
     # No device may be touched before the fork; so every process makes its own.
     xmp.spawn(train, args=(options, model, text), start_method="fork")
 
