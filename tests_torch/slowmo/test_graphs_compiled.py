@@ -58,14 +58,16 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
 
 SGP = {"slowmo_base_algorithm": "sgp", "nprocs_per_node": 1}
 # Two graphs of the step itself (the optimizer's momentum begins with the first), two of slow
-# momentum's beginning (copy of the initial parameters, anchor); the others by kind of exchange.
+# momentum's beginning (copy of the initial parameters, anchor), then those of each kind of
+# exchange: an average is prepared and summed, an exchange with peers packed, sent by one graph per
+# round (here 2) and unpacked, a slow step packed, made and unpacked.
 CASES = {
-    "local sgd": ({"nprocs_per_node": 1, "slowmo_momentum": 0.0}, False, 2 + 1),
-    "slowmo": ({"nprocs_per_node": 1}, False, 2 + 2 + 2),
-    "sgp": ({**SGP, "slowmo_momentum": 0.0}, False, 2 + 2),
-    "sgp slowmo": ({**SGP, "slowmo_memory_efficient": False}, False, 2 + 2 + 2 + 1),
-    # The step falls into three: buffers before it, gradients before the optimizer.
-    "two levels": ({"nprocs_per_node": 2}, True, 2 + 2 + 2 + 3),
+    "local sgd": ({"nprocs_per_node": 1, "slowmo_momentum": 0.0}, False, 2 + 2),
+    "slowmo": ({"nprocs_per_node": 1}, False, 2 + 2 + 2 + 3),
+    "sgp": ({**SGP, "slowmo_momentum": 0.0}, False, 2 + 4),
+    "sgp slowmo": ({**SGP, "slowmo_memory_efficient": False}, False, 2 + 2 + 4 + 3),
+    # Buffers before the step (2), gradients in the middle of it (2).
+    "two levels": ({"nprocs_per_node": 2}, True, 2 + 2 + 2 + 3 + 4),
 }
 
 

@@ -11,6 +11,7 @@ import torch_xla.debug.metrics as met
 from slowmo_models import Perceptron, values
 from slowmo_spawned import spawned
 
+from jaxslowmo import topology
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
@@ -177,6 +178,98 @@ def fail(gradient):
 
 def test_two_forwards_and_a_failed_backward():
     assert spawned(2, two_forwards) == [(1, [3.0, 3.0])] * 2
+
+
+class Lopsided(torch.nn.Module):
+    """The same on all devices; made in another order, of views, and used otherwise on rank 1."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__()
+        base = torch.arange(12.0).to(device)
+        late = torch.nn.Parameter(torch.ones(3, device=device)) if rank == 1 else None
+        self.first = torch.nn.Parameter(base.reshape(3, 4) + 0 if rank else base.view(3, 4))
+        self.second = late if rank == 1 else torch.nn.Parameter(torch.ones(3, device=device))
+        flags = torch.tensor([True, False])
+        self.register_buffer("flags", (flags.to(device) if rank else ~flags.to(device)))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.first
+        return y.sum() if self.rank == 1 else y.sum() + self.second.sum()
+
+
+def lopsided(nprocs_per_node: int, options: dict):
+    device, rank = here()
+    options = dict(options)
+    if "keep" in options:
+        nodes = torch_xla.runtime.world_size() // nprocs_per_node
+        options["mixing"] = topology.self_weighted(options.pop("keep")[:nodes])
+    net = SlowMoDistributedDataParallel(
+        Lopsided(rank, device), nprocs_per_node, slowmo_frequency=4, **options
+    )
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for t in range(8):
+        net(torch.full((2, 3), 1.0 + t).to(device)).backward()
+        if rank == 0:
+            optimizer.step()
+        else:  # the same, traced otherwise
+            with torch.no_grad():
+                for p in params:
+                    if p.grad is not None:
+                        p.sub_(p.grad * 0.1)
+        net.zero_grad(set_to_none=t % 2 == 0)
+        net.perform_slowmo(optimizer)
+    return values(net.module)
+
+
+@pytest.mark.parametrize("nprocs_per_node", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"localsgd_frequency": 2},
+        {"slowmo_base_algorithm": "sgp", "slowmo_memory_efficient": False},
+        {"slowmo_base_algorithm": "sgp", "keep": [0.6, 0.3, 0.5, 0.7]},
+    ],
+)
+def test_devices_may_trace_their_own_steps_differently(nprocs_per_node, options):
+    """Only the exchange must be the same on all: otherwise devices wait for each other."""
+    results = spawned(4, lopsided, nprocs_per_node, options)
+    for result in results[1:]:
+        assert set(result) == {"first", "second", "flags"}
+        if "memory" not in str(options):
+            np.testing.assert_allclose(result["second"], results[0]["second"], rtol=1e-5)
+
+
+def one_parameter(options: dict):
+    """What is kept for slow momentum must survive in-place optimizers."""
+    device, rank = here()
+    module = torch.nn.Linear(5, 1, bias=False).to(device)
+    torch.nn.init.constant_(module.weight, 1.0)
+    net = SlowMoDistributedDataParallel(
+        module, nprocs_per_node=1, slowmo_frequency=2, localsgd_frequency=1, **options
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for t in range(6):
+        net(torch.full((2, 5), 0.1 * (rank + t)).to(device)).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+        runtime.run_pending()
+        if t % 2:
+            anchor = net.old_params.cpu().numpy()
+            assert np.isfinite(anchor).all()
+    return module.weight.detach().cpu().numpy().ravel(), anchor
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_of_one_parameter(world, whole):
+    results = spawned(world, one_parameter, {"slowmo_memory_efficient": not whole})
+    weight = results[0][0]
+    for rank, (_, anchor) in enumerate(results):
+        part = weight if whole or world == 1 else weight[3 * rank : 3 * rank + 3]
+        np.testing.assert_allclose(anchor[: part.size], part, rtol=1e-6)
 
 
 def members():

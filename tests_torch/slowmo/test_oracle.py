@@ -32,7 +32,10 @@ def slowmo_on_device() -> dict[str, np.ndarray]:
     for t in range(STEPS):
         optimizer.param_groups[0]["lr"] = rate(t)
         train_step(net, optimizer, t)
-    return values(net.module)
+    runtime.run_pending()
+    momentum = net.global_momentum_buffer
+    runtime.run_pending()
+    return values(net.module) | {"momentum": momentum.cpu().numpy()}
 
 
 def gradients(p: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
@@ -42,7 +45,7 @@ def gradients(p: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> dict[st
     return {"w1": x.T @ inner, "b1": inner.sum(0), "w2": hidden.T @ error, "b2": error.sum(0)}
 
 
-def slowmo_in_numpy(world: int) -> list[dict[str, np.ndarray]]:
+def slowmo_in_numpy(world: int) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     params = [perceptron(WIDTH, HIDDEN) for _ in range(world)]
     anchor = perceptron(WIDTH, HIDDEN)
     inner = [{k: np.zeros_like(v) for k, v in anchor.items()} for _ in range(world)]
@@ -61,16 +64,22 @@ def slowmo_in_numpy(world: int) -> list[dict[str, np.ndarray]]:
         elif (t + 1) % AVERAGE_EVERY == 0:
             mean = {k: sum(p[k] for p in params) / world for k in anchor}
             params = [dict(mean) for _ in range(world)]
-    return params
+    return params, outer
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_million_parameters_follow_the_oracle(world):
     assert sum(v.size for v in perceptron(WIDTH, HIDDEN).values()) > 1_000_000
     results = spawned(world, slowmo_on_device)
-    for ours, expected in zip(results, slowmo_in_numpy(world), strict=True):
+    all_expected, outer = slowmo_in_numpy(world)
+    for ours, expected in zip(results, all_expected, strict=True):
         for key, value in expected.items():
             np.testing.assert_allclose(ours[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+    # FairScale's global_momentum_buffer is m, in parts.
+    momentum = np.concatenate([ours["momentum"] for ours in results])
+    flat = np.concatenate([outer[key].ravel() for key in ("w1", "b1", "w2", "b2")])
+    np.testing.assert_allclose(momentum[: flat.size], flat, rtol=1e-3, atol=1e-5)
+    assert not momentum[flat.size :].any()
     moved = np.abs(results[0]["w1"] - perceptron(WIDTH, HIDDEN)["w1"]).max()
     assert moved > 5e-4
 

@@ -15,8 +15,8 @@ FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
 def tolerance(recording: Recording) -> dict[str, float]:
     if not recording.is_half:
         return FLOAT32
-    # FairScale rounds the sum before it halves it, we mix in float32: two units in the last place.
-    return {"rtol": 0, "atol": 4e-3 if recording.config["effective"]["sgp"] else 2.5e-2}
+    # FairScale rounds the sum, up to 8 here, before it halves it; we mix in float32.
+    return {"rtol": 0, "atol": 5e-3 if recording.config["effective"]["sgp"] else 2.5e-2}
 
 
 @functools.cache

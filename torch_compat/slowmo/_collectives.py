@@ -1,10 +1,13 @@
-"""Collectives between processes, as one traced graph that is the same on all of them.
+"""Collectives between processes, as traced graphs that are the same on all of them.
 
-What differs between processes (who speaks, with which weight) is data on the device, never a
-constant of the graph, and results are new tensors, written into existing ones by a second graph:
-torch_xla orders what a graph returns by the age of the tensors, and a process whose parameters or
-gradients were made in another order would run another program. Processes with different programs
-wait for each other for ever.
+Processes with different programs wait for each other for ever. So:
+
+- What differs between processes (who speaks, with which weight) is data on the device, never a
+  constant of the graph.
+- A graph with a collective takes only tensors that a graph before has made for it. A parameter or
+  gradient may be a view of something, and then how it is computed belongs to the graph.
+- It writes into nothing that existed before: torch_xla orders what a graph returns by the age of
+  the tensors, which may have been made in another order elsewhere. Results are written afterwards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,53 +53,48 @@ def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.devic
 class Collectives:
     """The collectives of one process, to be used inside `own_graph`, by all processes alike.
 
-    Each method runs one collective per dtype; with a single process it only copies.
+    One collective per dtype; none with a single process.
     """
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self._speaks: dict[tuple[str, torch.device], torch.Tensor] = {}
 
+    # Local: what each process adds.
+
     def shares(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each node adds to the mean over nodes: `tensors` / number of nodes; new tensors."""
+        """Each node's part of the sum that is the mean over nodes; new tensors."""
         return [tensor.detach() / self.places.num_nodes for tensor in tensors]
 
-    def sum_over_nodes(self, shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum of what the masters of the nodes hold, on every process; in place of `shares`.
+    def only_masters(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors` of the masters of nodes, zeros elsewhere."""
+        if self.places.nprocs_per_node == 1:
+            return list(tensors)
+        return self._silenced(tensors, "master", self.places.is_master)
 
-        Communication: one all-reduce over all processes, of the bytes of `shares`.
-        """
-        if self.places.nprocs_per_node > 1:
-            shares = self._silenced(shares, "master", self.places.is_master)
-        return self._sum(list(shares))
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What rank 0 holds, of any real dtype; new tensors.
-
-        Communication: one all-reduce over all processes, of the bytes of `tensors`; bool as int32.
-        """
+    def only_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors` of rank 0, zeros elsewhere; bool as int32."""
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t.detach() for t in tensors]
-        spoken = self._sum(self._silenced(numbers, "first", self.places.rank == 0))
-        return [value.to(t.dtype) for t, value in zip(tensors, spoken, strict=True)]
+        return self._silenced(numbers, "first", self.places.rank == 0)
 
-    def broadcast_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the master of this process' node holds; new tensors.
+    # Collective.
+
+    def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum over all processes, in place.
+
+        Communication: one all-reduce over all processes, of the bytes of `tensors`.
+        """
+        return self._sum(list(tensors))
+
+    def total_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sum over the processes of this node, in place.
 
         Communication: one all-reduce inside every node, of the bytes of `tensors`; none with one
         process per node.
         """
         if self.places.nprocs_per_node == 1:
             return list(tensors)
-        spoken = self._silenced(tensors, "master", self.places.is_master)
-        return self._sum(spoken, self.places.node_groups)
-
-    def average_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Mean over the processes of this node; new tensors.
-
-        Communication: one all-reduce inside every node, of the bytes of `tensors`.
-        """
-        shares = [tensor.detach() / self.places.nprocs_per_node for tensor in tensors]
-        return self._sum(shares, self.places.node_groups)
+        return self._sum(list(tensors), self.places.node_groups)
 
     def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
         """This process' part of the mean of `flat` (world_size * n,) over all processes, (n,).

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from ._collectives import Collectives, device_data
-from ._flat import by_dtype, flatten, unflatten
 from ._graphs import GossipPlan
 
 
@@ -31,7 +30,7 @@ class Gossip:
 
         Args:
           number: 0, 1, ...; the plan starts over after its last round.
-          numerators: w * parameters, of any floating dtypes.
+          numerators: w * parameters, packed in one vector per floating dtype.
           weight: (1,) float32.
 
         Returns:
@@ -39,17 +38,16 @@ class Gossip:
 
         Communication: per dtype one collective-permute between masters for every permutation of the
           round, of the bytes of `numerators`; 4 bytes of w where weights move; then
-          `Collectives.broadcast_in_node`.
+          `Collectives.total_in_node` of the same.
         """
         index = number % len(self.plan.rounds)
-        new = {id(empty): empty for empty in numerators if not empty.numel()}
-        for same in by_dtype(numerators):
-            mixed = self._mixed(index, flatten(same))
-            (mixed,) = self.collectives.broadcast_in_node([mixed])
-            new |= dict(zip(map(id, same), unflatten(same, mixed), strict=True))
+        new = [self._of_master(self._mixed(index, flat)) for flat in numerators]
         if self.plan.weight_moves:
-            (weight,) = self.collectives.broadcast_in_node([self._mixed(index, weight)])
-        return [new[id(numerator)] for numerator in numerators], weight
+            weight = self._of_master(self._mixed(index, weight))
+        return new, weight
+
+    def _of_master(self, value: torch.Tensor) -> torch.Tensor:
+        return self.collectives.total_in_node(self.collectives.only_masters([value]))[0]
 
     def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This node's row of P times `value` of all nodes, at least in float32."""

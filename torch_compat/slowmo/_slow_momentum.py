@@ -8,7 +8,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from ._collectives import Collectives, device_data
-from ._flat import flatten, unflatten
+from ._flat import flatten
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Span:
     def length(self) -> int:
         """Elements of the part, padding included."""
         return math.ceil(self.total / self.num_parts)
+
+    @property
+    def padded(self) -> int:
+        """Elements of all parts together."""
+        return self.num_parts * self.length
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This part of a whole vector (total,), padded with zeros."""
@@ -92,20 +97,21 @@ class SlowMomentum:
 
     def step(
         self,
-        values: Sequence[torch.Tensor],
+        flat: torch.Tensor,
         rates: Sequence[float],
         momentum: float,
         slow_lr: float,
         collectives: Collectives | None,
         scale: torch.Tensor | None = None,
         unscale: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> torch.Tensor:
         """Average, take the slow step.
 
         To be called inside `own_graph`.
 
         Args:
-          values: of the optimizer parameters, in the order of the groups.
+          flat: all optimizer parameters, in the order of the groups, with zeros up to the end of
+            the last part.
           rates: learning rate of every group.
           momentum: in [0, 1).
           slow_lr: step size of the slow step.
@@ -114,16 +120,12 @@ class SlowMomentum:
           unscale: (1,), by which the new parameters are multiplied; None is 1.
 
         Returns:
-          Their new values.
+          Their new values, as `flat`.
 
         Communication: one reduce-scatter and one all-gather of the float32 vector over all
           processes; nothing with `collectives` None.
         """
-        if collectives is None:
-            average = flatten(values)
-        else:
-            world = collectives.places.world_size
-            average = collectives.scatter_mean(flatten(values, world * self.span.length))
+        average = flat if collectives is None else collectives.scatter_mean(flat)
         if scale is not None:
             average = average * scale
         carry = device_data(self._carry(rates, momentum), torch.float32, average.device)
@@ -131,7 +133,7 @@ class SlowMomentum:
         self.anchor = self.anchor - slow_lr * self.velocity
         self.rates = list(rates)
         new = self.anchor if collectives is None else collectives.gather(self.anchor)
-        return unflatten(values, new if unscale is None else new * unscale)
+        return new if unscale is None else new * unscale
 
     def momentum_buffer(self) -> torch.Tensor:
         """m = v / gamma, as FairScale keeps it; where gamma was 0, v."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._collectives import own_graph
 from ._flat import times
 from ._slow_momentum import SlowMomentum
 
@@ -54,19 +55,29 @@ def write(wrapper: Wrapper) -> dict[str, torch.Tensor]:
 
 
 def consolidate(wrapper: Wrapper) -> dict[str, Any]:
-    """The state of all processes in one; to be called inside `own_graph`."""
-    collectives, module = wrapper._collectives, wrapper.module
+    """The state of all processes in one, on this one's device."""
+    collectives, module, device = wrapper._collectives, wrapper.module, wrapper._device()
     params = [p for p in module.parameters() if p.is_floating_point()]
     buffers = list(module.buffers())
-    weight = wrapper.ps_weight
-    is_numerator = wrapper._weight_moves and wrapper.is_sgp_ps_numerator
-    numerators = [
-        times(p, weight) if wrapper._weight_moves and not is_numerator else p for p in params
-    ]
-    *means, mean_weight = collectives.sum_over_nodes(collectives.shares([*numerators, weight]))
-    if wrapper._weight_moves:
-        means = [times(mean, 1 / mean_weight) for mean in means]
-    copies = collectives.broadcast(buffers)
+    slow = wrapper._slow
+    whole = [] if wrapper._initial is None else [wrapper._initial]
+    if slow is not None and not wrapper.slowmo_memory_efficient:
+        whole = [slow.anchor, slow.velocity]
+    with own_graph(device):
+        shares = collectives.shares([*wrapper._numerators(params), *whole, wrapper.ps_weight])
+        shares = collectives.only_masters(shares)
+        spoken = collectives.only_first(buffers)
+    with own_graph(device):
+        *means, weight = collectives.total(shares)
+        spoken = collectives.total(spoken)
+        if slow is not None and wrapper.slowmo_memory_efficient:
+            whole = [collectives.gather(part) for part in (slow.anchor, slow.velocity)]
+    with own_graph(device):
+        whole = means[len(params) :] or whole
+        means = means[: len(params)]
+        if wrapper._weight_moves:
+            means = [times(mean, 1 / weight) for mean in means]
+        copies = [value.to(b.dtype) for b, value in zip(buffers, spoken, strict=True)]
     replaced = dict(zip(map(id, [*params, *buffers]), [*means, *copies], strict=True))
 
     state = {}
@@ -76,19 +87,11 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
     for key in ("rank", "world_size", "anchor", "velocity"):
         state.pop(_PREFIX + key, None)
     if wrapper.sgp:
-        state["ps_weight"] = torch.ones_like(weight)
+        state["ps_weight"] = torch.ones(1)
         state["is_sgp_ps_numerator"] = torch.tensor(False)
-    if wrapper._initial is not None:
-        shares = collectives.shares([wrapper._initial])
-        (state[_PREFIX + "initial"],) = collectives.sum_over_nodes(shares)
-    slow = wrapper._slow
-    if slow is not None:
-        parts = [slow.anchor, slow.velocity]
-        if wrapper.slowmo_memory_efficient:
-            whole = [collectives.gather(part)[: slow.span.total] for part in parts]
-        else:
-            whole = collectives.sum_over_nodes(collectives.shares(parts))
-        state[_PREFIX + "whole_anchor"], state[_PREFIX + "whole_velocity"] = whole
+    names = ("whole_anchor", "whole_velocity") if slow is not None else ("initial",)
+    for name, value in zip(names, whole, strict=False):
+        state[_PREFIX + name] = value if slow is None else value[: slow.span.total]
     return state
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from ._backward import AfterBackward
 from ._base_algorithm import SlowMoBaseAlgorithm
 from ._collectives import Collectives, own_graph
-from ._flat import flatten, times
+from ._flat import flatten, pack, times, unflatten, unpack
 from ._gossip import Gossip
 from ._graphs import plan_gossip
 from ._half import HALF, Masters
@@ -254,8 +254,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         device = self._device()
         buffers = [b for b in self.module.buffers() if b.numel()]
         if self.broadcast_buffers and buffers and self.process_world_size > 1:
+            with own_graph(device):
+                spoken = self._collectives.only_first(buffers)
             with own_graph(device) as writes:
-                writes.extend(zip(buffers, self._collectives.broadcast(buffers), strict=True))
+                writes.extend(zip(buffers, self._collectives.total(spoken), strict=True))
         trains = self.training and torch.is_grad_enabled()
         if self.slowmo and trains and self._slow is None and self._initial is None:
             with own_graph(device):
@@ -338,8 +340,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
         """
-        with own_graph(self._device()):
-            state = consolidate(self)
+        state = consolidate(self)
         return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def _init_global_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -352,7 +353,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         """
         if self.slowmo:
             self._initial = None
-            self._anchor_at(_groups(optimizer), {})
+            self._anchor_at(_groups(optimizer), dict)
 
     @property
     def _weight_moves(self) -> bool:
@@ -373,16 +374,16 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
     def _finish_backward(self, device: torch.device) -> None:
         if self.nprocs_per_node > 1:
-            gradients = []
-            for param in self.module.parameters():
-                if param.requires_grad:
-                    # Another process may have one, and all must send the same.
-                    if param.grad is None:
-                        param.grad = torch.zeros_like(param)
-                    gradients.append(param.grad)
-            with own_graph(device) as writes:
-                means = self._collectives.average_in_node(gradients)
-                writes.extend(zip(gradients, means, strict=True))
+            # Another process may have a gradient where this one has none, and all must send alike.
+            trained = [param for param in self.module.parameters() if param.requires_grad]
+            with torch.no_grad():
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+                shares = [grad.detach() / self.nprocs_per_node for grad in grads]
+            del grads
+            with own_graph(device):
+                means = self._collectives.total_in_node(shares)
+            for param, mean in zip(trained, means, strict=True):
+                param.grad = mean
         self._to_numerators()
 
     def _to_numerators(self) -> None:
@@ -401,40 +402,47 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
     def _average(self, params: list[torch.nn.Parameter], masters: Masters | None) -> None:
         """Parameters become their mean over nodes, the push-sum weight 1."""
         device = self._device()
-        if masters is None:
-            with own_graph(device) as writes:
-                means = self._sum_of(self._collectives.shares(self._numerators(params)))
-                writes.extend(zip(params, means, strict=True))
-        else:
-            with own_graph(device):
-                shares = self._collectives.shares(self._numerators(params))
+        weights = [self.ps_weight] if self._weight_moves else []
+        with own_graph(device):
+            shares = self._collectives.shares([*self._numerators(params), *weights])
+            sent = shares[: len(params)] if masters else None
+            shares = self._collectives.only_masters(shares)
+        if masters is not None:
             # Shares in half precision are rounded, and the residual must know how: only now are
             # they values, which no optimisation computes again at another precision.
-            with own_graph(device) as writes:
-                sent = [share.float() * self.logical_world_size for share in shares]
+            with own_graph(device):
+                sent = [share.float() * self.logical_world_size for share in sent]
                 residuals = masters.residuals(sent)
-                writes.extend(masters.restored(residuals, self._sum_of(shares)))
+        with own_graph(device):
+            sums = self._collectives.total(shares)
+        with own_graph(device) as writes:
+            means = sums[: len(params)]
+            if self._weight_moves:
+                means = [times(mean, 1 / sums[-1]) for mean in means]
+                self.ps_weight = torch.ones_like(self.ps_weight)
+            writes.extend(
+                zip(params, means, strict=True)
+                if masters is None
+                else masters.restored(residuals, means)
+            )
         self.is_sgp_ps_numerator = False
-
-    def _sum_of(self, shares: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean over nodes out of all nodes' shares; w becomes 1."""
-        if not self._weight_moves:
-            return self._collectives.sum_over_nodes(shares)
-        weights = self._collectives.shares([self.ps_weight])
-        *sums, weight = self._collectives.sum_over_nodes([*shares, *weights])
-        self.ps_weight = torch.ones_like(self.ps_weight)
-        return [times(total, 1 / weight) for total in sums]
 
     def _exchange(self, params: list[torch.nn.Parameter], masters: Masters | None) -> None:
         """One exchange with the peers of the round."""
-        with own_graph(self._device()) as writes:
+        device = self._device()
+        with own_graph(device):
             numerators = self._numerators(params)
             residuals = masters.residuals(numerators) if masters else []
-            new, self.ps_weight = self._gossip.exchange(self._exchanges, numerators, self.ps_weight)
-            if masters:
-                writes.extend(masters.restored(residuals, new))
-            else:
-                writes.extend(zip(params, self._over_weight(new), strict=True))
+            flats = pack(numerators)
+        with own_graph(device):
+            flats, self.ps_weight = self._gossip.exchange(self._exchanges, flats, self.ps_weight)
+        with own_graph(device) as writes:
+            new = unpack(params, flats)
+            writes.extend(
+                zip(params, self._over_weight(new), strict=True)
+                if masters is None
+                else masters.restored(residuals, new)
+            )
         # Masters stay numerators, and parameters with them until the next forward pass.
         self.is_sgp_ps_numerator = masters is not None
         self._exchanges += 1
@@ -446,7 +454,8 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         masters: Masters | None,
         exact: bool,
     ) -> None:
-        device = self._device()
+        """Slow momentum on the optimizer's parameters."""
+        device, slow = self._device(), self._slow
         rates = [_rate(group, i, device) for i, group in enumerate(groups)]
         held = [param for group in groups for param in group["params"]]
         with own_graph(device) as writes:
@@ -454,26 +463,27 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             present = {id(param): param.detach() for param in params}
             if self._weight_moves and exact:
                 present = dict(zip(present, self._numerators(params), strict=True))
-                shares = self._collectives.shares([self.ps_weight])
-                scale = 1 / self._collectives.sum_over_nodes(shares)[0]
+                weights = self._collectives.shares([self.ps_weight])
+                weights = self._collectives.only_masters(weights)
                 # w becomes 1, and parameters without slow momentum must not notice.
                 estimates = self._over_weight(list(present.values()))
                 writes.extend(zip(params, estimates, strict=True))
-                self.ps_weight = torch.ones_like(self.ps_weight)
             elif self._weight_moves and masters:
                 scale, unscale = 1 / self.ps_weight, self.ps_weight
             elif self._weight_moves and self.is_sgp_ps_numerator:
                 present = dict(zip(present, self._over_weight(params), strict=True))
                 writes.extend(zip(params, present.values(), strict=True))
-            new = self._slow.step(
-                [present.get(id(param), param.detach()) for param in held],
-                rates,
-                self.slowmo_momentum,
-                self.slowmo_lr,
-                self._collectives if exact else None,
-                scale,
-                unscale,
-            )
+            values = [present.get(id(param), param.detach()) for param in held]
+            flat = flatten(values, slow.span.padded)
+        with own_graph(device):
+            if self._weight_moves and exact:
+                scale = 1 / self._collectives.total(weights)[0]
+                self.ps_weight = torch.ones_like(self.ps_weight)
+            collectives = self._collectives if exact else None
+            momentum, slow_lr = self.slowmo_momentum, self.slowmo_lr
+            flat = slow.step(flat, rates, momentum, slow_lr, collectives, scale, unscale)
+        with own_graph(device) as writes:
+            new = unflatten(held, flat)
             writes.extend(zip(held, new, strict=True))
             if masters:
                 writes.extend(masters.rounded(dict(zip(map(id, held), new, strict=True))))
@@ -508,7 +518,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                     "training.",
                     stacklevel=3,
                 )
-            self._anchor_at(groups, self._initial_by_id(masters))
+            self._anchor_at(groups, lambda: self._initial_by_id(masters))
             self._initial = None
         if _ends(groups) != self._slow.span.ends:
             raise ValueError(
@@ -530,8 +540,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             **(masters.initial(values) if masters else {}),
         }
 
-    def _anchor_at(self, groups: list[dict[str, Any]], values: dict[int, torch.Tensor]) -> None:
-        """Start slow momentum at `values`, by id, and at the present ones of other parameters."""
+    def _anchor_at(
+        self, groups: list[dict[str, Any]], initial: Callable[[], dict[int, torch.Tensor]]
+    ) -> None:
+        """Start slow momentum at `initial()`, by id; elsewhere at the values of this moment."""
         held = [param for group in groups for param in group["params"]]
         wrong = next((p for p in held if p.dtype != torch.float32), None)
         if wrong is not None:
@@ -541,14 +553,15 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 "`fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
             )
         span = self._span(_ends(groups))
+        with own_graph(self._device()):
+            values = initial()
+            self._slow = span.started_at([values.get(id(param), param) for param in held])
         if values and any(id(param) not in values for param in held):
             warnings.warn(
                 "`optimizer` holds parameters that are not those of the module: slow momentum is "
                 "anchored at their values of this moment.",
                 stacklevel=4,
             )
-        with own_graph(self._device()):
-            self._slow = span.started_at([values.get(id(param), param) for param in held])
 
     def _span(self, ends: tuple[int, ...]) -> Span:
         """The part of slow momentum that this process keeps."""
