@@ -2,6 +2,8 @@
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import Any
 
 from ..runtime import MAX_CPU_DEVICES
 
@@ -27,7 +29,9 @@ def cpu_devices(text: str) -> int:
     return _checked(text, int, lambda value: 1 <= value <= MAX_CPU_DEVICES, rule)
 
 
-def _checked(text, kind, allowed, rule):
+def _checked(
+    text: str, kind: Callable[[str], Any], allowed: Callable[[Any], bool], rule: str
+) -> Any:
     try:
         value = kind(text)
     except ValueError:
