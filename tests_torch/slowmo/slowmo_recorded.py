@@ -126,7 +126,7 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
         runtime.run_pending()
         record = {f"params_{i}": p for i, p in enumerate(module.values)}
         record |= out["seen"]
-        record["ps_weight"] = net.ps_weight[0]
+        record["ps_weight"] = net.ps_weight.sum()
         if master is not None:
             record["fp32_flat"] = master
         runtime.run_pending()

@@ -74,6 +74,9 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
             whole = [collectives.gather(part) for part in (slow.anchor, slow.velocity)]
     with own_graph(device):
         whole = means[len(params) :] or whole
+        if slow is not None:
+            # No view: reading one would launch a graph of its own, unordered.
+            whole = [value[: slow.span.total].clone() for value in whole]
         means = means[: len(params)]
         if wrapper._weight_moves:
             means = [times(mean, 1 / weight) for mean in means]
@@ -91,7 +94,7 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
         state["is_sgp_ps_numerator"] = torch.tensor(False)
     names = ("whole_anchor", "whole_velocity") if slow is not None else ("initial",)
     for name, value in zip(names, whole, strict=False):
-        state[_PREFIX + name] = value if slow is None else value[: slow.span.total]
+        state[_PREFIX + name] = value
     return state
 
 
