@@ -10,7 +10,7 @@ Processes with different programs wait for each other for ever. So:
   the tensors, which may have been made in another order elsewhere. Results are written afterwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,9 +40,15 @@ def own_graph(device: torch.device) -> Iterator[Writes]:
         yield writes
         runtime.run_pending(device)
         if writes:
-            for target, value in writes:
-                target.copy_(value)
+            write(writes)
             runtime.run_pending(device)
+
+
+def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each tensor becomes its new value, without a gradient."""
+    with torch.no_grad():
+        for target, value in pairs:
+            target.copy_(value)
 
 
 def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

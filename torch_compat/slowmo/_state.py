@@ -27,7 +27,7 @@ def is_own_key(key: str) -> bool:
     return key in _FAIRSCALE or key.startswith(_PREFIX)
 
 
-def write(wrapper: Wrapper) -> dict[str, torch.Tensor]:
+def entries_of(wrapper: Wrapper) -> dict[str, torch.Tensor]:
     """The wrapper's own entries.
 
     Returns:

@@ -2,8 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ import torch_xla.runtime as xr
 
 from ._backward import AfterBackward
 from ._base_algorithm import SlowMoBaseAlgorithm
-from ._collectives import Collectives, own_graph
+from ._collectives import Collectives, own_graph, write
 from ._flat import flatten, pack, times, unflatten, unpack
 from ._gossip import Gossip
 from ._graphs import plan_gossip
 from ._half import HALF, Masters
+from ._optimizer import ends_of, groups_of, rate_of
 from ._options import (
     OVERLAP,
     check_numbers,
@@ -28,7 +28,7 @@ from ._options import (
 )
 from ._places import Places
 from ._slow_momentum import SlowMomentum, Span
-from ._state import State, consolidate, is_own_key, parse, write
+from ._state import State, consolidate, entries_of, is_own_key, parse
 
 _UNUSED = {
     "synch_freq": 0,
@@ -295,7 +295,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
         Communication: see the class. Nothing is traced in steps in which nothing is due.
         """
-        groups = _groups(optimizer)
+        groups = groups_of(optimizer)
         params = list(self.module.parameters())
         masters = None if fp32_params is None else Masters(params, fp32_params)
         if self.num_updates == 0 and masters is None and any(p.dtype in HALF for p in params):
@@ -353,7 +353,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         """
         if self.slowmo:
             self._initial = None
-            self._anchor_at(_groups(optimizer), dict)
+            self._anchor_at(groups_of(optimizer), dict)
 
     @property
     def _weight_moves(self) -> bool:
@@ -390,13 +390,13 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         """Parameters become x = w * estimate, on which optimizer and exchange work."""
         params = list(self.module.parameters())
         if not self.is_sgp_ps_numerator and self._weight_moves:
-            _write(params, self._numerators(params))
+            write(zip(params, self._numerators(params), strict=True))
         self.is_sgp_ps_numerator = self.sgp
 
     def _to_estimates(self) -> None:
         params = list(self.module.parameters())
         if self.is_sgp_ps_numerator and self._weight_moves:
-            _write(params, self._over_weight(params))
+            write(zip(params, self._over_weight(params), strict=True))
         self.is_sgp_ps_numerator = False
 
     def _average(self, params: list[torch.nn.Parameter], masters: Masters | None) -> None:
@@ -456,7 +456,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
     ) -> None:
         """Slow momentum on the optimizer's parameters."""
         device, slow = self._device(), self._slow
-        rates = [_rate(group, i, device) for i, group in enumerate(groups)]
+        rates = [rate_of(group, i, device) for i, group in enumerate(groups)]
         held = [param for group in groups for param in group["params"]]
         with own_graph(device) as writes:
             scale = unscale = None
@@ -520,10 +520,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 )
             self._anchor_at(groups, lambda: self._initial_by_id(masters))
             self._initial = None
-        if _ends(groups) != self._slow.span.ends:
+        if ends_of(groups) != self._slow.span.ends:
             raise ValueError(
                 "`optimizer` must hold the parameters that slow momentum was started with, in "
-                f"groups that end at elements {self._slow.span.ends}, got {_ends(groups)}; after "
+                f"groups that end at elements {self._slow.span.ends}, got {ends_of(groups)}; after "
                 "adding parameters call _init_global_momentum_buffers(optimizer)."
             )
         self._slow.to(self._device())
@@ -552,7 +552,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 f"{wrong.dtype}: give it float32 masters, and those to perform_slowmo as "
                 "`fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
             )
-        span = self._span(_ends(groups))
+        span = self._span(ends_of(groups))
         with own_graph(self._device()):
             values = initial()
             self._slow = span.started_at([values.get(id(param), param) for param in held])
@@ -570,7 +570,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + key: value for key, value in write(self).items()})
+        destination.update({prefix + key: value for key, value in entries_of(self).items()})
 
     def _load_from_state_dict(
         self,
@@ -597,33 +597,3 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         state.apply(self)
-
-
-@torch.no_grad()
-def _write(targets: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
-
-
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(groups, Iterable) or not any(group["params"] for group in groups):
-        raise ValueError(
-            f"`optimizer` must be a torch optimizer that holds parameters, got {optimizer!r}."
-        )
-    return [dict(group, params=list(group["params"])) for group in groups if group["params"]]
-
-
-def _ends(groups: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Where each group ends in the vector of all parameters."""
-    return tuple(accumulate(sum(p.numel() for p in group["params"]) for group in groups))
-
-
-def _rate(group: dict[str, Any], index: int, device: torch.device) -> float:
-    if "lr" not in group:
-        raise ValueError(f"`optimizer.param_groups[{index}]` must have a learning rate `lr`.")
-    rate = group["lr"]
-    if isinstance(rate, torch.Tensor) and rate.device.type == "xla":
-        with own_graph(device):  # reading a value that is not there yet would launch it unordered
-            pass
-    return float(rate)
