@@ -62,6 +62,11 @@ def trained(form: str, dtype: torch.dtype, options: dict) -> tuple[np.ndarray, n
     return whole.cpu().numpy(), half.cpu().numpy()
 
 
+def trained_all(runs: list[tuple[str, torch.dtype, dict]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Several in one start of the runtime."""
+    return [trained(*run) for run in runs]
+
+
 LOCAL = {"localsgd_frequency": 2, "slowmo_frequency": 4}
 CASES = {
     "local sgd": {"localsgd_frequency": 2, "slowmo_momentum": 0.0},
@@ -73,31 +78,24 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_forms_give_the_same(case):
-    results = {
-        form: spawned(2, trained, form, torch.bfloat16, CASES[case])
-        for form in ("tensor", "dict", "list", "flat list")
-    }
-    for form, ranks in results.items():
-        for (master, half), (expected, expected_half) in zip(ranks, results["tensor"], strict=True):
+    forms = ("tensor", "dict", "list", "flat list")
+    runs = [(form, torch.bfloat16, CASES[case]) for form in forms]
+    for (expected, expected_half), *others in spawned(2, trained_all, runs):
+        for form, (master, half) in zip(forms[1:], others, strict=True):
             np.testing.assert_allclose(master, expected, rtol=1e-6, atol=1e-6, err_msg=form)
             np.testing.assert_allclose(half, expected_half, rtol=1e-2, err_msg=form)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_masters_follow_training_in_full_precision(case, dtype):
-    """Error feedback keeps what rounding loses: far closer than the half precision itself."""
-    full = spawned(2, trained, "list", torch.float32, CASES[case])
-    half = spawned(2, trained, "list", dtype, CASES[case])
-    unit = torch.finfo(dtype).eps
-    for (expected, _), (master, rounded) in zip(full, half, strict=True):
-        scale = np.maximum(np.abs(expected), 1)
-        # Gradients are rounded as well, but equally so in every step.
-        assert np.max(np.abs(master - expected) / scale) < 4 * unit
-        np.testing.assert_allclose(rounded, master, rtol=unit, atol=unit)
-    mean_full = np.mean([master for master, _ in full], axis=0)
-    mean_half = np.mean([master for master, _ in half], axis=0)
-    assert np.max(np.abs(mean_full - mean_half)) < 4 * unit
+def test_masters_follow_training_in_full_precision(case):
+    """Within the rounding of what is exchanged, and of initial values and gradients."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    results = spawned(2, trained_all, [("list", dtype, CASES[case]) for dtype in dtypes])
+    for (expected, _), *halves in results:
+        for dtype, (master, rounded) in zip(dtypes[1:], halves, strict=True):
+            unit = torch.finfo(dtype).eps
+            np.testing.assert_allclose(master, expected, rtol=4 * unit, atol=4 * unit)
+            np.testing.assert_allclose(rounded, master, rtol=unit, atol=unit)
 
 
 @pytest.mark.parametrize(

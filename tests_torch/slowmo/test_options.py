@@ -9,12 +9,33 @@ import torch
 from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel, _wrapper
 
-ARGUMENTS = (
-    "module nprocs_per_node broadcast_buffers slowmo_base_algorithm slowmo_momentum "
-    "slowmo_memory_efficient slowmo_frequency slowmo_lr slowmo_num_shards localsgd_frequency graph "
-    "mixing push_sum overlap synch_freq use_streams slowmo_sgp_average_params verbose profile_mode "
-    "process_rank process_world_size global_group master_group local_node_group comm_device"
-).split()
+ARGUMENTS = [
+    "module",
+    "nprocs_per_node",
+    "broadcast_buffers",
+    "slowmo_base_algorithm",
+    "slowmo_momentum",
+    "slowmo_memory_efficient",
+    "slowmo_frequency",
+    "slowmo_lr",
+    "slowmo_num_shards",
+    "localsgd_frequency",
+    "graph",
+    "mixing",
+    "push_sum",
+    "overlap",
+    "synch_freq",
+    "use_streams",
+    "slowmo_sgp_average_params",
+    "verbose",
+    "profile_mode",
+    "process_rank",
+    "process_world_size",
+    "global_group",
+    "master_group",
+    "local_node_group",
+    "comm_device",
+]
 DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
 DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
 
@@ -179,7 +200,7 @@ def test_one_warning_names_all_arguments_without_effect(build):
         )
     assert len(caught) == 1
     message = str(caught[0].message)
-    for name in "synch_freq use_streams profile_mode comm_device global_group".split():
+    for name in ["synch_freq", "use_streams", "profile_mode", "comm_device", "global_group"]:
         assert f"`{name}`" in message
     assert "`slowmo_num_shards`" in message
     assert "local_node_group" not in message
@@ -202,7 +223,7 @@ def test_no_warning_where_all_is_well(build, options):
 
 
 def test_one_node_needs_no_base_algorithm(build):
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="SGP") as caught:
         net = build(nprocs_per_node=4, slowmo_base_algorithm="sgp")
     assert not net.sgp
     assert not net.localsgd
