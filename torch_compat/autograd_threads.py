@@ -7,6 +7,8 @@ torch fails with `INTERNAL ASSERT FAILED ... device_ready_queues_`.
 """
 
 import ctypes
+import os
+import threading
 from pathlib import Path
 
 import torch
@@ -14,21 +16,31 @@ import torch
 # torch pins its ABI within a release; `.venv-torch` pins the release.
 _GET_ENGINE = "_ZN5torch8autograd6Engine18get_default_engineEv"
 _START_THREADS = "_ZN5torch8autograd6Engine20start_device_threadsEv"
+_LOCK = threading.Lock()
+_ensured_in: int | None = None  # process id: a fork must look for itself
 
 
 def ensure_autograd_threads(device: torch.device) -> None:
     """Make `backward()` work on `device` although autograd was used before the runtime started.
 
-    Call it once per process, after the XLA runtime has started and before other threads
-    differentiate. It runs a backward pass over one element; only if the engine has no thread for
-    the device are its threads started again, now that the devices can be counted.
+    Call it after the XLA runtime has started and before the first backward pass on a device, in
+    every thread that may be first; what comes after the first call in a process does nothing. It
+    runs a backward pass over one element; only if the engine has no thread for the device are its
+    threads started again, now that the devices can be counted.
 
     Raises:
         RuntimeError: if this build of torch does not export the engine's functions; the way out is
             to start the devices before the first `backward()` of the process.
     """
-    if _differentiates(device):
-        return
+    global _ensured_in
+    with _LOCK:
+        if _ensured_in != os.getpid():
+            if not _differentiates(device):
+                _start_threads(device)
+            _ensured_in = os.getpid()
+
+
+def _start_threads(device: torch.device) -> None:
     try:
         path = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
         # The engine is created anew in a forked process, which needs Python's lock; its threads

@@ -17,3 +17,11 @@ class TPUWorkerError(RuntimeError):
         super().__init__(text)
         self.worker_traceback = worker_traceback
         self.exitcode = exitcode
+
+
+def describe(error: BaseException) -> str:
+    """`repr(error)`, or the name of its type where its own representation fails."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__

@@ -1,6 +1,8 @@
 """`TPUManager`: a model in shared host memory, trained by the devices of another process."""
 
+import math
 import multiprocessing as mp
+import operator
 import signal
 import threading
 import time
@@ -52,7 +54,8 @@ class TPUManager(mp.Process):
         start: start the device process at once; else call `start()`.
         step_timeout: seconds that a step may take, None for any time. A process that ends is
             noticed at once, whatever the time-out.
-        init_timeout: seconds until the devices must be ready, which the first step waits for.
+        init_timeout: seconds until the devices must be ready, which the first step waits for; None
+            for any time.
 
     Raises:
         ValueError: for arguments outside their range, naming them.
@@ -72,7 +75,7 @@ class TPUManager(mp.Process):
         seed_base: int = 42,
         start: bool,
         step_timeout: float | None = None,
-        init_timeout: float = 300,
+        init_timeout: float | None = 300,
     ):
         super().__init__(name="TPUManager", daemon=True)  # ends with the main process
         counts = {
@@ -81,29 +84,28 @@ class TPUManager(mp.Process):
             "grad_accumulation_steps": grad_accumulation_steps,
         }
         for name, value in counts.items():
-            _check_count(name, value)
+            counts[name] = _as_count(name, value)
         for name, value in {"step_timeout": step_timeout, "init_timeout": init_timeout}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` is in seconds and must be > 0, got {value}.")
+            _check_seconds(name, value)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
         if collate_fn is not None and not callable(collate_fn):
             raise ValueError(f"`collate_fn` must be callable, got {collate_fn!r}.")
-        if isinstance(seed_base, bool) or not isinstance(seed_base, int):
-            raise ValueError(f"`seed_base` must be an int, got {seed_base!r}.")
-        _check_devices(nprocs)
-        self.nprocs, self.prefetch, self.seed_base = nprocs, prefetch, seed_base
-        self.batch_size_per_device = batch_size_per_device
-        self.grad_accumulation_steps = grad_accumulation_steps
+        nprocs = _as_devices(nprocs)
+        self.nprocs, self.prefetch = nprocs, counts["prefetch"]
+        self.seed_base = _as_int("seed_base", seed_base)
+        self.batch_size_per_device = counts["batch_size_per_device"]
+        self.grad_accumulation_steps = counts["grad_accumulation_steps"]
         self.collate_fn = collate_fn
         self.step_timeout, self.init_timeout = step_timeout, init_timeout
         self.statistics: StepStatistics | None = None
         self._synchronizer = TPUSynchronizer(model)
-        self._data_manager = TPUDataManager(dataset, nprocs, prefetch)
+        self._data_manager = TPUDataManager(dataset, nprocs, self.prefetch, start=False)
         # Of this process alone: a lock shared with a process that dies would be held for ever.
         self.lock = threading.RLock()
         self._should_load_parameters = False
         self._step_number = 0
+        self._outstanding: int | None = None  # a step whose answer has not been read
         self._ready = False
         self._failure: TPUWorkerError | None = None
         if start:
@@ -125,20 +127,21 @@ class TPUManager(mp.Process):
         """Fork the device process and begin to read the dataset; does not wait for the devices.
 
         Raises:
-            RuntimeError: if this process has touched an XLA device.
+            RuntimeError: if this process has touched an XLA device, or the manager was started.
         """
+        if self.pid is not None:
+            raise RuntimeError("This TPUManager has been started already.")
         _check_untouched()
         self._connection, self._worker_end = mp.Pipe()
         super().start()
         self._worker_end.close()
-        self._data_manager.release_receiver()
+        self._data_manager.release_receivers()
         self._data_manager.start()
         self._start_time = time.monotonic()
 
     def run(self) -> None:
         """The device process."""
-        # Ctrl-C is for the main process, which stops this one when it wants to.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _forget_signal_handlers()
         self._connection.close()
         torch.set_num_threads(1)  # OpenMP does not survive a fork; XLA has threads of its own
         options = WorkerOptions(
@@ -164,19 +167,29 @@ class TPUManager(mp.Process):
         with self.lock:
             self._check_running()
             self._wait_until_ready()
+            self._settle()
             self._synchronizer.attach_gradients()
             self._step_number += 1
-            request = Step(self._step_number, self._should_load_parameters)
-            self._send(request)
+            self._send(Step(self._step_number, self._should_load_parameters))
+            self._outstanding = self._step_number
             self._should_load_parameters = False
-            limit = self.step_timeout
-            deadline = None if limit is None else time.monotonic() + limit
-            while True:
-                answer = self._receive(deadline, f"`step_timeout` = {limit} s")
-                # An earlier number: that step() was interrupted before its answer came.
-                if isinstance(answer, StepDone) and answer.number == request.number:
-                    self.statistics = answer.statistics
-                    return answer.loss, answer.num_samples
+            answer = self._answer()
+            self.statistics = answer.statistics
+            return answer.loss, answer.num_samples
+
+    def _settle(self) -> None:
+        """Wait for a step that was interrupted before its answer came: it still adds gradients."""
+        if self._outstanding is not None and self._failure is None:
+            self._answer()
+
+    def _answer(self) -> StepDone:
+        limit = self.step_timeout
+        deadline = None if limit is None else time.monotonic() + limit
+        while True:
+            answer = self._receive(deadline, f"`step_timeout` = {limit} s")
+            if isinstance(answer, StepDone) and answer.number == self._outstanding:
+                self._outstanding = None
+                return answer
 
     def update_model_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
         """Copy parameters into the master; the devices load them at the start of the next step.
@@ -190,6 +203,7 @@ class TPUManager(mp.Process):
         """
         with self.lock:
             self._check_running()
+            self._settle()
             self._synchronizer.set_host_parameters(new_host_parameters)
             self._should_load_parameters = True
 
@@ -200,11 +214,13 @@ class TPUManager(mp.Process):
             copy: False for the shared tensors themselves, to which the next step adds.
         """
         with self.lock:
+            self._settle()
             return self._synchronizer.get_aggregated_gradients(copy=copy)
 
     def zero_grad(self) -> None:
         """Set the master's gradients to zero."""
         with self.lock:
+            self._settle()
             self._synchronizer.zero_grad()
 
     def shutdown(self) -> None:
@@ -244,8 +260,9 @@ class TPUManager(mp.Process):
 
     def _wait_until_ready(self) -> None:
         if not self._ready:
-            deadline = self._start_time + self.init_timeout
-            answer = self._receive(deadline, f"`init_timeout` = {self.init_timeout:g} s")
+            limit = self.init_timeout
+            deadline = None if limit is None else self._start_time + limit
+            answer = self._receive(deadline, f"`init_timeout` = {limit} s")
             assert isinstance(answer, Ready)
             self.nprocs, self._ready = answer.num_devices, True
 
@@ -296,23 +313,52 @@ def _describe(exitcode: int | None) -> str:
     return f"exit code {exitcode} ({signal.Signals(-exitcode).name})"
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+def _forget_signal_handlers() -> None:
+    """In the device process: the program's handlers are for the main process."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    # Ctrl-C reaches both; the main process stops this one when it wants to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _check_devices(nprocs: int | None) -> None:
-    if nprocs is not None:
-        _check_count("nprocs", nprocs)
-        if runtime.on_cpu():
-            runtime.check_cpu_devices(nprocs)
+def _as_int(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{name}` must be an int, got {value!r}.") from None
+
+
+def _as_count(name: str, value: Any) -> int:
+    count = _as_int(name, value)
+    if count < 1:
+        raise ValueError(f"`{name}` must be >= 1, got {count}.")
+    return count
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):
+        raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
+
+
+def _as_devices(nprocs: Any) -> int | None:
+    _check_untouched()
+    if nprocs is None:
+        # Elsewhere only the process that starts the runtime can count them.
+        return (runtime.configured_cpu_devices() or 1) if runtime.on_cpu() else None
+    nprocs = _as_count("nprocs", nprocs)
+    if runtime.on_cpu():
+        runtime.check_cpu_devices(nprocs)
         configured = runtime.configured_cpu_devices()
-        if runtime.on_cpu() and configured not in (None, nprocs):
+        if configured not in (None, nprocs):
             raise ValueError(
                 f"`nprocs` must be the number of XLA devices there are, {configured} CPU devices "
                 f"(CPU_NUM_DEVICES), got {nprocs}. Leave it out to use them all."
             )
-    _check_untouched()
+    return nprocs
 
 
 def _check_untouched() -> None:

@@ -1,6 +1,6 @@
 """A model and its gradients in shared host memory, and its replicas on the devices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 
 import torch
@@ -9,6 +9,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from . import runtime
+from .autograd_threads import ensure_autograd_threads
 
 
 class TPUSynchronizer:
@@ -16,29 +17,42 @@ class TPUSynchronizer:
 
     The model itself becomes the master: its parameters, gradients and buffers move into shared
     memory in place. Every parameter has a gradient there, zero where nothing has come yet, and
-    stays so for frozen and unused ones.
+    stays so for frozen and unused ones. `tie_weights()` is called once more where the model has it.
 
     Args:
-        model: on the CPU; its parameters are floating-point.
+        model: on the CPU.
 
     Raises:
-        ValueError: if the model has no parameters, or one that is not on the CPU.
+        ValueError: if the model has no parameters, or a tensor that is not on the CPU.
+        OSError: if shared memory, or the number of open files, runs out.
     """
 
     def __init__(self, model: nn.Module):
-        named = list(model.named_parameters())
-        if not named:
-            raise ValueError("`model` has no parameters.")
-        for name, tensor in [*named, *model.named_buffers()]:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.device.type != "cpu":
                 raise ValueError(f"`model` must be on the CPU; {name!r} is on {tensor.device}.")
-        self.master_model = model.share_memory()
-        self._gradients = []
-        for _, parameter in named:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = parameter.grad.share_memory_()
-            self._gradients.append(parameter.grad)
+        tie = getattr(model, "tie_weights", None)
+        if tie is not None:
+            tie()  # before tensors are counted: the replicas' are tied
+        parameters = list(model.parameters())
+        if not parameters:
+            raise ValueError("`model` has no parameters.")
+        try:
+            self.master_model = model.share_memory()
+            self._gradients = _shared_like(parameters)
+        except RuntimeError as error:
+            raise OSError(
+                f"The model's tensors could not be moved into shared memory ({error}). Every "
+                "parameter takes an open file: `ulimit -n` says how many may be, and /dev/shm "
+                "must have room for all of them."
+            ) from error
+        # What the devices' process sees, whatever the model's attributes come to refer to here.
+        self._parameters = [parameter.detach() for parameter in parameters]
+        self._buffers = dict(model.named_buffers())
+        for parameter, shared in zip(parameters, self._gradients, strict=True):
+            if parameter.grad is not None:
+                shared.copy_(parameter.grad)
+            parameter.grad = shared
 
     def attach_gradients(self) -> None:
         """Make the shared gradients those of the master's parameters again.
@@ -47,9 +61,7 @@ class TPUSynchronizer:
         that was put in its place is copied.
         """
         with torch.no_grad():
-            for parameter, shared in zip(
-                self.master_model.parameters(), self._gradients, strict=True
-            ):
+            for (_, parameter), shared in zip(self._named(), self._gradients, strict=True):
                 if parameter.grad is None:
                     shared.zero_()
                 elif parameter.grad is not shared:
@@ -72,32 +84,49 @@ class TPUSynchronizer:
         return [gradient.clone() if copy else gradient for gradient in self._gradients]
 
     def set_host_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
-        """Copy into the master's parameters.
+        """Copy into the master's parameters, in shared memory.
+
+        What has replaced the model's tensors there (`p.data = ...`, `load_state_dict(assign=True)`)
+        is copied as well, its buffers too, and the shared ones take its place.
 
         Args:
             new_host_parameters: as many tensors as `model.parameters()`, of the same shapes and
-                dtypes, on the CPU. The master's own are left as they are.
+                dtypes, on the CPU; the master's own are fine.
 
         Raises:
             ValueError: if they do not fit; then nothing has been copied.
         """
-        named = list(self.master_model.named_parameters())
-        new = list(new_host_parameters)
-        if len(new) != len(named):
-            raise ValueError(
-                f"`new_host_parameters` must have the model's {len(named)} tensors, got {len(new)}."
-            )
-        for (name, old), tensor in zip(named, new, strict=True):
-            for what in ("shape", "dtype", "device"):
-                if getattr(tensor, what) != getattr(old, what):
-                    raise ValueError(
-                        f"`new_host_parameters`: {name!r} has {what} {getattr(old, what)} in the "
-                        f"model, got {getattr(tensor, what)}."
-                    )
+        named = self._named()
+        new = _check_parameters(new_host_parameters, named, self._parameters)
+        buffers = dict(self.master_model.named_buffers())
+        _check_buffers(buffers, self._buffers)
         with torch.no_grad():
-            for (_, old), tensor in zip(named, new, strict=True):
-                if tensor.data_ptr() != old.data_ptr():
-                    old.copy_(tensor)
+            shared = {tensor.untyped_storage().data_ptr() for tensor in self._parameters}
+            # A tensor that lies in another parameter must be read before that one is written.
+            sources = [
+                tensor.clone()
+                if tensor.untyped_storage().data_ptr() in shared and not _is_same(tensor, own)
+                else tensor
+                for tensor, own in zip(new, self._parameters, strict=True)
+            ]
+            for (_, parameter), own, source in zip(named, self._parameters, sources, strict=True):
+                if not _is_same(source, own):
+                    own.copy_(source)
+                if not _is_same(parameter, own):
+                    parameter.data = own
+            for name, own in self._buffers.items():
+                if not _is_same(buffers[name], own):
+                    own.copy_(buffers[name])
+                    buffers[name].data = own
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        named = list(self.master_model.named_parameters())
+        if len(named) != len(self._gradients):
+            raise ValueError(
+                f"The model had {len(self._gradients)} parameters when it became the master and "
+                f"has {len(named)} now; its structure must stay."
+            )
+        return named
 
     def get_device_model_replica(self, device: torch.device, tie_weights: bool = True) -> nn.Module:
         """A copy of the master on `device`, with zero gradients; no second copy on the host.
@@ -120,8 +149,16 @@ class TPUSynchronizer:
             tie = getattr(replica, "tie_weights", None)
             if tie_weights and tie is not None:
                 tie()
-            for parameter in replica.parameters():
+            parameters = list(replica.parameters())
+            if len(parameters) != len(self._gradients):
+                raise ValueError(
+                    f"The replica has {len(parameters)} parameters and the master "
+                    f"{len(self._gradients)}: copy.deepcopy(model) or its tie_weights() must not "
+                    "change their number."
+                )
+            for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
+        ensure_autograd_threads(device)
         return replica
 
     def send_params_to_device(self, replica: nn.Module) -> None:
@@ -131,7 +168,7 @@ class TPUSynchronizer:
         """
         with torch.no_grad():
             targets = [*replica.parameters(), *replica.buffers()]
-            hosts = [*self.master_model.parameters(), *self.master_model.buffers()]
+            hosts = [*self._parameters, *self._buffers.values()]
             sources = runtime.to_device(hosts, targets[0].device)
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
@@ -176,12 +213,13 @@ class TPUSynchronizer:
             if xr.global_ordinal() != 0:
                 return []
             on_host = runtime.to_host(sums)
-            for host, total in zip(self._gradients, on_host, strict=False):
+            totals, extras = on_host[: len(gradients)], on_host[len(gradients) :]
+            for host, total in zip(self._gradients, totals, strict=True):
                 if add:
                     host.add_(total)
                 else:
                     host.copy_(total)
-            return on_host[len(gradients) :]
+            return extras
 
     def fetch_buffers(self, replica: nn.Module) -> None:
         """Copy the replica's persistent buffers into the master's, as after its last step."""
@@ -189,11 +227,67 @@ class TPUSynchronizer:
         names = [name for name, _ in replica.named_buffers() if name in state]
         if not names:
             return
-        masters = dict(self.master_model.named_buffers())
         on_host = runtime.to_host([state[name] for name in names])
         with torch.no_grad():
             for name, value in zip(names, on_host, strict=True):
-                masters[name].copy_(value)
+                self._buffers[name].copy_(value)
+
+
+def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Zeros like the parameters, in one piece of shared memory for each dtype."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    pieces = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
+    offsets = dict.fromkeys(pieces, 0)
+    found = []
+    for piece in pieces.values():
+        piece.share_memory_()
+    for parameter in parameters:
+        begin = offsets[parameter.dtype]
+        end = offsets[parameter.dtype] = begin + parameter.numel()
+        found.append(pieces[parameter.dtype][begin:end].view(parameter.shape))
+    return found
+
+
+def _check_parameters(
+    new: Iterable[torch.Tensor], named: list[tuple[str, nn.Parameter]], own: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    rule = "`new_host_parameters` must be tensors like those of model.parameters()"
+    if isinstance(new, Mapping | nn.Module | torch.Tensor) or not isinstance(new, Iterable):
+        raise ValueError(f"{rule}, got a {type(new).__name__}.")
+    tensors = list(new)
+    if len(tensors) != len(named):
+        raise ValueError(f"{rule}, {len(named)} of them; got {len(tensors)}.")
+    for (name, _), old, tensor in zip(named, own, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{rule}, got a {type(tensor).__name__} for {name!r}.")
+        _check_like("new_host_parameters", name, tensor, old)
+    return [tensor.detach() for tensor in tensors]
+
+
+def _check_buffers(buffers: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+    if buffers.keys() != own.keys():
+        names = ", ".join(sorted(buffers.keys() ^ own.keys()))
+        raise ValueError(
+            f"The model has gained or lost buffers since it became the master: {names}."
+        )
+    for name, old in own.items():
+        _check_like("model", name, buffers[name], old)
+
+
+def _check_like(argument: str, name: str, tensor: torch.Tensor, old: torch.Tensor) -> None:
+    for what in ("shape", "dtype", "device"):
+        if getattr(tensor, what) != getattr(old, what):
+            raise ValueError(
+                f"`{argument}`: {name!r} has {what} {getattr(old, what)} in the master, got "
+                f"{getattr(tensor, what)}."
+            )
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two are the same elements of memory in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from . import runtime
 from .data import DataError, TPUDataManager
+from .errors import describe
 from .messages import Failed, Ready, Step, StepDone, StepStatistics, Stop
 from .synchronizer import TPUSynchronizer
 
@@ -45,7 +46,7 @@ def serve(
     """
     host = os.getppid()
     try:
-        group = DeviceGroup(synchronizer, data_manager, options)
+        group = DeviceGroup(synchronizer, data_manager, options, host)
         connection.send(Ready(len(group.devices)))
         while isinstance(request := _next_request(connection, host), Step):
             connection.send(group.step(request))
@@ -53,7 +54,8 @@ def serve(
         _report(connection, failed.report)
         _wait_for_stop(connection, host)
     except BaseException as error:
-        _report(connection, Failed(f"The device process failed: {error!r}", traceback.format_exc()))
+        message = f"The device process failed: {describe(error)}"
+        _report(connection, Failed(message, traceback.format_exc()))
         _wait_for_stop(connection, host)
 
 
@@ -110,7 +112,9 @@ class DeviceGroup:
         synchronizer: TPUSynchronizer,
         data_manager: TPUDataManager,
         options: WorkerOptions,
+        host: int,
     ):
+        self._host = host
         self.devices = runtime.open_devices(options.nprocs)
         data_manager.nprocs = len(self.devices)
         self._shared = _Shared(threading.Barrier(len(self.devices)))
@@ -143,7 +147,13 @@ class DeviceGroup:
         return StepDone(request.number, loss, num_samples, statistics)
 
     def _outcome(self) -> Any:
-        outcome = self._shared.outcomes.get()
+        while True:
+            try:
+                outcome = self._shared.outcomes.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if os.getppid() != self._host:
+                    raise RuntimeError("The main process is gone.") from None
         if isinstance(outcome, Failed):
             raise GroupFailed(outcome)
         return outcome
@@ -179,7 +189,9 @@ class _DeviceWorker:
             message = f"Device {self.index} of {self._shared.barrier.parties}: {error}"
             self._shared.outcomes.put(Failed(message, error.end.traceback))
         except BaseException as error:
-            message = f"Device {self.index} of {self._shared.barrier.parties} failed: {error!r}"
+            message = (
+                f"Device {self.index} of {self._shared.barrier.parties} failed: {describe(error)}"
+            )
             self._shared.outcomes.put(Failed(message, traceback.format_exc()))
         # The others wait for this one before every collective; they need not enter it.
         self._shared.barrier.abort()
@@ -189,6 +201,8 @@ class _DeviceWorker:
         torch_xla.manual_seed(self.options.seed_base + self.index, self.device)
         replica = self._synchronizer.get_device_model_replica(self.device)
         runtime.run_pending(self.device)
+        double = any(p.dtype == torch.float64 for p in replica.parameters())
+        self._loss_dtype = torch.float64 if double else torch.float32
         batches = self._data_manager.get_device_dataloader(
             index=self.index,
             device=self.device,
@@ -203,7 +217,7 @@ class _DeviceWorker:
             self._synchronizer.send_params_to_device(self._replica)
             runtime.run_pending(self.device)
         steps, devices = self.options.grad_accumulation_steps, self._shared.barrier.parties
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=self._loss_dtype)
         runtime.run_pending(self.device)
         for _ in range(steps):
             begin = time.perf_counter()
@@ -242,14 +256,18 @@ def _loss(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor):
         loss = outputs
     elif isinstance(outputs, dict):
-        loss = outputs["loss"]
+        loss = outputs.get("loss")
     elif isinstance(getattr(outputs, "loss", None), torch.Tensor):
         loss = outputs.loss
     else:
-        loss = outputs[0]
+        loss = outputs[0] if isinstance(outputs, list | tuple) and outputs else None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"The model's loss must be a tensor with one element, got {shape}.")
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise ValueError(
+            "The model must return its loss, a tensor with one element, by itself, as the first of "
+            f'a tuple, as outputs["loss"] or outputs.loss; got {found} in a '
+            f"{type(outputs).__name__}."
+        )
     return loss.reshape(())
 
 

@@ -1,7 +1,10 @@
 """Samples are dealt out in turn, in order, unchanged, and not too far ahead."""
 
+import multiprocessing as mp
+import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -38,15 +41,22 @@ def test_no_more_is_read_than_prefetch_and_what_is_on_its_way():
             yield torch.zeros(2**18)  # 1 MiB: a pipe holds less than one
 
     manager = TPUDataManager(endless(), nprocs=2, master_prefetch=3)
-    assert len(manager.device_queues) == 2
+    for device_queue in manager.device_queues:
+        device_queue.get(timeout=5)
     time.sleep(0.5)
-    # Three per device, one at the reading end, one at the sending end, one just made.
-    assert 6 <= len(read) <= 9
+    # Two taken; three per device in queues, one at each reading end, one at the sending end.
+    assert 8 <= len(read) <= 11
 
 
 class Pair(NamedTuple):
     a: torch.Tensor
     b: int
+
+
+@dataclass
+class Item:
+    a: torch.Tensor
+    b: str
 
 
 @pytest.mark.parametrize(
@@ -86,10 +96,15 @@ def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("torch_compat.runtime.to_device", transfer)
     zero, one = torch.zeros(1), torch.ones(1)
-    batch = OrderedDict(a=zero, b=[zero, "x", (zero, 3)], c=Pair(zero, 5))
+    batch = OrderedDict(a=zero, b=[zero, "x", (zero, 3)], c=Pair(zero, 5), d=Item(zero, "y"))
     moved = send_to_device(batch, torch.device("xla"))
-    assert moved == {"a": one, "b": [one, "x", (one, 3)], "c": Pair(one, 5)}
-    assert transfers == [4]
+    assert moved == {
+        "a": one,
+        "b": [one, "x", (one, 3)],
+        "c": Pair(one, 5),
+        "d": Item(one, "y"),
+    }
+    assert transfers == [5]
     assert send_to_device("text", torch.device("xla")) == "text"
 
 
@@ -98,6 +113,7 @@ def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
     [
         ({"dataset": 5}, "`dataset` must be iterable, got int"),
         ({"dataset": [], "master_prefetch": 0}, "`prefetch` counts samples"),
+        ({"dataset": [], "nprocs": 0}, "`nprocs` must be >= 1, got 0"),
     ],
 )
 def test_bad_arguments(arguments: dict, match: str):
@@ -108,3 +124,57 @@ def test_bad_arguments(arguments: dict, match: str):
 def test_nprocs_must_be_known_before_samples_are():
     with pytest.raises(ValueError, match="`nprocs` is not known yet"):
         _ = TPUDataManager([]).device_queues
+
+
+def test_one_process_may_deal_to_a_number_of_devices_that_only_it_knows():
+    manager = TPUDataManager(range(6))
+    manager.nprocs = 2
+    queues = manager.device_queues
+    assert [queues[1].get(timeout=5) for _ in range(3)] == [1, 3, 5]
+    assert [queues[0].get(timeout=5) for _ in range(3)] == [0, 2, 4]
+
+
+def _take(manager: TPUDataManager, index: int, count: int, connection) -> None:
+    iterator = iter(QueueDataset(manager.device_queues[index]))
+    connection.send([next(iterator) for _ in range(count)])
+
+
+def test_one_process_per_device():
+    manager = TPUDataManager(range(40), nprocs=4, master_prefetch=2)
+    context = mp.get_context("fork")
+    pipes = [context.Pipe() for _ in range(4)]
+    for index, (_, theirs) in enumerate(pipes):
+        context.Process(target=_take, args=(manager, index, 10, theirs), daemon=True).start()
+    for index, (ours, _) in enumerate(pipes):
+        assert ours.poll(20)
+        assert ours.recv() == list(range(index, 40, 4))
+
+
+def test_all_threads_may_ask_at_once():
+    for _ in range(30):
+        manager = TPUDataManager(range(8), nprocs=4, master_prefetch=1)
+        barrier, taken = threading.Barrier(4), {}
+
+        def take(index: int, manager=manager, barrier=barrier, taken=taken) -> None:
+            barrier.wait()
+            iterator = iter(QueueDataset(manager.device_queues[index]))
+            taken[index] = [next(iterator), next(iterator)]
+
+        threads = [threading.Thread(target=take, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert taken == {index: [index, index + 4] for index in range(4)}
+
+
+def test_workers_of_a_data_loader_are_refused():
+    manager = TPUDataManager([], nprocs=1)
+    with pytest.raises(ValueError, match="`num_workers` must be 0"):
+        manager.get_device_dataloader(index=0, device=torch.device("cpu"), num_workers=2)
+    with pytest.raises(ValueError, match="`index` must be one of the 1 devices, got 1"):
+        manager.get_device_dataloader(index=1, device=torch.device("cpu"))
+
+
+def test_a_queue_dataset_has_no_end():
+    assert len(QueueDataset(None)) == 10**12

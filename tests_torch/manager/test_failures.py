@@ -1,6 +1,7 @@
 """Whatever fails, `step` says so within a second, again and again, and `shutdown` ends it all."""
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from models import Regressor, Sample, regressor, samples
+from models import PlainTorch, Regressor, Sample, largest_difference, regressor, samples
 from torch_compat import TPUManager, TPUWorkerError
 
 DATA = samples(16)
@@ -88,6 +89,34 @@ def test_the_dataset_ends():
     check_end(manager, caught.value)
 
 
+class UnspeakableError(Exception):
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+    __str__ = __repr__
+
+
+def _unspeakable(loss: torch.Tensor) -> torch.Tensor:
+    raise UnspeakableError
+
+
+def test_an_error_that_cannot_be_shown():
+    def data() -> Iterator[Sample]:
+        yield from DATA[:2]
+        raise UnspeakableError
+
+    manager = of(regressor(width=64), data())
+    manager.step()
+    with fails_within(1, "The dataset failed at sample 2: UnspeakableError") as caught:
+        manager.step()
+    check_end(manager, caught.value)
+    manager = of(Breaks(_unspeakable, after=2))
+    manager.step()
+    with fails_within(1, "failed: UnspeakableError") as caught:
+        manager.step()
+    check_end(manager, caught.value)
+
+
 def test_a_sample_cannot_be_sent():
     manager = of(regressor(width=64), [*DATA[:2], {"x": threading.Lock(), "y": DATA[0]["y"]}])
     manager.step()
@@ -137,9 +166,10 @@ class _BadBackward(torch.autograd.Function):
     [
         (_raise, r"ListError\('nan'\)"),
         (_BadBackward.apply, r"ListError\('no derivative'\)"),
-        (lambda loss: loss.expand(3), r"one element, got \(3,\)"),
+        (lambda loss: None, "must return its loss.* got None in a dict"),
+        (lambda loss: loss.expand(3), r"one element.* got shape \(3,\) in a dict"),
     ],
-    ids=["forward", "backward", "loss"],
+    ids=["forward", "backward", "no loss", "loss"],
 )
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_the_model_fails(trouble, match: str, nprocs: int):
@@ -257,16 +287,20 @@ def test_ctrl_c_in_a_step_loses_neither_the_manager_nor_the_order_of_answers():
         time.sleep(1)
         return loss
 
-    manager = of(Breaks(pause, after=2), nprocs=1)
-    first = manager.step()
+    model = Breaks(pause, after=2)
+    plain = PlainTorch(regressor(width=64))
+    plain.model.load_state_dict(model.state_dict())
+    manager = of(model, nprocs=1)
+    manager.step()
     timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         manager.step()
     timer.join()
-    third = manager.step()
-    assert third[0] != first[0]
-    assert manager._step_number == 3
+    manager.zero_grad()  # waits for the interrupted step, whose gradient would come after it
+    loss, _ = manager.step()
+    assert math.isclose(loss, plain.step(DATA[2:3]), abs_tol=1e-6)
+    assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
     manager.shutdown()
     assert manager.exitcode == 0
 

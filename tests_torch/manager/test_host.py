@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,14 +96,142 @@ def test_parameters_are_copied_from_the_argument_into_the_master():
     assert all((p == 0.5).all() for p in new)
 
 
+def _assign_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0
+
+
+def _vector_to_parameters(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0, model.parameters())
+
+
+def _load_by_assignment(model: nn.Module) -> None:
+    model.load_state_dict({k: v * 0 for k, v in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("replace", [_assign_data, _vector_to_parameters, _load_by_assignment])
+def test_parameters_that_replaced_the_shared_ones_reach_the_devices(replace):
+    model = regressor(width=32)
+    with manager_of(model) as manager:
+        manager.step()
+        replace(model)
+        manager.update_model_parameters(model.parameters())
+        loss, _ = manager.step()
+        # With zero parameters the output is zero.
+        assert loss == pytest.approx(DATA[1]["y"].square().mean().item(), abs=1e-6)
+        for parameter in model.parameters():
+            assert parameter.data.is_shared()
+        model.out.bias.data.fill_(1.0)  # in place, in the shared tensor again
+        manager.update_model_parameters(model.parameters())
+        loss, _ = manager.step()
+        assert loss == pytest.approx((DATA[2]["y"] - 1).square().mean().item(), abs=1e-6)
+
+
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.b = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_parameters_may_be_views_of_each_other():
+    model = Square()
+    before = model.a.detach().clone()
+    synchronizer = TPUSynchronizer(model)
+    synchronizer.set_host_parameters([model.b, model.a])
+    assert not model.a.any()
+    assert torch.equal(model.b, before)
+    synchronizer.set_host_parameters([model.a, model.b.t()])
+    assert torch.equal(model.b, before.t())
+
+
+@pytest.mark.parametrize(
+    ("new", "match"),
+    [
+        (lambda model: model.state_dict(), "got a OrderedDict"),
+        (lambda model: model, "got a Square"),
+        (lambda model: None, "got a NoneType"),
+        (lambda model: model.named_parameters(), "got a tuple for 'a'"),
+        (lambda model: [p.detach().numpy() for p in model.parameters()], "got a ndarray for 'a'"),
+    ],
+)
+def test_what_is_no_list_of_parameters(new, match: str):
+    model = Square()
+    with pytest.raises(ValueError, match=match):
+        TPUSynchronizer(model).set_host_parameters(new(model))
+
+
+def test_a_model_that_changes_its_structure_is_told_so():
+    model = regressor(width=32)
+    with manager_of(model) as manager:
+        manager.step()
+        model.more = nn.Parameter(torch.ones(2))
+        with pytest.raises(ValueError, match="had 13 parameters when it became the master and has"):
+            manager.step()
+
+
+def test_weights_are_tied_before_they_are_counted():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+
+        def tie_weights(self):
+            self.head.weight = self.embed.weight
+
+        def forward(self, x, y):
+            return (self.head(self.embed(x.abs().long())).square().mean(),)
+
+    model = Late()
+    with manager_of(model) as manager:
+        manager.step()
+        manager.update_model_parameters(model.parameters())
+        manager.step()
+        (gradient,) = manager.get_aggregated_gradients()
+    assert gradient.shape == (64, 8)
+    assert model.head.weight is model.embed.weight
+
+
+def test_many_parameters_take_one_open_file_each():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all = nn.ParameterList([torch.ones(2) for _ in range(200)])
+
+    before = len(os.listdir("/proc/self/fd"))
+    synchronizer = TPUSynchronizer(Many())
+    assert len(os.listdir("/proc/self/fd")) - before <= 202
+    assert len(synchronizer.get_aggregated_gradients()) == 200
+
+
+def test_start_twice_is_refused_and_harmless():
+    with manager_of(regressor(width=32)) as manager:
+        manager.step()
+        with pytest.raises(RuntimeError, match="has been started already"):
+            manager.start()
+        manager.step()
+
+
+def test_numbers_of_numpy_and_no_time_limits():
+    numbers = {
+        "nprocs": np.int64(2),
+        "batch_size_per_device": np.int32(2),
+        "seed_base": np.int64(3),
+        "init_timeout": None,
+    }
+    with manager_of(regressor(width=32), **numbers) as manager:
+        assert manager.step()[1] == 4
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda new: new[:-1], "must have the model's 13 tensors, got 12"),
-        (lambda new: [*new, new[0]], "must have the model's 13 tensors, got 14"),
+        (lambda new: new[:-1], r"like those of model.parameters\(\), 13 of them; got 12"),
+        (lambda new: [*new, new[0]], "13 of them; got 14"),
         (lambda new: [new[0], new[1][:-1], *new[2:]], "layers.0.weight' has shape"),
         (lambda new: [new[0].double(), *new[1:]], "'unused' has dtype torch.float32"),
-        (lambda new: [new[0].to("meta"), *new[1:]], "has device cpu in the model, got meta"),
+        (lambda new: [new[0].to("meta"), *new[1:]], "has device cpu in the master, got meta"),
     ],
 )
 def test_parameters_that_do_not_fit_change_nothing(change, match: str):
@@ -117,14 +246,16 @@ def test_parameters_that_do_not_fit_change_nothing(change, match: str):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"prefetch": 0}, "`prefetch` must be an int >= 1, got 0"),
-        ({"batch_size_per_device": 0}, "`batch_size_per_device` must be an int >= 1, got 0"),
-        ({"grad_accumulation_steps": 1.5}, "`grad_accumulation_steps` must be an int >= 1"),
-        ({"nprocs": -1}, "`nprocs` must be an int >= 1, got -1"),
+        ({"prefetch": 0}, "`prefetch` must be >= 1, got 0"),
+        ({"batch_size_per_device": 0}, "`batch_size_per_device` must be >= 1, got 0"),
+        ({"grad_accumulation_steps": 1.5}, "`grad_accumulation_steps` must be an int, got 1.5"),
+        ({"nprocs": -1}, "`nprocs` must be >= 1, got -1"),
         ({"nprocs": 65}, "`num_devices` must be between 1 and 64"),
         ({"nprocs": True}, "`nprocs` must be an int"),
-        ({"step_timeout": 0}, "`step_timeout` is in seconds and must be > 0, got 0"),
-        ({"init_timeout": -1}, "`init_timeout` is in seconds"),
+        ({"step_timeout": 0}, "`step_timeout` must be a number of seconds > 0, or None, got 0"),
+        ({"step_timeout": "5"}, "`step_timeout` must be a number of seconds > 0, or None, got '5'"),
+        ({"init_timeout": -1}, "`init_timeout` must be a number of seconds > 0"),
+        ({"init_timeout": float("inf")}, "`init_timeout` must be a number of seconds > 0"),
         ({"seed_base": "x"}, "`seed_base` must be an int, got 'x'"),
         ({"collate_fn": 3}, "`collate_fn` must be callable, got 3"),
         ({"dataset": 3}, "`dataset` must be iterable, got int"),
@@ -192,9 +323,12 @@ def test_a_parent_that_has_touched_a_device_is_told_so():
     assert "RuntimeError: This process has touched an XLA device" in done.stderr
 
 
-def test_a_program_that_forgets_shutdown_ends():
-    code = """
-import sys, os
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: None)"])
+def test_a_program_that_forgets_shutdown_ends(handler: str):
+    # A program's handlers are not for the device process, which is ended by that signal.
+    code = (
+        f"import signal\n{handler}"
+        + """
 def data():
     while True:
         yield torch.ones(2)
@@ -205,6 +339,7 @@ manager = TPUManager(Model(2, 2), data(), nprocs=2, start=True)
 manager.step()
 print("pid", manager.pid, flush=True)
 """
+    )
     begin = time.perf_counter()
     done = run(code)
     assert time.perf_counter() - begin < 30
@@ -213,19 +348,37 @@ print("pid", manager.pid, flush=True)
     assert not Path(f"/proc/{pid}").exists()
 
 
-def _hold_manager(connection) -> None:
-    manager = manager_of(regressor(width=32))
+class Sleeps(nn.Linear):
+    """Its second forward pass does not return."""
+
+    def __init__(self):
+        super().__init__(64, 1)
+        self.calls = 0
+
+    def forward(self, x, y):
+        self.calls += 1
+        if self.calls == 2:
+            time.sleep(120)
+        return (super().forward(x).sum(),)
+
+
+def _hold_manager(connection, in_a_step: bool) -> None:
+    manager = manager_of(Sleeps())
     manager.step()
     connection.send(manager.pid)
+    if in_a_step:
+        manager.step()
     time.sleep(60)
 
 
-def test_the_device_process_ends_when_the_main_process_is_killed():
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_the_device_process_ends_when_the_main_process_is_killed(in_a_step: bool):
     context = mp.get_context("fork")
     ours, theirs = context.Pipe()
-    holder = context.Process(target=_hold_manager, args=(theirs,))
+    holder = context.Process(target=_hold_manager, args=(theirs, in_a_step))
     holder.start()
     pid = ours.recv()
+    time.sleep(0.3)
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     deadline = time.monotonic() + 3
