@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch_xla
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 
 from torch_compat import runtime
 
-_FIRST = threading.Lock()
+_FILTERS = threading.Lock()
 
 
 def spawned(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -27,9 +26,7 @@ def spawned(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _run(index: int, folder: str, world: int, function: Callable[..., Any], args: tuple) -> None:
     del index
-    # Other tests may have differentiated on the host before this process was forked.
-    with _FIRST:
+    with _FILTERS:
         warnings.simplefilter("ignore")  # pytest's filters came along, and threads share them
-        runtime.ensure_autograd_threads(torch_xla.device())
     assert xr.world_size() == world
     (Path(folder) / str(xr.global_ordinal())).write_bytes(pickle.dumps(function(*args)))

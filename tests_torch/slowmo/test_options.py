@@ -5,9 +5,10 @@ import warnings
 
 import pytest
 import torch
+import torch_xla
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel, _wrapper
+from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 
 ARGUMENTS = [
     "module",
@@ -45,8 +46,8 @@ def build(monkeypatch):
     """The wrapper of one rank, as the constructor sees the world."""
 
     def build(world=4, rank=1, nprocs_per_node=1, module=None, **options):
-        monkeypatch.setattr(_wrapper.xr, "world_size", lambda: world)
-        monkeypatch.setattr(_wrapper.xr, "global_ordinal", lambda: rank)
+        monkeypatch.setattr(torch_xla.runtime, "world_size", lambda: world)
+        monkeypatch.setattr(torch_xla.runtime, "global_ordinal", lambda: rank)
         return SlowMoDistributedDataParallel(
             module or torch.nn.Linear(3, 2), nprocs_per_node, **options
         )

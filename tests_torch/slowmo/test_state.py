@@ -12,7 +12,7 @@ from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
-from torch_compat.slowmo import SlowMoDistributedDataParallel, _wrapper
+from torch_compat.slowmo import SlowMoDistributedDataParallel
 
 WIDTH = 8
 PUSH_SUM = {
@@ -199,8 +199,8 @@ def test_consolidated_state_loads_on_any_rank_of_any_number(kind, tmp_path):
 @pytest.fixture
 def build(monkeypatch):
     def build(world=4, rank=1, **options):
-        monkeypatch.setattr(_wrapper.xr, "world_size", lambda: world)
-        monkeypatch.setattr(_wrapper.xr, "global_ordinal", lambda: rank)
+        monkeypatch.setattr(torch_xla.runtime, "world_size", lambda: world)
+        monkeypatch.setattr(torch_xla.runtime, "global_ordinal", lambda: rank)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return SlowMoDistributedDataParallel(

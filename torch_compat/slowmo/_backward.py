@@ -49,12 +49,12 @@ class AfterBackward:
 @contextmanager
 def _driving(device: torch.device) -> Iterator[None]:
     """The calling thread drives `device`; afterwards again the one it had."""
-    before = torch_xla._XLAC._xla_get_default_device()
+    before = torch_xla.device()
     runtime.bind(device)
     try:
         yield
     finally:
-        runtime.bind(torch.device(before))
+        runtime.bind(before)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -53,7 +53,7 @@ def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`values` as a vector on the device that no graph holds as a constant."""
-    return xm.send_cpu_data_to_device([torch.tensor(values, dtype=dtype)], device)[0]
+    return runtime.to_device([torch.tensor(values, dtype=dtype)], device)[0]
 
 
 class Collectives:

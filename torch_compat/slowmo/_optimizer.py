@@ -1,6 +1,6 @@
 """What slow momentum reads from an optimizer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -23,12 +23,12 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
     return [dict(group, params=list(group["params"])) for group in groups if group["params"]]
 
 
-def ends_of(groups: list[dict[str, Any]]) -> tuple[int, ...]:
+def ends_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
     """Where each group ends in the vector of all parameters."""
     return tuple(accumulate(sum(p.numel() for p in group["params"]) for group in groups))
 
 
-def rate_of(group: dict[str, Any], index: int, device: torch.device) -> float:
+def rate_of(group: Mapping[str, Any], index: int, device: torch.device) -> float:
     """The learning rate of a group, its `index`-th.
 
     Raises:

@@ -4,14 +4,68 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-OVERLAP = (
+import torch
+import torch_xla.runtime as xr
+
+from ._base_algorithm import SlowMoBaseAlgorithm
+from ._places import Places
+
+_UNUSED = {
+    "synch_freq": 0,
+    "use_streams": True,
+    "profile_mode": False,
+    "global_group": None,
+    "master_group": None,
+    "local_node_group": None,
+    "comm_device": None,
+}
+_OVERLAP = (
     "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
     "run beside the next step, and a torch_xla program runs one graph after the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
 
 
-def check_numbers(**options: Any) -> None:
+def settle(given: Mapping[str, Any]) -> tuple[Places, SlowMoBaseAlgorithm | None]:
+    """Check all arguments of the constructor but `graph`, `mixing` and `push_sum`; mention some.
+
+    Its warnings point at the caller of the constructor.
+
+    Returns:
+      Where this process is, and the base algorithm; None where it is off.
+
+    Raises:
+      ValueError: naming the argument, the rule and the value.
+    """
+    module = given["module"]
+    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
+        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+    if given["overlap"]:
+        raise ValueError(_OVERLAP)
+    _check_numbers(given)
+    _check_place("process_rank", given["process_rank"], xr.global_ordinal())
+    _check_place("process_world_size", given["process_world_size"], xr.world_size())
+    base = SlowMoBaseAlgorithm.of(given["slowmo_base_algorithm"])
+    places = Places(xr.global_ordinal(), xr.world_size(), given["nprocs_per_node"])
+
+    _mention_unused(given, places)
+    if places.world_size == 1:
+        _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
+    has_slow_momentum = given["slowmo_lr"] != 1 or given["slowmo_momentum"] != 0
+    if places.nprocs_per_node > 1 and places.num_nodes == 1:
+        _mention(
+            f"`nprocs_per_node`={places.nprocs_per_node} makes one node of all processes: LocalSGD "
+            "and SGP are off, since averaging gradients inside the node does all."
+        )
+        if has_slow_momentum:
+            _mention("SlowMo is used without LocalSGD and SGP.")
+        return places, None
+    if has_slow_momentum and base == SlowMoBaseAlgorithm.LOCALSGD:
+        _mention_schedule(given["slowmo_frequency"], given["localsgd_frequency"])
+    return places, base
+
+
+def _check_numbers(options: Mapping[str, Any]) -> None:
     """Frequencies are ints >= 1, momentum lies in [0, 1), the slow learning rate is >= 0.
 
     Raises:
@@ -28,7 +82,7 @@ def check_numbers(**options: Any) -> None:
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
 
 
-def check_place(name: str, given: int | None, actual: int) -> None:
+def _check_place(name: str, given: int | None, actual: int) -> None:
     """A rank or world size that the caller states is the one that torch_xla has.
 
     Raises:
@@ -41,38 +95,35 @@ def check_place(name: str, given: int | None, actual: int) -> None:
         )
 
 
-def mention_unused(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def _mention_unused(given: Mapping[str, Any], places: Places) -> None:
     """One warning that names the arguments without meaning on XLA that are not at their default."""
-    names = [f"`{name}`" for name, value in given.items() if value is not defaults[name]]
+    shards_differ = (
+        given["slowmo_memory_efficient"] and given["slowmo_num_shards"] < places.world_size
+    )
+    unused = {**_UNUSED, "slowmo_num_shards": 32} if shards_differ else _UNUSED
+    names = [f"`{name}`" for name, default in unused.items() if given[name] is not default]
     if names:
-        warnings.warn(
+        _mention(
             f"SlowMoDistributedDataParallel: {', '.join(names)} without effect on XLA: torch_xla "
             "has neither process groups nor streams, gossip is part of the step, and slow momentum "
             "is sharded over all processes.",
-            UserWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
-def mention_alone() -> None:
-    """A warning that there is nobody to exchange anything with."""
-    warnings.warn(
-        "SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
+def _mention_schedule(slowmo_frequency: int, localsgd_frequency: int) -> None:
     """A warning where slow steps and averages are out of step."""
     if slowmo_frequency % localsgd_frequency:
-        warnings.warn(
+        _mention(
             f"`slowmo_frequency`={slowmo_frequency} is not a multiple of "
             f"`localsgd_frequency`={localsgd_frequency}: parameters are averaged more often than "
             "needed, or slow steps start from parameters that are not averaged.",
-            UserWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
+
+
+def _mention(message: str, stacklevel: int = 4) -> None:
+    warnings.warn(message, UserWarning, stacklevel=stacklevel)
 
 
 def _is_number(value: Any) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch_xla.core.xla_model as xm
 
+from .. import runtime
 from ._collectives import Collectives, device_data
 from ._flat import flatten
 
@@ -92,8 +92,7 @@ class SlowMomentum:
     def to(self, device: torch.device) -> None:
         """Move what was loaded on the host to the device of the parameters."""
         if self.anchor.device != device:
-            moved = xm.send_cpu_data_to_device([self.anchor, self.velocity], device)
-            self.anchor, self.velocity = moved
+            self.anchor, self.velocity = runtime.to_device([self.anchor, self.velocity], device)
 
     def step(
         self,

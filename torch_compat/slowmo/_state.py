@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,6 @@ _SLOW = ("anchor", "velocity", "rates", "ends", "whole_anchor", "whole_velocity"
 _WEIGHT_TOLERANCE = 1e-5
 
 
-def is_own_key(key: str) -> bool:
-    """Whether `key`, without the prefix of the wrapper, is the wrapper's own and not a module's."""
-    return key in _FAIRSCALE or key.startswith(_PREFIX)
-
-
 def entries_of(wrapper: Wrapper) -> dict[str, torch.Tensor]:
     """The wrapper's own entries.
 
@@ -38,15 +33,16 @@ def entries_of(wrapper: Wrapper) -> dict[str, torch.Tensor]:
     """
     entries: dict[str, Any] = {
         "num_updates": wrapper.num_updates,
-        "exchanges": wrapper._exchanges,
+        "exchanges": wrapper._averaging.exchanges,
         "rank": wrapper.process_rank,
         "world_size": wrapper.process_world_size,
     }
-    if wrapper._slow is not None:
-        entries |= _slow_entries(wrapper._slow)
-        entries |= {"anchor": wrapper._slow.anchor, "velocity": wrapper._slow.velocity}
-    elif wrapper._initial is not None:
-        entries["initial"] = wrapper._initial
+    slow = wrapper._slow
+    if slow.momentum is not None:
+        entries |= _slow_entries(slow.momentum)
+        entries |= {"anchor": slow.momentum.anchor, "velocity": slow.momentum.velocity}
+    elif slow.initial is not None:
+        entries["initial"] = slow.initial
     own = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
     if wrapper.sgp:
         own["ps_weight"] = wrapper.ps_weight
@@ -59,12 +55,12 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
     collectives, module, device = wrapper._collectives, wrapper.module, wrapper._device()
     params = [p for p in module.parameters() if p.is_floating_point()]
     buffers = list(module.buffers())
-    slow = wrapper._slow
-    whole = [] if wrapper._initial is None else [wrapper._initial]
+    push_sum, slow = wrapper._push_sum, wrapper._slow.momentum
+    whole = [] if wrapper._slow.initial is None else [wrapper._slow.initial]
     if slow is not None and not wrapper.slowmo_memory_efficient:
         whole = [slow.anchor, slow.velocity]
     with own_graph(device):
-        shares = collectives.shares([*wrapper._numerators(params), *whole, wrapper.ps_weight])
+        shares = collectives.shares([*push_sum.numerators(params), *whole, push_sum.weight])
         shares = collectives.only_masters(shares)
         spoken = collectives.only_first(buffers)
     with own_graph(device):
@@ -78,7 +74,7 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
             # No view: reading one would launch a graph of its own, unordered.
             whole = [value[: slow.span.total].clone() for value in whole]
         means = means[: len(params)]
-        if wrapper._weight_moves:
+        if push_sum.moves:
             means = [times(mean, 1 / weight) for mean in means]
         copies = [value.to(b.dtype) for b, value in zip(buffers, spoken, strict=True)]
     replaced = dict(zip(map(id, [*params, *buffers]), [*means, *copies], strict=True))
@@ -98,22 +94,53 @@ def consolidate(wrapper: Wrapper) -> dict[str, Any]:
     return state
 
 
-@dataclass
+@dataclass(frozen=True)
 class State:
     """What a wrapper takes over from a state dict.
 
     Attributes:
-      values: attributes of the wrapper.
-      unexpected: entries that it has no place for.
+      num_updates: calls of `perform_slowmo`.
+      exchanges: exchanges with peers.
+      momentum: anchor and velocity, on the host.
+      initial: (N + 1,) float32, the initial parameters, on the host.
+      weight: (1,) float32, on the host.
+      is_numerator: whether the module's parameters are x and not x / w.
+      unexpected: entries that the wrapper has no place for.
     """
 
-    values: dict[str, Any]
-    unexpected: list[str] = field(default_factory=list)
+    num_updates: int
+    exchanges: int
+    momentum: SlowMomentum | None
+    initial: torch.Tensor | None
+    weight: torch.Tensor
+    is_numerator: bool
+    unexpected: list[str]
 
     def apply(self, wrapper: Wrapper) -> None:
-        """Set the attributes."""
-        for name, value in self.values.items():
-            setattr(wrapper, name, value)
+        """Give it to the wrapper."""
+        wrapper.num_updates = self.num_updates
+        wrapper._averaging.exchanges = self.exchanges
+        wrapper._slow.momentum, wrapper._slow.initial = self.momentum, self.initial
+        if wrapper.sgp:
+            wrapper._push_sum.weight = self.weight
+            wrapper._push_sum.is_numerator = self.is_numerator
+
+
+def take(
+    state_dict: Mapping[str, Any], prefix: str, wrapper: Wrapper
+) -> tuple[dict[str, Any], State]:
+    """The entries of others, and the wrapper's own, checked; `state_dict` is left alone.
+
+    Raises:
+      ValueError: the state of another rank or number of processes; see `parse`.
+    """
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        name = key.removeprefix(prefix)
+        mine = key.startswith(prefix) and (name in _FAIRSCALE or name.startswith(_PREFIX))
+        (own if mine else others)[name if mine else key] = value
+    return others, parse(own, wrapper)
 
 
 def parse(own: Mapping[str, Any], wrapper: Wrapper) -> State:
@@ -133,21 +160,21 @@ def parse(own: Mapping[str, Any], wrapper: Wrapper) -> State:
         unexpected += [_PREFIX + key for key in _SLOW if key in entries]
         entries = {key: value for key, value in entries.items() if key not in _SLOW}
     moved = wrapper.sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
-    if moved and not wrapper._weight_moves:
+    if moved and not wrapper._push_sum.moves:
         raise ValueError(
             f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
             "and `mixing` weights are always 1; it belongs to others."
         )
     _check_place(entries, moved, wrapper)
-    values = {
-        "num_updates": int(entries.get("num_updates", 0)),
-        "_exchanges": int(entries.get("exchanges", 0)),
-        "_slow": _read_slow(entries, wrapper),
-        "_initial": _copy(entries.get("initial")),
-    }
-    if wrapper.sgp:
-        values |= {"ps_weight": weight.cpu().clone(), "is_sgp_ps_numerator": is_numerator}
-    return State(values, unexpected)
+    return State(
+        num_updates=int(entries.get("num_updates", 0)),
+        exchanges=int(entries.get("exchanges", 0)),
+        momentum=_read_slow(entries, wrapper),
+        initial=_copy(entries["initial"]) if "initial" in entries else None,
+        weight=weight.cpu().clone(),
+        is_numerator=is_numerator,
+        unexpected=unexpected,
+    )
 
 
 def _check_place(entries: Mapping[str, Any], moved: bool, wrapper: Wrapper) -> None:
@@ -167,7 +194,7 @@ def _check_place(entries: Mapping[str, Any], moved: bool, wrapper: Wrapper) -> N
 def _read_slow(entries: Mapping[str, Any], wrapper: Wrapper) -> SlowMomentum | None:
     if "ends" not in entries:
         return None
-    span = wrapper._span(tuple(entries["ends"].tolist()))
+    span = wrapper._slow.span(tuple(entries["ends"].tolist()))
     rates = entries["rates"].tolist() or None
     if "anchor" in entries:
         anchor, velocity = entries["anchor"], entries["velocity"]
@@ -188,9 +215,9 @@ def _slow_entries(slow: SlowMomentum) -> dict[str, Any]:
     return {"ends": torch.tensor(slow.span.ends), "rates": rates}
 
 
-def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
+def _copy(value: torch.Tensor) -> torch.Tensor:
     """On the host; `perform_slowmo` brings it to the device."""
-    return None if value is None else value.detach().to("cpu", torch.float32, copy=True)
+    return value.detach().to("cpu", torch.float32, copy=True)
 
 
 def _tensor(value: Any) -> torch.Tensor:
