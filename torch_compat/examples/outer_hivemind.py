@@ -41,7 +41,7 @@ class HivemindOptimizer:
         run_id: str,
         initial_peers: list[str],
     ):
-        import hivemind
+        import hivemind  # pyright: ignore[reportMissingImports]  optional
 
         self.model = model
         self.dht = hivemind.DHT(initial_peers=initial_peers, start=True)
@@ -65,7 +65,8 @@ class HivemindOptimizer:
         before = self.steps
         self.optimizer.step(batch_size=num_samples)
         for parameter in self.model.parameters():
-            parameter.grad.zero_()
+            if parameter.grad is not None:
+                parameter.grad.zero_()
         return self.steps != before
 
     def state_dict(self) -> dict[str, Any]:

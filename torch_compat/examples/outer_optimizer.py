@@ -14,7 +14,10 @@ MAX_NORM = 1.0
 class OuterOptimizer(Protocol):
     """Turns gradients on the host into new parameters, now and then."""
 
-    steps: int
+    @property
+    def steps(self) -> int:
+        """How often the parameters have changed."""
+        ...
 
     def after_step(self, num_samples: int) -> bool:
         """Take the gradients of `num_samples`; whether the parameters have changed."""
@@ -80,7 +83,8 @@ class LocalOptimizer:
         if self.accumulated < self.accumulation_steps:
             return False
         for parameter in self.model.parameters():
-            parameter.grad.div_(self.accumulated)
+            if parameter.grad is not None:
+                parameter.grad.div_(self.accumulated)
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.scheduler.step()

@@ -122,7 +122,7 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel, text: T
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)
     samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
     batches = torch.utils.data.DataLoader(samples, batch_size=options.batch_size)
-    begin = time.perf_counter()
+    rate, begin = 0.0, time.perf_counter()
     with tqdm(total=options.steps, disable=rank != 0) as bar:
         for step, batch in zip(range(1, options.steps + 1), batches, strict=False):
             tokens = batch["input_ids"].to(device)
