@@ -55,9 +55,10 @@ def configure_cpu_devices(num_devices: int) -> None:
     """Make the XLA runtime of this process, and of those it starts, `num_devices` CPU devices.
 
     For `xmp.spawn(fn)` and `TPUManager` on a machine without a TPU. Sets `PJRT_DEVICE`,
-    `CPU_NUM_DEVICES` and the two settings without which more than one CPU device deadlocks: a
-    client that launches from the calling thread (`PJRT_CPU_ASYNC_CLIENT=0`), and a thread for every
-    device that may block in a collective (`XLA_THREAD_POOL_SIZE`).
+    `CPU_NUM_DEVICES` and what keeps several CPU devices from deadlocks: a client that launches from
+    the calling thread (`PJRT_CPU_ASYNC_CLIENT=0`), and threads enough for devices that block in a
+    collective, in torch_xla's pool (`XLA_THREAD_POOL_SIZE`) and in those of XLA itself (`NPROC`),
+    which by default have as many as there are devices.
 
     Raises:
         ValueError: unless 1 <= num_devices <= 64.
@@ -73,6 +74,7 @@ def configure_cpu_devices(num_devices: int) -> None:
     os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
     os.environ["XLA_THREAD_POOL_SIZE"] = str(max(16, num_devices))
+    os.environ["NPROC"] = str(max(32, 4 * num_devices))
 
 
 def open_devices(num_devices: int | None = None) -> list[torch.device]:

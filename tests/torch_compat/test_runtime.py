@@ -39,7 +39,12 @@ def in_a_fork(function: Callable[..., Any], *args: Any) -> Any:
 def _configured(count: int) -> tuple[int, dict[str, str]]:
     runtime.configure_cpu_devices(count)
     names = ["PJRT_DEVICE", "CPU_NUM_DEVICES", "PJRT_CPU_ASYNC_CLIENT", "XLA_THREAD_POOL_SIZE"]
-    return len(runtime.open_devices()), {name: os.environ[name] for name in names}
+    environment = {name: os.environ[name] for name in [*names, "NPROC"]}
+    before = len(os.listdir("/proc/self/task"))
+    devices = len(runtime.open_devices())
+    # XLA's two pools have the threads that were asked for.
+    assert len(os.listdir("/proc/self/task")) - before >= 2 * int(environment["NPROC"])
+    return devices, environment
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 20])
@@ -51,6 +56,7 @@ def test_configured_devices(count: int):
         "CPU_NUM_DEVICES": str(count),
         "PJRT_CPU_ASYNC_CLIENT": "0",
         "XLA_THREAD_POOL_SIZE": str(max(16, count)),
+        "NPROC": str(max(32, 4 * count)),
     }
     assert not runtime.is_started()
 

@@ -19,7 +19,7 @@ from models import PlainTorch, largest_difference, regressor, samples
 from torch_compat import TPUManager, TPUSynchronizer, TPUWorkerError
 
 DATA = samples(32)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def manager_of(model: nn.Module, **kwargs) -> TPUManager:

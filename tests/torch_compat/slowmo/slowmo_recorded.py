@@ -13,7 +13,7 @@ from jaxslowmo import topology
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
-FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "fairscale"
+FOLDER = Path(__file__).parents[3] / "tests" / "golden" / "fairscale"
 HERE = Path(__file__).parent / "recorded"
 GRAPHS = {
     "NPeerDynamicDirectedExponentialGraph": "npeer_directed_exponential",

@@ -5,7 +5,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "colab" / "tpu_manager.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "colab" / "tpu_manager.ipynb"
 AT_THE_END = """
 import json
 print(json.dumps({"first": first_loss, "last": mean_loss(model, validation), "losses": losses,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ("--cpu-devices", "2", "--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
 SUMMARY = re.compile(r"validation loss ([\d.]+) -> ([\d.]+) .*in (\d+) steps, ([\d.]+) samples/s")
 
