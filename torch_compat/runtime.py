@@ -74,7 +74,8 @@ def configure_cpu_devices(num_devices: int) -> None:
     os.environ["CPU_NUM_DEVICES"] = str(num_devices)
     os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"
     os.environ["XLA_THREAD_POOL_SIZE"] = str(max(16, num_devices))
-    os.environ["NPROC"] = str(max(32, 4 * num_devices))
+    # Twice as many as can be blocked at a time; many more than cores would slow the arithmetic.
+    os.environ["NPROC"] = str(max(os.cpu_count() or 1, 2 * num_devices))
 
 
 def open_devices(num_devices: int | None = None) -> list[torch.device]:

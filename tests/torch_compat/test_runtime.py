@@ -56,7 +56,7 @@ def test_configured_devices(count: int):
         "CPU_NUM_DEVICES": str(count),
         "PJRT_CPU_ASYNC_CLIENT": "0",
         "XLA_THREAD_POOL_SIZE": str(max(16, count)),
-        "NPROC": str(max(32, 4 * count)),
+        "NPROC": str(max(os.cpu_count(), 2 * count)),
     }
     assert not runtime.is_started()
 
