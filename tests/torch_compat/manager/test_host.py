@@ -4,11 +4,7 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +15,6 @@ from models import PlainTorch, largest_difference, regressor, samples
 from torch_compat import TPUManager, TPUSynchronizer, TPUWorkerError
 
 DATA = samples(32)
-ROOT = Path(__file__).parents[3]
 
 
 def manager_of(model: nn.Module, **kwargs) -> TPUManager:
@@ -303,95 +298,6 @@ def test_other_threads_may_read_gradients_while_a_step_runs():
         reader.join(5)
     assert seen
     assert not reader.is_alive()
-
-
-def run(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", "import torch, torch_xla\nfrom torch_compat import *\n" + code],
-        cwd=ROOT,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def test_a_parent_that_has_touched_a_device_is_told_so():
-    done = run("torch_xla.device()\nTPUManager(torch.nn.Linear(2, 2), [], start=True)")
-    assert done.returncode == 1
-    assert "RuntimeError: This process has touched an XLA device" in done.stderr
-
-
-@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: None)"])
-def test_a_program_that_forgets_shutdown_ends(handler: str):
-    # A program's handlers are not for the device process, which is ended by that signal.
-    code = (
-        f"import signal\n{handler}"
-        + """
-def data():
-    while True:
-        yield torch.ones(2)
-class Model(torch.nn.Linear):
-    def forward(self, x):
-        return (super().forward(x).sum(),)
-manager = TPUManager(Model(2, 2), data(), nprocs=2, start=True)
-manager.step()
-print("pid", manager.pid, flush=True)
-"""
-    )
-    begin = time.perf_counter()
-    done = run(code)
-    assert time.perf_counter() - begin < 30
-    assert done.returncode == 0, done.stderr
-    _, pid = done.stdout.split()
-    assert not Path(f"/proc/{pid}").exists()
-
-
-class Sleeps(nn.Linear):
-    """Its second forward pass does not return."""
-
-    def __init__(self):
-        super().__init__(64, 1)
-        self.calls = 0
-
-    def forward(self, x, y):
-        self.calls += 1
-        if self.calls == 2:
-            time.sleep(120)
-        return (super().forward(x).sum(),)
-
-
-def _hold_manager(connection, in_a_step: bool) -> None:
-    manager = manager_of(Sleeps())
-    manager.step()
-    connection.send(manager.pid)
-    if in_a_step:
-        manager.step()
-    time.sleep(60)
-
-
-@pytest.mark.parametrize("in_a_step", [False, True])
-def test_the_device_process_ends_when_the_main_process_is_killed(in_a_step: bool):
-    context = mp.get_context("fork")
-    ours, theirs = context.Pipe()
-    holder = context.Process(target=_hold_manager, args=(theirs, in_a_step))
-    holder.start()
-    pid = ours.recv()
-    time.sleep(0.3)
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.join()
-    deadline = time.monotonic() + 3
-    while _is_running(pid):
-        assert time.monotonic() < deadline, "the device process outlived its parent"
-        time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_two_managers_at_once():
