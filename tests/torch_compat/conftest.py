@@ -2,5 +2,17 @@
 
 import os
 
+import pytest
+
 # Before torch_xla is imported, which would otherwise choose, and warn about it.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_before():
+    """A number of devices, once configured, is in the environment of what later tests start."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

@@ -95,6 +95,7 @@ def test_the_device_process_ends_when_the_main_process_is_killed(in_a_step: bool
     ours, theirs = context.Pipe()
     holder = context.Process(target=_hold_manager, args=(theirs, in_a_step))
     holder.start()
+    theirs.close()  # or a holder that fails would be waited for
     pid = ours.recv()
     time.sleep(0.3)
     os.kill(holder.pid, signal.SIGKILL)
