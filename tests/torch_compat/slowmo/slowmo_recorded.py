@@ -1,5 +1,6 @@
 """Recorded runs of FairScale's SlowMoDistributedDataParallel, and the same run on XLA devices."""
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,11 @@ class Recording:
     arrays: dict[str, np.ndarray]
 
     @classmethod
+    @functools.cache
     def load(cls, name: str) -> "Recording":
+        """Read once, by the parent: CPython 3.11 cannot parse the files' headers in two threads
+        at a time (SystemError: AST constructor recursion depth mismatch), and devices are threads.
+        """
         folder = next(f for f in (FOLDER, HERE) if (f / f"{name}.npz").exists())
         with np.load(folder / f"{name}.npz") as file:
             arrays = {key: file[key] for key in file.files}

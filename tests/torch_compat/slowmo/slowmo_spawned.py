@@ -1,7 +1,6 @@
 """A function on every CPU device of a fresh process, and what it returned on each."""
 
 import pickle
-import sys
 import tempfile
 import threading
 import traceback
@@ -19,26 +18,13 @@ from torch_compat import runtime
 _FILTERS = threading.Lock()
 
 
-class AbortedError(Exception):
-    """The process was aborted, and no device had raised anything."""
-
-
 def spawned(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(*args)`, a module's function, returned on each of `world` devices.
 
-    XLA's CPU runtime aborts the process when one device keeps the others waiting for 15 s in a
-    collective. On an overloaded machine that has happened with programs that otherwise pass, in
-    about one of thirty: such a process gets a second chance, and says so. Neither an exception in
-    `function` nor a deadlock that comes back passes.
+    Raises:
+        RuntimeError: the traceback of a device that raised while others waited for it in a
+            collective; XLA's CPU runtime aborts such a process after 15 s.
     """
-    try:
-        return _spawn_once(world, function, args)
-    except AbortedError:
-        print(f"{function.__name__}: XLA aborted the process; once more", file=sys.stderr)
-        return _spawn_once(world, function, args)
-
-
-def _spawn_once(world: int, function: Callable[..., Any], args: tuple) -> list[Any]:
     runtime.configure_cpu_devices(world)
     with tempfile.TemporaryDirectory() as folder:
         error = Path(folder) / "error"
@@ -47,7 +33,7 @@ def _spawn_once(world: int, function: Callable[..., Any], args: tuple) -> list[A
         except BrokenProcessPool as broken:
             if error.exists():
                 raise RuntimeError(error.read_text()) from broken
-            raise AbortedError from broken
+            raise
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
 
 
