@@ -14,7 +14,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-jax test-torch torch-env lint lint-torch format docs bench-env clean distclean
+.PHONY: help demo test test-jax test-torch test-cluster torch-env lint lint-torch format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -31,6 +31,11 @@ test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k s
 
 test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
+
+test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
+	@$(PYTHON) tests/cluster/namespaces.py
+	@$(MAKE) --no-print-directory $(VENV)/.stamp-test
+	cd tests/cluster && $(abspath $(PY)) -m pytest $(TEST_ARGS)
 
 torch-env: ## Set up .venv-torch: torch 2.9.0 and torch_xla 2.9.0, without what they can do without.
 	@$(TORCH_WHEELS) || { echo "test-torch: not run, and not passed: $(NO_TORCH_WHEELS)"; exit 1; }

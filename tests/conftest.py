@@ -4,8 +4,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-# The suite of torch_compat has a configuration and an environment of its own: `make test-torch`.
-collect_ignore = ["torch_compat"]
+# These suites have a configuration of their own: `make test-torch`, in an environment of its own,
+# and `make test-cluster`, which needs root.
+collect_ignore = ["torch_compat", "cluster"]
 NUM_DEVICES = 8
 # Set it (for example to "cuda") to run the tests marked `hardware` on that backend.
 PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")

@@ -1,0 +1,86 @@
+"""Count what this host's interface sends for synchronisations, and for local steps.
+
+Arguments: rank, processes. Prints one line of JSON: by algorithm, bytes.
+"""
+
+import json
+from pathlib import Path
+
+from start import start
+
+RANK, COUNT = start(1)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jaxslowmo as js  # noqa: E402
+
+R = "replica"
+ELEMENTS = 2**20  # float32 parameters: 4 MiB
+UPDATES = 12  # counted; a multiple of every period below
+EVERY = 3
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+# What makes a step, and its synchronisations in UPDATES updates.
+CASES = {
+    "all_reduce": (lambda: {"gradients": js.all_reduce_gradients(R)}, UPDATES),
+    "local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=EVERY)}, UPDATES // EVERY),
+    "sgp": (lambda: {"sync": js.sgp(R)}, UPDATES),
+    "overlapped sgp": (lambda: {"sync": js.sgp(R, overlap=1)}, UPDATES),
+    "slowmo": (
+        lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=999), sync_every=EVERY)},
+        UPDATES // EVERY,
+    ),
+    "diloco": (lambda: {"sync": js.diloco(R, sync_every=EVERY)}, UPDATES // EVERY),
+    "int8": (lambda: {"gradients": js.all_reduce_gradients(R, hook=js.hooks.int8())}, UPDATES),
+    "local steps": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
+    "local steps, traced": (
+        lambda: {"sync": js.local_sgd(R, sync_every=999), "mode": "traced"},
+        1,
+    ),
+}
+
+
+def main() -> None:
+    mesh = js.make_mesh({R: COUNT})
+    split = NamedSharding(mesh, P(R))
+    ones = jax.make_array_from_callback((COUNT,), split, lambda i: np.ones(COUNT, np.float32)[i])
+    total = jax.jit(
+        jax.shard_map(lambda x: lax.psum(x, R), mesh=mesh, in_specs=P(R), out_specs=P())
+    )
+
+    def meet() -> None:
+        """All have done what they were to do."""
+        assert float(total(ones).addressable_data(0)[0]) == COUNT
+
+    params = {"w": np.linspace(0, 1, ELEMENTS, dtype=np.float32)}
+    meet()
+    found = {}
+    for name, (options, times) in CASES.items():
+        step = js.make_train_step(
+            lambda p, batch: jnp.mean(p["w"] ** 2) * jnp.mean(batch),
+            optax.sgd(0.1),
+            mesh=mesh,
+            **({"mode": "host"} | options()),
+        )
+        state = step.init(params)
+        for _ in range(EVERY):  # compiles every program
+            state, _ = step(state, ones)
+        jax.block_until_ready(state)
+        meet()
+        before = int(COUNTER.read_text())
+        for _ in range(UPDATES):
+            state, _ = step(state, ones)
+        jax.block_until_ready(state)
+        meet()
+        found[name] = (int(COUNTER.read_text()) - before) / times
+        meet()  # nobody goes on while another has not read its counter
+    print(json.dumps(found), flush=True)
+
+
+main()
