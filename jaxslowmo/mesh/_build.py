@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from ._slices import by_slice, num_slices, slice_major_devices
+
 
 @dataclass(frozen=True)
 class VirtualMesh:
@@ -50,15 +52,22 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;
     meshes of either kind work with the rest of this library.
 
+    Over several TPU slices, which `jax.make_mesh` refuses, the outer axes run over the slices:
+    with 4 slices `{"replica": 4, "device": 16}` makes each a replica, `{"replica": 8, "device": 8}`
+    each two replicas, and `{"replica": 2, "device": 32}` gives each replica two slices.
+
     Args:
       axes: size by name, outermost (slowest network) first: `{"replica": 4, "device": 2}`.
-      devices: devices to use; default all of `jax.devices()`, of which the first ones are taken.
+      devices: devices to use; default all of `jax.devices()`, of which the first ones (slice by
+        slice) are taken.
 
     Returns:
-      A `jax.sharding.Mesh`; device order follows the hardware topology, as in `jax.make_mesh`.
+      A `jax.sharding.Mesh`; device order follows the hardware topology, as in `jax.make_mesh`, and
+      slices stay together.
 
     Raises:
-      ValueError: an empty mapping, a size below 1, or fewer devices than the sizes' product.
+      ValueError: an empty mapping, a size below 1, fewer devices than the sizes' product, or sizes
+        that would split a slice unevenly.
 
     Communication: none.
     """
@@ -72,12 +81,11 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
             f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
             "`js.virtual_mesh` runs replicas on one device."
         )
-    return jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
-        devices=found[:needed],
-    )
+    types = (AxisType.Auto,) * len(axes)
+    chosen = by_slice(found)[:needed]
+    if num_slices(chosen) > 1:
+        return Mesh(slice_major_devices(axes, chosen), tuple(axes), axis_types=types)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=chosen)
 
 
 def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
