@@ -9,6 +9,9 @@ from ._base import phase_scope as phase_scope
 from ._base import run_if as run_if
 from ._base import unless_idle as unless_idle
 from ._blocks import replica_mean as replica_mean
+from ._carry import Placement as Placement
+from ._carry import carry_leaf as carry_leaf
+from ._carry import stacked as stacked
 from ._diloco import diloco as diloco
 from ._hierarchical import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import LocalSGDState as LocalSGDState

@@ -22,6 +22,7 @@ from ..collectives import (
 from ..mesh import axis_size
 from ..tree import BufferPlan, at_least_float32, note_buffers, plan_buffers
 from ._blocks import block_groups, bucket_limits, replica_mean
+from ._carry import AnchorShards, Placement, replica_average, stacked
 
 
 def _wide(tree: PyTree) -> PyTree:
@@ -39,6 +40,10 @@ class AnchorLayout:
       pin: `pin(state, params) -> state`: lays arrays of the anchor's form in `state` out as the
         anchor is; no communication.
       is_sharded: whether `store` needs the replica axis, to know which shard is this replica's.
+      join: `join(stacked, params, old) -> tree`: the anchor of all replicas, NumPy arrays with a
+        leading replica axis on placement `old`, as one tree like the parameters.
+      split: `split(tree, params, new) -> stacked`: the inverse, for placement `new`.
+      is_own: whether replicas have anchors of their own, of which `join` gives the mean.
     """
 
     store: Callable[[PyTree], Any]
@@ -46,6 +51,13 @@ class AnchorLayout:
     restore: Callable[[Any, PyTree], PyTree]
     pin: Callable[[PyTree, PyTree], PyTree] = lambda state, params: state
     is_sharded: bool = False
+    join: Callable[[Any, PyTree, Placement], PyTree] = lambda anchor, params, old: jax.tree.map(
+        replica_average, anchor
+    )
+    split: Callable[[PyTree, PyTree, Placement], Any] = lambda tree, params, new: jax.tree.map(
+        lambda x: stacked(x, new), tree
+    )
+    is_own: bool = False
 
 
 def own_anchor() -> AnchorLayout:
@@ -53,7 +65,7 @@ def own_anchor() -> AnchorLayout:
 
     Communication: none.
     """
-    return AnchorLayout(_wide, lambda y: y, lambda anchor, params: anchor)
+    return AnchorLayout(_wide, lambda y: y, lambda anchor, params: anchor, is_own=True)
 
 
 def whole_anchor(
@@ -166,10 +178,13 @@ def sharded_anchor(
 
         return jax.tree.map(place, state)
 
+    on_host = AnchorShards(param_specs, bucket_bytes, local_axis_name)
     return AnchorLayout(
         lambda params: tuple(jax.tree.leaves(into_shards(store_blocks, params))),
         average,
         restore,
         pin,
         is_sharded=True,
+        join=on_host.join,
+        split=on_host.split,
     )

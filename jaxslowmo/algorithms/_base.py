@@ -11,6 +11,7 @@ from jax import lax
 
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import axis_names, axis_size, require_axes, uniform, vary_over, varying_axes
+from ._carry import Carry, Shares, carry_plainly
 from ._schedule import Every, instants
 
 Communicate = bool | jax.Array
@@ -44,6 +45,12 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
       anchor: `anchor(state, params)`: the anchor as a tree, under the axis; None without one.
       sized: `sized(axis_sizes)`: the same transform for axes of known sizes, by name. That fixes
         what depends on them: the graph that `js.sgp` chooses by itself.
+      carry: `carry(state, params, old, new)` on the host, for checkpoints: the state of all
+        replicas, NumPy arrays stacked on placement `old`, as it is on `new` once all parameters are
+        the consensus; where the number of replicas is the same, in another layout only. Given
+        shapes and dtypes of one copy of the parameters.
+      shares: `shares(state)` likewise: pairs of weights (replicas,) and stacked parameters, None
+        for the replicas' own, whose weighted mean is the consensus.
 
     The state is a NamedTuple with a field `count`: () int32, updates so far.
     """
@@ -55,6 +62,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     schedules: tuple[Every, ...]
     anchor: Callable[[PyTree, PyTree], PyTree] | None
     sized: Callable[[Mapping[str, int]], "ParameterTransform"]
+    carry: Carry
+    shares: Shares
 
     def __new__(
         cls,
@@ -68,6 +77,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         reset: Callable[[PyTree], PyTree] | None = None,
         anchor: Callable[[PyTree, PyTree], PyTree] | None = None,
         sized: "Callable[[Mapping[str, int]], ParameterTransform] | None" = None,
+        carry: Carry = carry_plainly,
+        shares: Shares | None = None,
     ) -> "ParameterTransform":
         """Make one from its functions; `numerator` and `reset` default to plain parameters."""
         self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
@@ -78,6 +89,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         self.numerator = numerator or (lambda state, y: (y, None))
         self.reset = reset or (lambda state: state)
         self.sized = sized or (lambda axis_sizes: self)
+        self.carry = carry
+        self.shares = shares or (lambda state: [(1.0, None)])
         return self
 
     def phases(self) -> list[Phase]:

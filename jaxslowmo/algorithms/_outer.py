@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from .._typing import AxisName, Phase, PyTree
@@ -30,6 +31,7 @@ from ._base import (
     run_if,
     unless_idle,
 )
+from ._carry import Carried, Placement, carry_leaf
 from ._schedule import Every
 
 SLOW = "slow"
@@ -194,6 +196,23 @@ def outer_transform(
         any_due = decide(due(count) if phase is None else bool(phase), communicate)
         return run_if(any_due, exchange, lambda o: base_step(o, False), (updates, state))
 
+    def carry(state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
+        moved = functools.partial(_moved, layout, state.anchor, params=params, old=old, new=new)
+        carried = Carried(()) if base is None else base.carry(state.base, params, old, new)
+        fresh = OuterState(
+            count=carry_leaf(state.count, old, new),
+            anchor=moved(state.anchor),
+            outer=moved(state.outer),
+            base=carried.state,
+        )
+        note = (
+            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
+            "were averaged."
+            if layout.is_own
+            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+        )
+        return Carried(fresh, (note, *carried.notes))
+
     schedules = (schedule, *(base.schedules if base is not None else ()))
     return ParameterTransform(
         init_fn,
@@ -203,4 +222,32 @@ def outer_transform(
         schedules=schedules,
         anchor=lambda state, params: layout.restore(state.anchor, params),
         sized=sized,
+        carry=carry,
+        shares=None if base is None else lambda state: base.shares(state.base),
     )
+
+
+def _moved(
+    layout: AnchorLayout,
+    anchor: PyTree,
+    tree: PyTree,
+    *,
+    params: PyTree,
+    old: Placement,
+    new: Placement,
+) -> PyTree:
+    """`tree` with what has the form of the anchor joined and split again."""
+    if layout.is_own and old.replicas == new.replicas:
+        return tree
+    form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
+
+    def is_like_anchor(x: PyTree) -> bool:
+        leaves, structure = jax.tree.flatten(x)
+        return (structure, [np.shape(leaf) for leaf in leaves]) == form
+
+    def move(x: PyTree) -> PyTree:
+        if is_like_anchor(x):
+            return layout.split(layout.join(x, params, old), params, new)
+        return carry_leaf(x, old, new)
+
+    return jax.tree.map(move, tree, is_leaf=is_like_anchor)

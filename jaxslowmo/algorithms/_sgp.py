@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
@@ -25,6 +26,7 @@ from ._base import (
     run_if,
     unless_idle,
 )
+from ._carry import Carried, Placement, carry_leaf, stacked
 from ._gossip import Arrival, Gossip, round_event, round_number
 from ._gossip_plan import GossipPlan, gossip_plan
 from ._packing import Packing
@@ -235,6 +237,31 @@ def sgp(
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
         )
 
+    def carry(state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
+        del params
+        if old.replicas == new.replicas:
+            return Carried(state)
+
+        def zeros(x: Any) -> Any:
+            return stacked(np.zeros(x.shape[1:], x.dtype), new)
+
+        fresh = SGPState(
+            count=carry_leaf(state.count, old, new),
+            exchanges=carry_leaf(state.exchanges, old, new),
+            weight=stacked(np.float32(1), new),
+            in_flight=jax.tree.map(zeros, state.in_flight),
+        )
+        return Carried(
+            fresh,
+            (
+                "Push-sum weights are 1 and nothing is in flight: both are part of the consensus. "
+                "The rotation of the graph goes on.",
+            ),
+        )
+
+    def shares(state: SGPState) -> list[tuple[Any, PyTree | None]]:
+        return [(state.weight, None), *((a.weight, a.mean) for a in state.in_flight)]
+
     rotation = () if known is None else (every(max(1, len(known.rounds))),)
     transform = ParameterTransform(
         init_fn,
@@ -245,6 +272,8 @@ def sgp(
         numerator=numerator,
         reset=reset,
         sized=sized,
+        carry=carry,
+        shares=shares,
     )
     return transform
 

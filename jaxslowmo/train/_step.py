@@ -35,6 +35,7 @@ class TrainStep:
       mesh: the mesh it runs on.
       axis_name: the replica axis.
       mode: `"traced"` or `"host"`.
+      sync: the parameter transform, sized for the mesh; None without one.
     """
 
     def __init__(self, parts: StepParts, mesh: AnyMesh, mode: Mode, donate: bool) -> None:
@@ -42,6 +43,7 @@ class TrainStep:
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self._donate = donate
         self.tx = parts.chain()
+        self.sync = parts.sync
         self._programs: dict[Any, Any] = {}
         self._counted: tuple[object, int] = (None, 0)
         self._in_flight = StepsInFlight()

@@ -29,12 +29,13 @@ FLOORS = {
     "sparse": 4,
     "statistics": 5,
     "train": 5,
-    API: 6,
-    "cli": 7,
-    "__main__": 8,
+    "checkpoint": 6,
+    API: 7,
+    "cli": 8,
+    "__main__": 9,
 }
 # These may need the `train` extra. All others import, at module level, only what the core installs.
-BEYOND_CORE = {"data", "models", "cli", "__main__"}
+BEYOND_CORE = {"data", "models", "checkpoint", "cli", "__main__"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
 # `torch_compat` stands beside the package; only its examples may need more than these.
 TORCH_FLOORS = {

@@ -1,0 +1,7 @@
+"""A run on disk: everything that it is, saved and restored, also on other replicas; needs orbax."""
+
+from ._checkpoints import Checkpoints as Checkpoints
+from ._checkpoints import Restored as Restored
+from ._consensus import export_consensus as export_consensus
+from ._consensus import load_consensus as load_consensus
+from ._errors import CheckpointError as CheckpointError

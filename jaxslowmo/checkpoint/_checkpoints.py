@@ -1,0 +1,289 @@
+"""Checkpoints of a run in a folder."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from .._typing import PyTree
+from ..train import TrainState, TrainStep
+from ._agree import first_failure, of_first_process
+from ._errors import CheckpointError, UnreadableError
+from ._files import ARRAYS, RECORD, complete_steps, first_line, processes, resolved
+from ._input import checked_json
+from ._quiet import quiet_orbax
+from ._record import as_stored, record_of
+from ._restore import Template, read_state
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gave back.
+
+    Attributes:
+      step: of the checkpoint.
+      state: to go on with.
+      extra: what was saved beside it.
+      is_exact: every value is as it was saved, so the run goes on as if nothing had happened.
+      notes: what was averaged, kept and made new, in sentences; () where nothing was.
+    """
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+    is_exact: bool
+    notes: tuple[str, ...]
+
+
+class Checkpoints:
+    """The checkpoints of one run: a folder on a file system that all processes share.
+
+        with Checkpoints("runs/one", keep=3) as checkpoints:
+            checkpoints.save(100, state, extra={"position": 100})
+
+    A checkpoint becomes visible when all of it is written: one that was interrupted is never
+    restored. All processes of a run call the same methods in the same order.
+
+    Args:
+      folder: path, or an address that orbax can write to (`gs://`); made at the first save.
+      keep: so many of the newest are kept, older ones are deleted.
+      asynchronous: `save` returns when the state is copied to the host, and files are written
+        meanwhile.
+
+    Raises:
+      ValueError: keep < 1.
+    """
+
+    def __init__(
+        self, folder: str | PathLike[str], keep: int = 3, asynchronous: bool = True
+    ) -> None:
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"Checkpoints: `keep` must be an int >= 1, got {keep!r}.")
+        quiet_orbax()
+        self._folder = resolved(folder)
+        self._keep, self._asynchronous = keep, asynchronous
+        self._manager: ocp.CheckpointManager | None = None
+        self._unreadable: set[int] = set()
+
+    def __enter__(self) -> "Checkpoints":
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait for what is being written, and close."""
+        self.close()
+
+    @property
+    def folder(self) -> str:
+        """Where the checkpoints are."""
+        return str(self._folder)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save everything that a run is; a checkpoint of the same step is replaced.
+
+        The state may be donated as soon as this returns. Waits for the save before.
+
+        Args:
+          step: updates so far.
+          state: the whole state.
+          extra: plain JSON to save with it: data position, configuration. Process 0's is kept.
+          wait: return when the checkpoint is complete.
+
+        Raises:
+          ValueError: step < 0, `extra` that is no JSON.
+          CheckpointError: it cannot be written, or the save before could not.
+
+        Communication: none between devices; barriers of the processes through the coordinator.
+        """
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
+        record = record_of(step, state, checked_json("Checkpoints.save", extra))
+        stored = _own_copies(as_stored(state))
+        keys = [leaf.key for leaf in record.leaves]
+        items = ocp.args.Composite(
+            **{
+                ARRAYS: ocp.args.PyTreeSave(dict(zip(keys, stored, strict=True))),
+                RECORD: ocp.args.JsonSave(record.to_json()),
+            }
+        )
+        try:
+            manager = self._opened()
+            manager.wait_until_finished()
+            for old in {*self._unreadable, step} & set(manager.all_steps()):
+                manager.delete(old)
+            self._unreadable.clear()
+            manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise self._not_written(step, error) from error
+        if wait:
+            self.wait()
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the complete checkpoints, ascending."""
+        return complete_steps(self._folder)
+
+    def wait(self) -> None:
+        """Wait until what was saved is complete.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._not_written(None, error) from error
+
+    def close(self) -> None:
+        """Wait, then free what writing needs; a later `save` opens it again.
+
+        Raises:
+          CheckpointError: what was saved could not be written.
+        """
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+        try:
+            manager.wait_until_finished()
+        except Exception as error:
+            raise self._not_written(None, error) from error
+        finally:
+            manager.close()
+
+    def restore(
+        self,
+        train_step: TrainStep,
+        params: PyTree,
+        *,
+        model_state: PyTree | None = None,
+        seed: int = 0,
+        step: int | None = None,
+        fallback: bool = False,
+    ) -> Restored:
+        """The state of a checkpoint, on the replicas of `train_step`.
+
+        On the same number of replicas, wherever they are, it is the saved one bit for bit. On
+        another number every replica starts from the consensus of the parameters (with push-sum
+        weights, and with what was in flight), the anchor and the state of the outer optimizer are
+        kept exactly, floats of the optimizers' states are averaged, counters go on, and PRNG keys
+        are made anew; each process then reads the whole checkpoint into its memory.
+
+        Args:
+          train_step: with the model, optimizer and transforms that the checkpoint was made with.
+          params: one copy, as for `train_step.init`; values do not matter.
+          model_state: one copy, as for `train_step.init`.
+          seed: of new PRNG keys, where the number of replicas is another; the step is folded in.
+          step: which one; None is the newest.
+          fallback: where the newest cannot be read, warn and take the one before.
+
+        Returns:
+          A `Restored`.
+
+        Raises:
+          CheckpointError: no such checkpoint; damaged files; another library's, or a newer format;
+            one of another model, optimizer or algorithm.
+          UserWarning: for each checkpoint that cannot be read, with `fallback`.
+
+        Communication: none between replicas; with several processes a few bytes through the host.
+        """
+        self.wait()
+        found = of_first_process(self.steps())
+        chosen = self._chosen(found, step, fallback)
+        template = Template(train_step, params, model_state, seed)
+        for i, candidate in enumerate(chosen):
+            try:
+                return Restored(candidate, *self._read(candidate, template))
+            except UnreadableError as error:
+                if i + 1 == len(chosen):
+                    raise
+                self._unreadable.add(candidate)
+                warnings.warn(
+                    f"{error} Using the checkpoint of step {chosen[i + 1]} instead.", stacklevel=2
+                )
+        raise AssertionError("there is a candidate, and the last one returns or raises")
+
+    def _read(self, step: int, template: Template) -> Any:
+        """What `read_state` gives; where it fails on one process, it fails on all."""
+        path = self._folder / str(step)
+        error: Exception | None = None
+        found = None
+        try:
+            found = read_state(path, template)
+        except Exception as own:  # the others must hear of it, whatever it is
+            error = own
+        agreed = first_failure(
+            0 if error is None else 2 if isinstance(error, UnreadableError) else 1
+        )
+        if not agreed:
+            return found
+        if error is not None and (agreed == 1) != isinstance(error, UnreadableError):
+            raise error
+        text = "it could not be read on another process." if error is None else str(error)
+        raise (CheckpointError if agreed == 1 else UnreadableError)(f"{path}: {text}") from error
+
+    def _chosen(self, found: list[int], step: int | None, fallback: bool) -> list[int]:
+        """Which checkpoints to try, in order."""
+        if not found:
+            raise CheckpointError(
+                f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
+                "one, or start anew."
+            )
+        if step is None:
+            return found[::-1] if fallback else found[-1:]
+        if step not in found:
+            raise CheckpointError(
+                f"{self.folder} has no checkpoint of step {step}: it has those of steps "
+                f"{', '.join(map(str, found))}."
+            )
+        return found[found.index(step) :: -1] if fallback else [step]
+
+    def _opened(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=self._keep,
+                    create=False,
+                    cleanup_tmp_directories=True,
+                    enable_async_checkpointing=self._asynchronous,
+                    multiprocessing_options=processes(),
+                ),
+            )
+        return self._manager
+
+    def _not_written(self, step: int | None, error: Exception) -> CheckpointError:
+        which = "the last checkpoint" if step is None else f"the checkpoint of step {step}"
+        return CheckpointError(
+            f"{self.folder}: {which} could not be written ({type(error).__name__}: "
+            f"{first_line(error)}); "
+            "those before it are as they were. Is there space, and may this user write there?"
+        )
+
+
+_copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])
+
+
+def _own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Arrays that nobody donates: on CPU the host's view of an array is the array itself."""
+    if next(iter(arrays[0].devices())).platform != "cpu":
+        return arrays
+    return _copy(arrays)

@@ -1,0 +1,134 @@
+"""The consensus model alone, on disk: to evaluate, fine-tune or ship."""
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from .._typing import AxisName, PyTree
+from ..mesh import AnyMesh, consensus
+from ..tree import leaf_names
+from ._errors import CheckpointError
+from ._files import ARRAYS, RECORD, first_line, processes, resolved
+from ._input import checked_json
+from ._quiet import quiet_orbax
+
+_FORMAT = 1
+_MARK = "jaxslowmo_consensus"
+
+
+def export_consensus(
+    folder: str | PathLike[str],
+    params: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the mean of the replicas' parameters as one model.
+
+    The folder appears when all of it is written. It holds an orbax PyTree checkpoint, `state`, that
+    other programs can read without this library. All processes call it.
+
+    Args:
+      folder: a new path; one that holds an earlier export is replaced.
+      params: stacked tree, leaves `(replicas, *s)`: `state.params`.
+      mesh: mesh with `axis_name`, or a `VirtualMesh`.
+      axis_name: the replica axis, or several.
+      extra: plain JSON to save with it.
+
+    Raises:
+      ValueError: as `js.consensus`, and `extra` that is no JSON.
+      CheckpointError: the folder holds something else, or cannot be written.
+
+    Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`.
+    """
+    quiet_orbax()
+    path, beside = resolved(folder), checked_json("export_consensus", extra)
+    mean = consensus(params, mesh=mesh, axis_name=axis_name)
+    if path.exists():
+        _record(path)  # refuses to replace what is no export
+    record = {_MARK: _FORMAT, "leaves": _leaves(mean), "extra": beside}
+    items = {ARRAYS: ocp.args.PyTreeSave(mean), RECORD: ocp.args.JsonSave(record)}
+    try:
+        with ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(), multiprocessing_options=processes()
+        ) as checkpointer:
+            checkpointer.save(path, args=ocp.args.Composite(**items), force=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} could not be written ({type(error).__name__}: {first_line(error)}). Is there "
+            "space, and may this user write there?"
+        ) from error
+
+
+def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> PyTree:
+    """The parameters that `export_consensus` wrote.
+
+    Args:
+      folder: of the export.
+      like: a tree of arrays or structs of the same names, shapes and dtypes, whose structure the
+        result takes; None gives nested dicts and lists.
+
+    Returns:
+      NumPy arrays of one model, as `step.init` takes them.
+
+    Raises:
+      CheckpointError: no export there, damaged files, or another model than `like`.
+
+    Communication: none; each process reads all.
+    """
+    quiet_orbax()
+    path = resolved(folder)
+    record = _record(path)
+    try:
+        handler = ocp.PyTreeCheckpointHandler()
+        if like is None:
+            item = handler.metadata(path / ARRAYS).tree
+        else:
+            item = like
+            saved = [(name, tuple(shape), dtype) for name, shape, dtype in record["leaves"]]
+            wanted = [(name, tuple(shape), dtype) for name, shape, dtype in _leaves(like)]
+            if saved != wanted:
+                differ = [f"{a} and not {b}" for a, b in zip(saved, wanted, strict=False) if a != b]
+                differ += [f"{len(saved)} leaves and not {len(wanted)}"]
+                raise CheckpointError(
+                    f"{path} is of another model than `like`: it has {'; '.join(differ[:3])}."
+                )
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        return handler.restore(
+            path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=args)
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged: {first_line(error)}. Export the model again."
+        ) from error
+
+
+def _leaves(tree: PyTree) -> list[list[Any]]:
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    return [[name, list(np.shape(x)), jax.typeof(x).dtype.name] for name, x in leaves]
+
+
+def _record(path: Any) -> dict[str, Any]:
+    file = path / RECORD / "metadata"
+    try:
+        value = json.loads(file.read_text()) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {file} is no JSON ({error}).") from error
+    if not isinstance(value, dict) or value.get(_MARK) is None:
+        raise CheckpointError(
+            f"{path} is no model that export_consensus wrote: give the folder of one."
+        )
+    if value[_MARK] != _FORMAT:
+        raise CheckpointError(
+            f"{path} has format {value[_MARK]}, and this version of jaxslowmo reads format "
+            f"{_FORMAT}: install a newer one."
+        )
+    return value

@@ -1,0 +1,154 @@
+"""What stands beside the arrays of a checkpoint: all that is needed to read them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from .._typing import PyTree
+from ..algorithms import Placement
+from ..mesh import model_axes
+from ..train import TrainState
+from ..tree import leaf_names
+from ._errors import CheckpointError, UnreadableError
+
+FORMAT = 1
+_MARK = "jaxslowmo_checkpoint"
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """One array of a checkpoint.
+
+    Attributes:
+      key: under which it is stored.
+      name: of the leaf in the state, such as `"params/w"`.
+      shape: stacked, `(replicas, *s)`.
+      dtype: its name.
+      key_impl: implementation of PRNG keys, which are stored as their data; "" for other arrays.
+    """
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str = ""
+
+    def text(self) -> str:
+        """Dtype and shape of one replica, for messages."""
+        kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
+        return f"{kind}[{','.join(map(str, self.shape[1:]))}]"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a checkpoint beside its arrays.
+
+    Attributes:
+      step: updates so far.
+      replicas: their number.
+      axis_sizes: of the mesh; None for one without devices, which leaves no trace in the arrays.
+      automatic: axes over which parameters are sharded inside a replica.
+      leaves: in flattening order.
+      extra: the caller's.
+    """
+
+    step: int
+    replicas: int
+    axis_sizes: Mapping[str, int] | None
+    automatic: tuple[str, ...]
+    leaves: tuple[LeafRecord, ...]
+    extra: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {
+            _MARK: FORMAT,
+            "step": self.step,
+            "replicas": self.replicas,
+            "axes": None if self.axis_sizes is None else [list(a) for a in self.axis_sizes.items()],
+            "automatic": list(self.automatic),
+            "leaves": [
+                [leaf.key, leaf.name, list(leaf.shape), leaf.dtype, leaf.key_impl]
+                for leaf in self.leaves
+            ],
+            "extra": self.extra,
+            "versions": {p: version(p) for p in ("jaxslowmo", "jax", "orbax-checkpoint")},
+        }
+
+    def placement(self, like: Placement) -> Placement:
+        """Where the arrays come from; what is not known is as in `like`."""
+        sizes = like.axis_sizes if self.axis_sizes is None else self.axis_sizes
+        return Placement(self.replicas, sizes, frozenset(self.automatic))
+
+
+def from_json(value: Any, where: object) -> Record:
+    """The record in a stored value.
+
+    Raises:
+      CheckpointError: a newer format, or something else than a record.
+    """
+    if not isinstance(value, dict) or _MARK not in value:
+        raise UnreadableError(
+            f"{where} was not written by jaxslowmo.checkpoint: give the folder of a run of "
+            "jaxslowmo, or read it with the library that wrote it."
+        )
+    if value[_MARK] != FORMAT:
+        raise CheckpointError(
+            f"{where} has format {value[_MARK]} (versions {value.get('versions')}), and this "
+            f"version of jaxslowmo reads format {FORMAT}: install a newer one."
+        )
+    try:
+        axes = value["axes"]
+        return Record(
+            step=value["step"],
+            replicas=value["replicas"],
+            axis_sizes=None if axes is None else dict(axes),
+            automatic=tuple(value["automatic"]),
+            leaves=tuple(
+                LeafRecord(key, name, tuple(shape), dtype, impl)
+                for key, name, shape, dtype, impl in value["leaves"]
+            ),
+            extra=value["extra"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
+
+
+def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
+    """The record of a state, which may be abstract."""
+    sharding = getattr(state.step, "sharding", None)
+    axis_sizes, automatic = None, frozenset()
+    if isinstance(sharding, NamedSharding):
+        axis_sizes = dict(sharding.mesh.shape)
+        entry = sharding.spec[0] if sharding.spec else None
+        over = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        automatic = model_axes(state.params, sharding.mesh, over)  # pyright: ignore
+    names = leaf_names(state)
+    leaves = tuple(
+        _leaf_record(i, name, leaf)
+        for i, (name, leaf) in enumerate(zip(names, jax.tree.leaves(state), strict=True))
+    )
+    return Record(step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), leaves, extra)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether these are typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
+    key = f"{index:04d}-{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}"[:120]
+    impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else ""
+    dtype = "uint32" if impl else jnp.dtype(leaf.dtype).name
+    return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
+
+
+def as_stored(tree: PyTree) -> list[jax.Array]:
+    """The leaves of a state as they are stored: PRNG keys as their data."""
+    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]

@@ -1,0 +1,113 @@
+"""A state on another number of replicas: from their consensus; on the host."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._typing import PyTree
+from ..algorithms import ParameterTransform, Placement, carry_leaf, stacked
+from ..train import TrainState
+
+
+def resized(
+    state: TrainState,
+    structs: TrainState,
+    sync: ParameterTransform | None,
+    step: int,
+    seed: int,
+    old: Placement,
+    new: Placement,
+) -> tuple[TrainState, tuple[str, ...]]:
+    """The state of `old` on `new`.
+
+    Args:
+      state: NumPy arrays, stacked as they were saved, PRNG keys as their data.
+      structs: a fresh state on `new`; only its structure and types matter.
+      sync: the parameter transform of the new run.
+      step: updates so far.
+      seed: of new keys.
+      old: where the state comes from.
+      new: where it goes.
+
+    Returns:
+      The state, NumPy arrays stacked for `new`, and what was done, in sentences. With the same
+      number of replicas only the layout of sharded state changes, and there is nothing to say.
+
+    Raises:
+      ValueError: sharded state that does not fit the parameters.
+    """
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs.params)
+    *rest, sync_state = state.opt_state
+    notes: tuple[str, ...] = ()
+    if sync is not None:
+        carried, notes = sync.carry(sync_state, params, old, new)
+    else:
+        carried = sync_state
+
+    def move(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: carry_leaf(x, old, new), tree)
+
+    if old.replicas == new.replicas:
+        return state._replace(opt_state=(*rest, carried)), ()
+    shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
+    moved = TrainState(
+        step=move(state.step),
+        params=_consensus(state.params, shares, old, new),
+        opt_state=(*move(tuple(rest)), carried),
+        model_state=move(state.model_state),
+        rng=_keys(step, seed, new),
+    )
+    return moved, (*_notes(state, shares, old, new), *notes)
+
+
+def _consensus(
+    params: PyTree, shares: list[tuple[Any, PyTree | None]], old: Placement, new: Placement
+) -> PyTree:
+    """The weighted mean of parameters and what is in flight, for every replica."""
+    weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
+    total = sum(float(w.sum()) for w in weights)
+
+    def mean(own: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        if len(shares) == 1 and np.all(own == own[:1]):
+            return stacked(own[0], new)  # replicas that agree keep their value
+        terms = zip(weights, (own, *others), strict=True)
+        whole = sum(np.tensordot(w, x.astype(np.float64), axes=1) for w, x in terms)
+        return stacked(np.asarray(whole / total).astype(own.dtype), new)
+
+    return jax.tree.map(mean, params, *(values for _, values in shares[1:]))
+
+
+def _keys(step: int, seed: int, new: Placement) -> Any:
+    """Data of a fresh key per replica, unlike those of the start of any run."""
+    key = jax.random.key(seed)
+
+    def of_replica(replica: jax.Array) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, replica), step))
+
+    return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
+
+
+def _notes(
+    state: TrainState, shares: list[tuple[Any, PyTree | None]], old: Placement, new: Placement
+) -> tuple[str, ...]:
+    weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
+    flight = ", what was in flight included" if len(shares) > 1 else ""
+    notes = [
+        f"{new.replicas} replicas start from the consensus of {old.replicas}: the mean of their "
+        f"parameters{weighted}{flight}.",
+        "Counters go on, and with them the phase of the period.",
+    ]
+    floats = [
+        x
+        for x in jax.tree.leaves((state.opt_state[:-1], state.model_state))
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.size
+    ]
+    if floats:
+        notes.append(
+            "Floating-point state of the gradient transform (error feedback), the optimizer and "
+            "the model was averaged over replicas; integers are replica 0's."
+        )
+    notes.append("PRNG keys were made anew from the seed and the step.")
+    return tuple(notes)

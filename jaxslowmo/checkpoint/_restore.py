@@ -1,0 +1,157 @@
+"""A stored state on the replicas of a training step."""
+
+from typing import Any
+
+import jax
+from etils import epath
+
+from .._typing import PyTree
+from ..algorithms import OuterState, Placement, SGPState
+from ..mesh import model_axes
+from ..train import TrainState, TrainStep
+from ._errors import CheckpointError
+from ._files import read_arrays, read_record
+from ._record import Record, as_stored, record_of
+from ._resize import resized
+
+NUM_LISTED = 5  # differences in a message
+Found = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
+"""State, extra, whether it is exact, notes."""
+
+
+class Template:
+    """What a fresh state of a training step looks like.
+
+    Attributes:
+      train_step: whose state it is.
+      seed: of PRNG keys that are made anew.
+      structs: the whole state: shapes, dtypes and shardings.
+      stored: its leaves as they are stored, likewise.
+      record: its record.
+      placement: the mesh.
+    """
+
+    def __init__(
+        self, train_step: TrainStep, params: PyTree, model_state: PyTree | None, seed: int
+    ) -> None:
+        self.train_step, self.seed = train_step, seed
+        fresh = train_step.init(params, model_state=model_state, seed=seed)
+        self.record = record_of(0, fresh, {})
+        self.structs: TrainState = jax.tree.map(_struct, fresh)
+        self.stored = [_struct(x) for x in as_stored(fresh)]
+        self.placement = Placement(
+            self.record.replicas,
+            dict(train_step.mesh.shape),
+            model_axes(fresh.params, train_step.mesh, train_step.axis_name),
+        )
+        for array in jax.tree.leaves(fresh):  # copies, whose memory the restored state needs
+            array.delete()
+
+    def state(self, stored: list[jax.Array]) -> TrainState:
+        """The state whose leaves, as they are stored, these are."""
+        return jax.tree.structure(self.structs).unflatten(
+            [
+                jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
+                for x, leaf in zip(stored, self.record.leaves, strict=True)
+            ]
+        )
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def read_state(path: epath.Path, template: Template) -> Found:
+    """The state of a checkpoint; see `Checkpoints.restore`.
+
+    Raises:
+      CheckpointError: see there.
+
+    Communication: none.
+    """
+    record = read_record(path)
+    old, new = record.placement(template.placement), template.placement
+    if old.replicas == new.replicas and _same_inside(old, new):
+        _check_leaves(path, record, template.record, skip=())
+        arrays = read_arrays(path, record.leaves, template.stored)
+        return template.state(arrays), record.extra, True, ()
+    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
+    _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
+    if _holds_sync(template.structs.opt_state[:2]):
+        raise CheckpointError(
+            f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
+            "or `gradients` of the training step hold a parameter transform: to move its state, "
+            "pass it as `sync` of js.make_train_step, in both runs."
+        )
+    host = read_arrays(path, record.leaves, None)
+    state = jax.tree.structure(template.structs).unflatten(host)
+    try:
+        moved, notes = resized(
+            state, template.structs, template.train_step.sync, record.step, template.seed, old, new
+        )
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is from {_mesh_text(old)} and does not fit: {error}. Was it made with the "
+            "same `sync`, `bucket_bytes` and `local_axis_name` included?"
+        ) from error
+    arrays = [_placed(x, s) for x, s in zip(jax.tree.leaves(moved), template.stored, strict=True)]
+    return template.state(arrays), record.extra, old.replicas == new.replicas, notes
+
+
+def _same_inside(old: Placement, new: Placement) -> bool:
+    """Whether sharded state lies alike on both; a mesh without devices records no axes."""
+
+    def sizes(at: Placement) -> dict[str, int]:
+        return {name: size for name, size in at.axis_sizes.items() if size > 1}
+
+    return sizes(old) == sizes(new) and old.automatic == new.automatic
+
+
+def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    if x.shape != like.shape or x.dtype != like.dtype:
+        raise CheckpointError(
+            f"a leaf became {x.dtype}{list(x.shape)} instead of {like.dtype}{list(like.shape)}: "
+            "was the checkpoint made with the same transforms?"
+        )
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
+
+
+def _check_leaves(path: epath.Path, saved: Record, wanted: Record, skip: tuple[str, ...]) -> None:
+    """Both have the same leaves; of those whose names begin with one of `skip` only the names."""
+
+    def texts(record: Record) -> dict[str, str]:
+        return {
+            leaf.name: "" if leaf.name.startswith(skip) else leaf.text() for leaf in record.leaves
+        }
+
+    before, now = texts(saved), texts(wanted)
+    found = [
+        f"{name} is {before.get(name, 'missing') or 'there'} in the checkpoint and "
+        f"{now.get(name, 'missing') or 'there'} in this run"
+        for name in dict.fromkeys([*now, *before])
+        if before.get(name) != now.get(name)
+    ]
+    if not found and [x.name for x in saved.leaves] != [x.name for x in wanted.leaves]:
+        found = ["the same leaves in another order"]
+    if found:
+        more = f"; and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
+        raise CheckpointError(
+            f"{path} is of another model, optimizer or algorithm: "
+            f"{'; '.join(found[:NUM_LISTED])}{more}. Restore it with those that it was made with."
+        )
+
+
+def _names_of_sync(structs: TrainState) -> tuple[str, ...]:
+    """Of the parameter transform's state in a `TrainState`."""
+    return (f"opt_state/{len(structs.opt_state) - 1}/",)
+
+
+def _holds_sync(state: PyTree) -> bool:
+    kinds = (OuterState, SGPState)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) for x in leaves)
+
+
+def _mesh_text(at: Placement) -> str:
+    axes = ", ".join(f"{name}: {size}" for name, size in at.axis_sizes.items())
+    return f"{at.replicas} replicas ({axes})"
