@@ -12,6 +12,7 @@ from jax import lax
 from .._typing import AxisName
 from ..mesh import axis_names, axis_size
 from ._local import gather_slices, own_slice
+from ._ring import prefers_ring, ring_scatter_sum
 from ._shard_layout import ShardLayout
 
 
@@ -37,6 +38,9 @@ def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
         stage = shards.reshape(size, -1, *shards.shape[1:])
         if size == 1:
             shards = stage[0]
+            continue
+        if prefers_ring(name):
+            shards = ring_scatter_sum(stage, name)
             continue
         # Lanes stay whole and rows together: how the TPU compiler keeps a true reduce-scatter.
         rows = stage.reshape(size, -1, shards.shape[-1])
@@ -74,7 +78,8 @@ def mean_to_shards(
 
     Communication: one reduce-scatter of the padded buffer over `axis_name` (of the rest over each
     further axis); with L local devices each takes 1/L of it, and one all-gather of a shard over
-    `local_axis_name` follows. None where the axis has size 1.
+    `local_axis_name` follows. None where the axis has size 1. Between processes on CPU, R - 1
+    collective-permutes of a shard take the place of a reduce-scatter, with the same bytes.
     """
     count = axis_size(axis_name)
     shards = _in_shards(flat, layout, count)

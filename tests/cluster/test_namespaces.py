@@ -74,7 +74,8 @@ def test_nothing_is_left_after_an_error(error):
             assert of_this_process() > before
             raise error
 
-    pytest.raises(error, work)
+    with pytest.raises(error):
+        work()
     assert left[0].wait(timeout=10) == -signal.SIGKILL
     assert of_this_process() == before
 
