@@ -1,5 +1,7 @@
 """The commands: parse, validate, and call what does the work."""
 
+import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,10 +11,14 @@ import typer
 
 import jaxslowmo
 
+from ._cluster_config import CheckpointConfig, ClusterConfig
 from ._config import PRESET_DEFAULTS, CompareConfig, train_config
 from ._errors import CommandError, usage_errors
 from ._inspect import inspect_app
+from ._launch import launch
+from ._launchers import is_one_of_several
 from ._options import with_config_options
+from ._supervise import end_with_parent, is_child, supervise
 from ._tune import tune_app
 
 Out = Annotated[
@@ -54,6 +60,10 @@ def _train(*, out: Out = None, **given: Any) -> None:
     """Trains a byte-level language model with one algorithm."""
     with usage_errors():
         config = train_config(given)
+    if is_one_of_several(config.cluster) and not is_child():
+        raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
+    if is_child():
+        end_with_parent()
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train
 
@@ -85,6 +95,20 @@ def _compare(
     raise typer.Exit(compare(config, out))
 
 
+def _launch(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option(help="Processes to start on this machine.")],
+    restarts: Annotated[
+        int, typer.Option(help="How often to start all again after one was lost.", min=0)
+    ] = 0,
+    heartbeat_timeout: Annotated[
+        int, typer.Option(help="Seconds after which a silent process is given up.", min=2)
+    ] = 10,
+) -> None:
+    """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
+    raise typer.Exit(launch(processes, restarts, heartbeat_timeout, context.args))
+
+
 def _integers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
@@ -97,7 +121,18 @@ def _register(name: str, command: Callable[..., None], leave_out: tuple[str, ...
 
 
 _register("train", _train)
-_register("compare", _compare, leave_out=("algorithm", "seed", "statistics", "statistics_rate"))
+_ONLY_TRAIN = [
+    field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)
+]
+_register(
+    "compare",
+    _compare,
+    leave_out=("algorithm", "seed", "statistics", "statistics_rate", *_ONLY_TRAIN),
+)
+app.command(
+    "launch",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(_launch)
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")
 

@@ -11,8 +11,9 @@ from ._errors import usage_errors
 from ._figure import draw_comparison
 from ._output import make_folder, write_json
 from ._progress import Reporter
-from ._run import Job, RunResult, Text, load_text
+from ._run import Job, RunResult
 from ._tables import compare_rows, compare_table
+from ._text import Text, load_text
 from ._train import EXIT_CODES
 from ._units import format_count
 
@@ -45,11 +46,11 @@ def compare(config: CompareConfig, out: Path | None) -> int:
     for name in config.algorithms:
         # Popped: its programs are freed before the next one compiles.
         runs += _run_seeds(jobs.pop(name), name, config.seeds, folder, console)
-        if runs[-1].status == "interrupted":
+        if runs[-1].was_stopped:
             break
     _write_results(config, placement, text, size, runs, folder, console)
     statuses = {run.status for run in runs}
-    worst = next((s for s in ("interrupted", "diverged") if s in statuses), "finished")
+    worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
 
 
@@ -63,7 +64,7 @@ def _run_seeds(
             # Some file systems have no colons in names.
             out = folder / f"{name.replace(':', '-')}-seed{seed}"
             runs.append(job.run(seed, out, reporter))
-        if runs[-1].status == "interrupted":
+        if runs[-1].was_stopped:
             break
     return runs
 

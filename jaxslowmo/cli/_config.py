@@ -6,6 +6,8 @@ from typing import Any, get_type_hints
 
 from jaxslowmo.topology import GRAPHS
 
+from ._cluster_config import CheckpointConfig, ClusterConfig
+from ._fields import Checked, option
 from ._mixing import parse_mixing
 
 ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
@@ -16,42 +18,11 @@ MODES = ("traced", "host")
 DTYPES = ("float32", "bfloat16")
 
 
-def _field(
-    default: Any,
-    help: str,
-    *,
-    panel: str,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A field with what an option needs to know; `below` is an exclusive upper bound."""
-    metadata = {"help": help, "panel": panel, "choices": choices, "least": least, "below": below}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Checked:
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, rule = getattr(self, field.name), field.metadata
-            if not rule or value is None:
-                continue
-            name = f"--{field.name.replace('_', '-')}"
-            if rule["choices"] and value not in rule["choices"]:
-                raise ValueError(f"{name} must be one of {', '.join(rule['choices'])}, got {value}")
-            # Written so that NaN fails, too.
-            if rule["least"] is not None and not value >= rule["least"]:
-                raise ValueError(f"{name} must be >= {rule['least']}, got {value}")
-            if rule["below"] is not None and not value < rule["below"]:
-                raise ValueError(f"{name} must be < {rule['below']}, got {value}")
-
-
-@dataclasses.dataclass(frozen=True)
-class AlgorithmConfig(_Checked):
+class AlgorithmConfig(Checked):
     """What the replicas exchange, and when. Fields that `algorithm` does not use are ignored."""
 
-    algorithm: str = _field(
+    algorithm: str = option(
         "slowmo",
         "What replicas exchange: gradients every step (all_reduce), parameters with a few peers "
         "every step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over "
@@ -59,23 +30,23 @@ class AlgorithmConfig(_Checked):
         panel="Algorithm",
         choices=ALGORITHMS,
     )
-    sync_every: int = _field(
+    sync_every: int = option(
         12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1
     )
-    slow_every: int = _field(
+    slow_every: int = option(
         48, "Steps between slow (outer) steps of slowmo and diloco.", panel="Algorithm", least=1
     )
-    graph: str = _field(
+    graph: str = option(
         "npeer_directed_exponential",
         "Who sends to whom in sgp; see jaxslowmo inspect graph.",
         panel="Algorithm",
         choices=tuple(GRAPHS),
     )
-    peers_per_step: int | None = _field(
+    peers_per_step: int | None = option(
         None, "Peers that a replica sends to in a step of sgp (default: the graph's).",
         panel="Algorithm", least=1,
     )  # fmt: skip
-    overlap: int = _field(
+    overlap: int = option(
         0,
         "sgp: 0 sends the new parameters; 1 those of before the step, beside the computation of "
         "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
@@ -83,31 +54,31 @@ class AlgorithmConfig(_Checked):
         panel="Algorithm",
         least=0,
     )
-    mixing: str = _field(
+    mixing: str = option(
         "uniform",
         "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
         panel="Algorithm",
     )
-    slow_momentum: float = _field(
+    slow_momentum: float = option(
         0.5, "Momentum of slowmo's slow step.", panel="Algorithm", least=0, below=1
     )
-    slow_learning_rate: float = _field(
+    slow_learning_rate: float = option(
         1.0, "Step size of slowmo's slow step.", panel="Algorithm", least=0
     )
-    nesterov: bool = _field(False, "Nesterov form of slowmo's slow step.", panel="Algorithm")
-    shard_state: bool = _field(
+    nesterov: bool = option(False, "Nesterov form of slowmo's slow step.", panel="Algorithm")
+    shard_state: bool = option(
         True, "Spread slow state over the replicas (slowmo, diloco).", panel="Algorithm"
     )
-    exact_average: bool = _field(
+    exact_average: bool = option(
         True,
         "Average in slowmo's slow step; without, it takes what its base left (and implies "
         "--no-shard-state).",
         panel="Algorithm",
     )
-    outer_learning_rate: float = _field(
+    outer_learning_rate: float = option(
         0.7, "Learning rate of diloco's outer optimizer (SGD).", panel="Algorithm", least=0
     )
-    outer_momentum: float = _field(
+    outer_momentum: float = option(
         0.9, "Nesterov momentum of diloco's outer optimizer.", panel="Algorithm", least=0, below=1
     )
 
@@ -117,74 +88,74 @@ class AlgorithmConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig(_Checked):
+class OptimizerConfig(Checked):
     """The optimizer inside each replica and the schedule that it shares with slowmo."""
 
-    optimizer: str = _field(
+    optimizer: str = option(
         "adamw", "Optimizer inside each replica.", panel="Optimizer", choices=OPTIMIZERS
     )
-    learning_rate: float = _field(1e-3, "Peak learning rate.", panel="Optimizer", least=0)
-    warmup: int = _field(30, "Steps of linear warm-up from 0.", panel="Optimizer", least=0)
-    schedule: str = _field(
+    learning_rate: float = option(1e-3, "Peak learning rate.", panel="Optimizer", least=0)
+    warmup: int = option(30, "Steps of linear warm-up from 0.", panel="Optimizer", least=0)
+    schedule: str = option(
         "cosine",
         "After the warm-up: down to a tenth of the peak at the last step (cosine), or the peak.",
         panel="Optimizer",
         choices=SCHEDULES,
     )
-    weight_decay: float = _field(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
-    clip: float = _field(
+    weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
+    clip: float = option(
         1.0, "Largest norm of a gradient, as the optimizer gets it; 0: any.", panel="Optimizer",
         least=0,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(_Checked):
+class TrainConfig(Checked):
     """One training run."""
 
-    preset: str = _field("1m", "Size of the model, and defaults that suit it.", panel="Model")
-    dtype: str = _field(
+    preset: str = option("1m", "Size of the model, and defaults that suit it.", panel="Model")
+    dtype: str = option(
         "float32",
         "Dtype of activations and products; parameters are float32.",
         panel="Model",
         choices=DTYPES,
     )
-    steps: int = _field(300, "Optimizer steps.", panel="Training", least=1)
-    batch: int = _field(8, "Windows per replica and step.", panel="Training", least=1)
-    accumulate: int = _field(1, "Microbatches per step.", panel="Training", least=1)
-    seed: int = _field(0, "Of the parameters and the batches.", panel="Training", least=0)
-    data: str | None = _field(
+    steps: int = option(300, "Optimizer steps.", panel="Training", least=1)
+    batch: int = option(8, "Windows per replica and step.", panel="Training", least=1)
+    accumulate: int = option(1, "Microbatches per step.", panel="Training", least=1)
+    seed: int = option(0, "Of the parameters and the batches.", panel="Training", least=0)
+    data: str | None = option(
         None,
         "A text file or a folder of them (default: the standard library's source).",
         panel="Training",
     )
-    eval_every: int = _field(
+    eval_every: int = option(
         50, "Steps between evaluations of the consensus model.", panel="Training", least=1
     )
-    eval_batches: int = _field(
+    eval_batches: int = option(
         8, "Batches (about 8 kB each) of an evaluation.", panel="Training", least=1
     )
-    log_every: int = _field(10, "Steps between lines of metrics.", panel="Training", least=1)
-    statistics: bool = _field(
+    log_every: int = option(10, "Steps between lines of metrics.", panel="Training", least=1)
+    statistics: bool = option(
         False,
         "Measure what steps spend their time on: a table, and statistics.json beside the metrics.",
         panel="Training",
     )
-    statistics_rate: int = _field(
+    statistics_rate: int = option(
         100, "Of --statistics: after the first ten, measure every so many steps.",
         panel="Training", least=1,
     )  # fmt: skip
-    replicas: int = _field(4, "Data-parallel replicas.", panel="Devices", least=1)
-    devices_per_replica: int = _field(
+    replicas: int = option(4, "Data-parallel replicas.", panel="Devices", least=1)
+    devices_per_replica: int = option(
         1, "Devices that share a replica's batch (two levels).", panel="Devices", least=1
     )
-    execution: str = _field(
+    execution: str = option(
         "auto",
         "A device per replica, virtual replicas on one device, or whichever the machine allows.",
         panel="Devices",
         choices=EXECUTIONS,
     )
-    mode: str = _field(
+    mode: str = option(
         "traced",
         "One program for all steps, or one per kind of step chosen on the host.",
         panel="Devices",
@@ -192,6 +163,8 @@ class TrainConfig(_Checked):
     )
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,10 +267,18 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+PARTS: dict[str, type[Checked]] = {
+    "algorithm": AlgorithmConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "cluster": ClusterConfig,
+}
+
+
 def flat_fields() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
     """Type and field of every option of a `TrainConfig`, those of its parts included."""
     found = {}
-    for cls in (TrainConfig, AlgorithmConfig, OptimizerConfig):
+    for cls in (TrainConfig, *PARTS.values()):
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.metadata:
@@ -328,8 +309,5 @@ def train_config(given: dict[str, Any]) -> TrainConfig:
         names = {field.name for field in dataclasses.fields(cls) if field.metadata}
         return {name: value for name, value in values.items() if name in names}
 
-    return TrainConfig(
-        **of(TrainConfig),
-        algorithm=AlgorithmConfig(**of(AlgorithmConfig)),
-        optimizer=OptimizerConfig(**of(OptimizerConfig)),
-    )
+    parts: dict[str, Any] = {name: cls(**of(cls)) for name, cls in PARTS.items()}
+    return TrainConfig(**of(TrainConfig), **parts)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 
 import jaxslowmo as js
 
+from ._cluster import ALONE, Cluster
 from ._config import TrainConfig
 from ._errors import CommandError
 
@@ -37,26 +39,36 @@ class Placement:
     is_cpu: bool
 
 
-def choose_mesh(config: TrainConfig) -> Placement:
+def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     """Devices for the replicas: call it before anything else touches a device.
 
     "devices" is one device per replica (times `devices_per_replica`), on CPU as many as are
     needed; "virtual" is all replicas on one device; "auto" is devices where there are enough of
-    them, else virtual.
+    them, else virtual. With several processes each has as many replicas, in order of processes.
 
     Raises:
-        CommandError: if there are fewer devices than "devices" needs.
+        CommandError: if there are fewer devices than "devices" needs, or the replicas cannot be
+            divided evenly among the processes.
     """
+    if config.replicas % cluster.count:
+        raise CommandError(
+            f"--replicas must be a multiple of the number of processes, {cluster.count}, got "
+            f"{config.replicas}"
+        )
+    if cluster.count > 1 and config.execution == "virtual":
+        raise CommandError("--execution virtual is for one process, and devices for several")
     axes = {"replica": config.replicas}
     if config.devices_per_replica > 1:
         axes["device"] = config.devices_per_replica
     needed = config.replicas * config.devices_per_replica
-    if config.execution != "virtual" and needed <= MAX_CPU_DEVICES:
-        _ask_for_cpu_devices(needed)
+    ask_for_devices(config, cluster.count)
     devices = jax.devices()
     is_cpu = devices[0].platform == "cpu"
     kind = "CPU device" if is_cpu else devices[0].device_kind
-    if config.execution == "virtual" or (config.execution == "auto" and len(devices) < needed):
+    is_short = len(devices) < needed
+    if config.execution == "virtual" or (
+        config.execution == "auto" and is_short and cluster.count == 1
+    ):
         each = "" if len(axes) == 1 else f" of {config.devices_per_replica} virtual devices"
         return Placement(
             mesh=js.virtual_mesh(axes),
@@ -64,19 +76,50 @@ def choose_mesh(config: TrainConfig) -> Placement:
             is_virtual=True,
             is_cpu=is_cpu,
         )
-    if len(devices) < needed:
+    if is_short:
         raise CommandError(
             f"--replicas {config.replicas} with --devices-per-replica "
             f"{config.devices_per_replica} need {needed} devices, found {len(devices)} ({kind}): "
             "use fewer, or --execution virtual"
         )
     each = "" if len(axes) == 1 else f" of {config.devices_per_replica} devices"
+    if cluster.count > 1:
+        devices = _even_share(devices, needed // cluster.count)
+    hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
     return Placement(
-        mesh=js.make_mesh(axes, devices=devices),
-        description=f"{config.replicas} replicas{each} on {needed} of {len(devices)} {kind}s",
+        mesh=js.make_mesh(axes, devices=devices[:needed]),
+        description=(
+            f"{config.replicas} replicas{each} on {needed} of {len(jax.devices())} {kind}s{hosts}"
+        ),
         is_virtual=False,
         is_cpu=is_cpu,
     )
+
+
+def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
+    """As many CPU devices as a process needs, if that is where they will be.
+
+    Before processes are joined, too, which fixes the devices; where only the launcher knows the
+    number of processes, None, one for each.
+    """
+    needed = config.replicas * config.devices_per_replica
+    if config.execution == "virtual" or needed > MAX_CPU_DEVICES:
+        return
+    _ask_for_cpu_devices(1 if num_processes is None else max(1, needed // num_processes))
+
+
+def _even_share(devices: list[Any], each: int) -> list[Any]:
+    """`each` devices of every process, process by process."""
+    chosen = []
+    for index in range(jax.process_count()):
+        own = [device for device in devices if device.process_index == index]
+        if len(own) < each:
+            raise CommandError(
+                f"process {index} has {len(own)} devices and its replicas need {each}: lower "
+                "--replicas or --devices-per-replica, or start more processes"
+            )
+        chosen += own[:each]
+    return chosen
 
 
 def _ask_for_cpu_devices(count: int) -> None:

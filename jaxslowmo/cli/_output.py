@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,11 +37,26 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(_finite(plain), indent=2, default=str) + "\n", encoding="utf-8")
 
 
-class JsonLines:
-    """A file with one JSON object per line, each on disk as soon as it is written."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; of a last line that was cut off nothing."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
-    def __init__(self, path: Path):
+
+class JsonLines:
+    """A file with one JSON object per line, each on disk as soon as it is written.
+
+    Args:
+        path: of the file; what it held is replaced.
+        records: to begin with.
+    """
+
+    def __init__(self, path: Path, records: Sequence[dict[str, Any]] = ()):
         self._file = path.open("w", encoding="utf-8")
+        for record in records:
+            self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends a line; NaN and infinities, which JSON lacks, become null."""

@@ -2,11 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import jaxslowmo as js
 from jaxslowmo.models import GPT_PRESETS
@@ -30,6 +32,7 @@ class Recorder:
         schedule: learning rate of the 0-based update count.
         write: takes each record.
         reporter: shows the progress.
+        records: of the run so far, where it is resumed.
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class Recorder:
         schedule: optax.Schedule,
         write: Callable[[dict[str, Any]], None],
         reporter: Reporter,
+        records: Sequence[dict[str, Any]] = (),
     ):
-        self.records: list[dict[str, Any]] = []
+        self.records = list(records)
         self._config, self._ledger, self._schedule = config, ledger, schedule
         self._write, self._reporter = write, reporter
         context = GPT_PRESETS[config.preset].context_length
@@ -51,6 +55,11 @@ class Recorder:
         self._since = time.perf_counter()
         self._began = self._since
         self._timed_tokens, self._timed_seconds = 0, 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Per replica, so far."""
+        return self._ledger.sent
 
     def start(self, reports: Mapping[str, float]) -> None:
         """Records the evaluation before the first step."""
@@ -81,7 +90,7 @@ class Recorder:
             return True
         record = {
             "step": result.step,
-            "loss": js.host_mean(result.metrics)["loss"],  # waits for the step
+            "loss": _mean_of_all(result.metrics["loss"]),  # waits for the step
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
@@ -110,6 +119,11 @@ class Recorder:
             "seconds": time.perf_counter() - self._began,
         }
 
+    def note(self, step: int, **facts: Any) -> None:
+        """Records something else than a step: where a run was resumed or rolled back."""
+        self._keep({"step": step, "bytes_sent": self.bytes_sent, **facts})
+        self._restart_clock()
+
     def _lap(self) -> float | None:
         """Tokens per second of all replicas since the clock was restarted."""
         tokens = self._steps_since * self._tokens_per_step
@@ -128,3 +142,13 @@ class Recorder:
         self.records.append(record)
         self._write(record)
         self._reporter.show(record)
+
+
+def _mean_of_all(losses: jax.Array) -> float:
+    """The mean over the replicas of all processes, so that all decide alike.
+
+    Communication: with several processes one all-gather of 4 bytes per replica.
+    """
+    if not losses.is_fully_addressable:
+        losses = multihost_utils.process_allgather(losses, tiled=True)
+    return float(np.mean(np.asarray(losses, np.float64)))

@@ -19,8 +19,8 @@ from jaxslowmo.tree import noted_buffers
 from ._algorithms import build_algorithm
 from ._devices import Placement, choose_mesh
 from ._errors import usage_errors
-from ._interrupt import StopOnInterrupt
 from ._output import make_folder, write_json
+from ._stop import StopOnSignal
 from ._tune_config import TuneBucketsConfig, format_limit
 from ._tune_figure import draw_limits
 from ._units import format_bytes, format_count
@@ -69,7 +69,7 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
         f"{placement.description}"
     )
     console.print(subject, highlight=False, soft_wrap=True)
-    with StopOnInterrupt() as stop, Progress(console=console, transient=True) as progress:
+    with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
         seconds = bench.measure(progress, stop)
     rounds = min(map(len, seconds.values()))
     if not rounds:
@@ -95,7 +95,7 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
     console.print(rows_table(rows, best))
     console.print(_advice(config, best), highlight=False, soft_wrap=True)
     console.print(str(picture), highlight=False, soft_wrap=True)
-    return _INTERRUPTED if stop.requested else 0
+    return _INTERRUPTED if stop.asked else 0
 
 
 class Bench:
@@ -144,7 +144,7 @@ class Bench:
             step.traced_by_phase(self._state, self._batch)
         return tuple((note.leaves, note.size_bytes) for note in found)
 
-    def measure(self, progress: Progress, stop: StopOnInterrupt) -> dict[int, list[float]]:
+    def measure(self, progress: Progress, stop: StopOnSignal) -> dict[int, list[float]]:
         """Seconds of a step by limit, one per round; limits with equal buckets are one."""
         distinct = list(
             {buckets: limit for limit, buckets in reversed(self.buckets.items())}.values()
@@ -157,14 +157,14 @@ class Bench:
             # The first call compiles, the second finds caches warm.
             self._timed(limit, 2)
             progress.advance(task)
-            if stop.requested:
+            if stop.asked:
                 return seconds
         progress.update(task, description="measuring")
         for _ in range(self._config.rounds):
             for limit in limits:
                 seconds[limit].append(self._timed(limit, self._config.steps))
                 progress.advance(task)
-                if stop.requested:
+                if stop.asked:
                     return seconds
         return seconds
 

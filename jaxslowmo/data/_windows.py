@@ -17,6 +17,8 @@ class TextBatches(Iterator[np.ndarray]):
         batch_size: windows per replica, >= 1.
         window: bytes per window, >= 2: the model's context length + 1.
         seed: of the random positions, >= 0.
+        first_replica: index of the replica that `shares` begins with, for a process that makes
+            only the batches of its own.
 
     Raises:
         ValueError: for a number out of range, or a share smaller than one batch.
@@ -27,10 +29,20 @@ class TextBatches(Iterator[np.ndarray]):
         ((2, 5), 1)
     """
 
-    def __init__(self, shares: Sequence[np.ndarray], *, batch_size: int, window: int, seed: int):
+    def __init__(
+        self,
+        shares: Sequence[np.ndarray],
+        *,
+        batch_size: int,
+        window: int,
+        seed: int,
+        first_replica: int = 0,
+    ):
         _check_sizes(batch_size=batch_size, window=window)
         if seed < 0:
             raise ValueError(f"`seed` must be >= 0, got {seed}.")
+        if first_replica < 0:
+            raise ValueError(f"`first_replica` must be >= 0, got {first_replica}.")
         for replica, share in enumerate(shares):
             if share.size < batch_size * window:
                 raise ValueError(
@@ -43,6 +55,7 @@ class TextBatches(Iterator[np.ndarray]):
         self._batch_size = batch_size
         self._window = window
         self._seed = seed
+        self._first_replica = first_replica
         self._next_batch = 0
 
     def batch(self, index: int) -> np.ndarray:
@@ -60,6 +73,7 @@ class TextBatches(Iterator[np.ndarray]):
             "next_batch": self._next_batch,
             "seed": self._seed,
             "replicas": len(self._shares),
+            "first_replica": self._first_replica,
             "batch_size": self._batch_size,
             "window": self._window,
         }
@@ -84,7 +98,7 @@ class TextBatches(Iterator[np.ndarray]):
 
     def _of(self, replica: int, index: int) -> np.ndarray:
         share = self._shares[replica]
-        random = np.random.default_rng([self._seed, replica, index])
+        random = np.random.default_rng([self._seed, self._first_replica + replica, index])
         starts = random.integers(0, share.size - self._window + 1, size=self._batch_size)
         return share[starts[:, None] + np.arange(self._window)]
 

@@ -31,6 +31,7 @@ def train_loop(
     *,
     num_steps: int | None = None,
     hooks: Sequence[Hook] = (),
+    start: int = 0,
 ) -> Iterator[StepResult]:
     """Run steps and yield after each; hooks run first.
 
@@ -38,15 +39,16 @@ def train_loop(
       step: made by `js.make_train_step`, or such a one in `js.measured`.
       state: where to start; its buffers are donated if the step does so.
       batches: one batch per step, or `js.uneven_batches(...)`.
-      num_steps: how many; None goes on until `batches` ends.
+      num_steps: at which step to end; None goes on until `batches` ends.
       hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
         returns is merged into `reports`, so later hooks see it.
+      start: steps that were done before, where a run is resumed: the next is `start + 1`.
 
     Yields:
       A `StepResult` per step. Stopping early (`break`) is safe at any step.
 
     Raises:
-      ValueError: num_steps < 0, or `batches` ended before `num_steps`.
+      ValueError: num_steps < 0, start < 0, or `batches` ended before `num_steps`.
 
     Communication: the step's; hooks state their own.
 
@@ -55,7 +57,9 @@ def train_loop(
     """
     if num_steps is not None and num_steps < 0:
         raise ValueError(f"`num_steps` must be >= 0, got {num_steps}.")
-    return _run(step, state, iter(batches), num_steps, tuple(hooks))
+    if start < 0:
+        raise ValueError(f"`start` must be >= 0, got {start}.")
+    return _run(step, state, iter(batches), num_steps, tuple(hooks), start)
 
 
 def _run(
@@ -64,8 +68,8 @@ def _run(
     batches: Iterator[PyTree],
     num_steps: int | None,
     hooks: tuple[Hook, ...],
+    done: int,
 ) -> Iterator[StepResult]:
-    done = 0
     while num_steps is None or done < num_steps:
         try:
             batch = next(batches)
