@@ -1,0 +1,54 @@
+"""What a worker does for its driver: prepare a variant, then a turn of it whenever it is asked.
+
+Only the standard library: workers of both libraries import it.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+def say(answer: dict) -> None:
+    print("ANSWER " + json.dumps(answer), flush=True)
+
+
+def serve(
+    prepare: Callable[[str], tuple[Callable[[int], float], dict]],
+    meet: Callable[[], None],
+    facts: dict,
+) -> None:
+    """Answer the driver until it closes the pipe.
+
+    `prepare(name)` returns facts about a variant and `steps(count)`, which does them and returns
+    the last loss when all is done; it raises `ValueError` for what a library refuses. `meet()`
+    returns when all workers have called it.
+    """
+    say(facts)
+    variants = {}
+    for line in sys.stdin:
+        ask = json.loads(line)
+        name = ask["variant"]
+        if name in variants:
+            say(turn(variants[name], ask["steps"], meet))
+            continue
+        try:
+            variants[name], found = prepare(name)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            found = {"refused": f"{type(error).__name__}: {error}"}
+        say(found)
+
+
+def turn(steps: Callable[[int], float], count: int, meet: Callable[[], None]) -> dict[str, float]:
+    """Seconds and bytes of `count` steps."""
+    meet()
+    sent, start = int(COUNTER.read_text()), time.perf_counter()
+    loss = steps(count)
+    seconds = time.perf_counter() - start
+    meet()
+    sent = int(COUNTER.read_text()) - sent
+    meet()  # nobody sends what is not counted before the slowest has read its counter
+    return {"seconds": seconds, "bytes": sent, "loss": loss}

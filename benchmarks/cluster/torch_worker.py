@@ -1,0 +1,72 @@
+"""One torch process of the cluster benchmark: DistributedDataParallel and PostLocalSGD."""
+
+import os
+import platform
+import sys
+from datetime import timedelta
+
+import task
+import torch
+import torch.distributed as dist
+from host_turns import serve
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+address, port, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+torch.set_num_threads(1)
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+dist.init_process_group(
+    "gloo",
+    init_method=f"tcp://{address}:{port}",
+    rank=rank,
+    world_size=world,
+    timeout=timedelta(seconds=120),
+)
+ALONE, _ = dist.new_subgroups(group_size=1)
+X, Y = map(torch.from_numpy, task.batch(rank))
+
+
+def build() -> torch.nn.Module:
+    layers: list[torch.nn.Module] = []
+    for matrix, bias in task.parameters():
+        layer = torch.nn.Linear(task.WIDTH, task.WIDTH)
+        with torch.no_grad():
+            layer.weight.copy_(torch.from_numpy(matrix.T.copy()))
+            layer.bias.copy_(torch.from_numpy(bias))
+        layers += [layer, torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+def prepare(name: str):
+    model: torch.nn.Module = build()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        model.parameters(), lr=task.LEARNING_RATE, momentum=task.MOMENTUM
+    )
+    if name == "DDP":
+        model = DistributedDataParallel(model)
+    elif name.startswith("PostLocalSGD"):
+        # Gradients are averaged inside subgroups, here of one host each; parameters over all.
+        period = int(name.partition("(")[2].rstrip(")"))
+        model = DistributedDataParallel(model)
+        state = post.PostLocalSGDState(process_group=None, subgroup=ALONE, start_localSGD_iter=0)
+        model.register_comm_hook(state, post.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=period, warmup_steps=0)
+        optimizer = PostLocalSGDOptimizer(optim=optimizer, averager=averager)
+
+    def steps(count: int) -> float:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = ((model(X) - Y) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    first = steps(1)
+    steps(task.TORCH[name] - 1)
+    return steps, {"first_loss": first}
+
+
+serve(prepare, dist.barrier, {"python": platform.python_version(), "torch": torch.__version__})
+os._exit(0)
