@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ._lost import lost_processes, name_processes
+from ._lost import describe_loss
 
 LOST_A_PROCESS = 75  # EX_TEMPFAIL: try again
 INTERRUPTED = 130
@@ -27,8 +27,8 @@ CHILD = "JAXSLOWMO_CHILD"
 # tells some seconds later, when it aborts.
 PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
 _REMEMBERED_LINES = 400
-# What the runtime says of connections that it makes or loses; `lost_processes` reads the latter.
-_NOISE = re.compile(r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h)")
+# What the runtime says of connections that it makes or loses; `describe_loss` reads the latter.
+_NOISE = re.compile(r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_notifier)")
 
 
 def is_child() -> bool:
@@ -72,11 +72,9 @@ def supervise(argv: Sequence[str], out: Path, *, restarts: int = 0) -> int:
         lost = code == LOST_A_PROCESS
         if code >= 0 and not lost:
             return code
-        what = (
-            f"{name_processes(child.lost)} died or cannot be reached"
-            if lost
-            else f"this process was killed by {signal.Signals(-code).name}"
-        )
+        what = child.loss or "another process died or cannot be reached"
+        if not lost:
+            what = f"this process was killed by {signal.Signals(-code).name}"
         again = f"; starting again (restarts left: {restarts - 1})" if restarts else ""
         print(f"error: {what}; {last_saved(out)}{again}", file=sys.stderr, flush=True)
         if not restarts:
@@ -99,7 +97,7 @@ class _Child:
     """One run of the child; the parent must be the main thread."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.lost: tuple[int, ...] = ()
+        self.loss: str | None = None
         self.was_interrupted = False
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
         self._process = subprocess.Popen(
@@ -124,8 +122,8 @@ class _Child:
             for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
                 signal.signal(number, handler)
         lines = list(self._lines)
-        self.lost = lost_processes(lines)
-        aborted = code == -signal.SIGABRT and bool(self.lost)
+        self.loss = describe_loss(lines)
+        aborted = code == -signal.SIGABRT and self.loss is not None
         if aborted or any(PEER_FAILED in line for line in lines):
             return LOST_A_PROCESS
         return code
