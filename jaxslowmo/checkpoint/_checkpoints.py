@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -14,12 +14,14 @@ import orbax.checkpoint as ocp
 from .._typing import PyTree
 from ..train import TrainState, TrainStep
 from ._agree import first_failure, of_first_process
+from ._arrays import first_line
 from ._errors import CheckpointError, UnreadableError
-from ._files import ARRAYS, RECORD, complete_steps, first_line, processes, resolved
+from ._files import ARRAYS, RECORD, complete_steps, processes, resolved
 from ._input import checked_json
+from ._prints import prints_of
 from ._quiet import quiet_orbax
 from ._record import as_stored, record_of
-from ._restore import Template, read_state
+from ._restore import Found, Reading, Template, finished, read
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Checkpoints:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         stored = _own_copies(as_stored(state))
+        record = replace(record, prints=prints_of(stored))
         keys = [leaf.key for leaf in record.leaves]
         items = ocp.args.Composite(
             **{
@@ -213,31 +216,32 @@ class Checkpoints:
                 return Restored(candidate, *self._read(candidate, template))
             except UnreadableError as error:
                 if i + 1 == len(chosen):
-                    raise
+                    older = [n for n in found if n < candidate and not fallback]
+                    hint = f" `fallback=True` takes that of step {older[-1]}." if older else ""
+                    raise UnreadableError(f"{error}{hint}") from error
                 self._unreadable.add(candidate)
                 warnings.warn(
                     f"{error} Using the checkpoint of step {chosen[i + 1]} instead.", stacklevel=2
                 )
         raise AssertionError("there is a candidate, and the last one returns or raises")
 
-    def _read(self, step: int, template: Template) -> Any:
-        """What `read_state` gives; where it fails on one process, it fails on all."""
+    def _read(self, step: int, template: Template) -> Found:
+        """The state of a checkpoint; where that fails on one process, it fails on all."""
         path = self._folder / str(step)
+        found: Reading | None = None
         error: Exception | None = None
-        found = None
         try:
-            found = read_state(path, template)
+            found = read(path, template)
         except Exception as own:  # the others must hear of it, whatever it is
             error = own
-        agreed = first_failure(
-            0 if error is None else 2 if isinstance(error, UnreadableError) else 1
-        )
-        if not agreed:
-            return found
-        if error is not None and (agreed == 1) != isinstance(error, UnreadableError):
+        is_unreadable = isinstance(error, UnreadableError)
+        code = first_failure(0 if error is None else 2 if is_unreadable else 1)
+        if error is not None and (code == 2 or not is_unreadable):
             raise error
-        text = "it could not be read on another process." if error is None else str(error)
-        raise (CheckpointError if agreed == 1 else UnreadableError)(f"{path}: {text}") from error
+        if code or found is None:
+            kind = UnreadableError if code == 2 else CheckpointError
+            raise kind(f"{path} could not be read on another process.") from error
+        return finished(found, template)
 
     def _chosen(self, found: list[int], step: int | None, fallback: bool) -> list[int]:
         """Which checkpoints to try, in order."""

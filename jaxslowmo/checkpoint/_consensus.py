@@ -12,9 +12,11 @@ import orbax.checkpoint as ocp
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, consensus
 from ..tree import leaf_names
+from ._arrays import first_line, read_arrays
 from ._errors import CheckpointError
-from ._files import ARRAYS, RECORD, first_line, processes, resolved
+from ._files import ARRAYS, RECORD, processes, resolved
 from ._input import checked_json
+from ._prints import check_prints, host_print, prints_of
 from ._quiet import quiet_orbax
 
 _FORMAT = 1
@@ -52,7 +54,8 @@ def export_consensus(
     mean = consensus(params, mesh=mesh, axis_name=axis_name)
     if path.exists():
         _record(path)  # refuses to replace what is no export
-    record = {_MARK: _FORMAT, "leaves": _leaves(mean), "extra": beside}
+    prints = prints_of(jax.tree.leaves(mean))
+    record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
     items = {ARRAYS: ocp.args.PyTreeSave(mean), RECORD: ocp.args.JsonSave(record)}
     try:
         with ocp.Checkpointer(
@@ -85,30 +88,35 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
     quiet_orbax()
     path = resolved(folder)
     record = _record(path)
+    names = [name for name, _, _ in record["leaves"]]
+    if like is not None:
+        _check_like(path, record["leaves"], _leaves(like))
+    found = read_arrays(path / ARRAYS, [_key(name) for name in names], None)
+    check_prints(path, names, [host_print(x) for x in found], record["prints"])
+    if like is not None:
+        return jax.tree.structure(like).unflatten(found)
     try:
-        handler = ocp.PyTreeCheckpointHandler()
-        if like is None:
-            item = handler.metadata(path / ARRAYS).tree
-        else:
-            item = like
-            saved = [(name, tuple(shape), dtype) for name, shape, dtype in record["leaves"]]
-            wanted = [(name, tuple(shape), dtype) for name, shape, dtype in _leaves(like)]
-            if saved != wanted:
-                differ = [f"{a} and not {b}" for a, b in zip(saved, wanted, strict=False) if a != b]
-                differ += [f"{len(saved)} leaves and not {len(wanted)}"]
-                raise CheckpointError(
-                    f"{path} is of another model than `like`: it has {'; '.join(differ[:3])}."
-                )
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        return handler.restore(
-            path / ARRAYS, args=ocp.args.PyTreeRestore(item=item, restore_args=args)
-        )
-    except CheckpointError:
-        raise
+        nested = ocp.PyTreeCheckpointHandler().metadata(path / ARRAYS).tree
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged: {first_line(error)}. Export the model again."
-        ) from error
+        raise CheckpointError(f"{path} is damaged: {first_line(error)}.") from error
+    return jax.tree.structure(nested).unflatten(
+        [dict(zip(names, found, strict=True))[name] for name in leaf_names(nested)]
+    )
+
+
+def _key(name: str) -> str:
+    """Under which orbax stores a leaf."""
+    return name.replace("/", ".")
+
+
+def _check_like(path: Any, saved: list[list[Any]], wanted: list[list[Any]]) -> None:
+    if saved == wanted:
+        return
+    differ = [f"{a} and not {b}" for a, b in zip(saved, wanted, strict=False) if a != b]
+    differ += [f"{len(saved)} leaves and not {len(wanted)}"] * (len(saved) != len(wanted))
+    raise CheckpointError(
+        f"{path} is of another model than `like`: it has {'; '.join(differ[:3])}."
+    )
 
 
 def _leaves(tree: PyTree) -> list[list[Any]]:

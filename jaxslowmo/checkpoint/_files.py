@@ -2,17 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
 from os import PathLike
-from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from ._errors import CheckpointError, UnreadableError
-from ._record import LeafRecord, Record, from_json
+from ._record import Record, from_json
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"
@@ -34,11 +31,6 @@ def processes() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message, at most 300 characters; its type where there is none."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
 def complete_steps(folder: epath.Path) -> tuple[int, ...]:
@@ -80,38 +72,3 @@ def read_record(path: epath.Path) -> Record:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UnreadableError(f"{path} is damaged: {file} is no JSON ({error}).") from error
     return from_json(value, path)
-
-
-def read_arrays(
-    path: epath.Path, leaves: Sequence[LeafRecord], like: Sequence[Any] | None
-) -> list[Any]:
-    """Arrays of a checkpoint as they are stored.
-
-    Args:
-      path: of the checkpoint.
-      leaves: which ones.
-      like: arrays or structs with the shardings that they shall have; None reads all of them as
-        NumPy arrays.
-
-    Raises:
-      CheckpointError: a missing or damaged file.
-    """
-    if like is None:
-        args: list[ocp.RestoreArgs] = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
-    else:
-        args = [
-            ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
-            for x in like
-        ]
-    keys = [leaf.key for leaf in leaves]
-    restore = ocp.args.PyTreeRestore(
-        item=dict.fromkeys(keys, 0),
-        restore_args=dict(zip(keys, args, strict=True)),
-        partial_restore=True,
-    )
-    # The handler alone: around it orbax puts a barrier, at which a process that fails is missed.
-    try:
-        found = ocp.PyTreeCheckpointHandler().restore(path / ARRAYS, args=restore)
-        return [found[key] for key in keys]
-    except Exception as error:  # orbax and tensorstore raise many kinds
-        raise UnreadableError(f"{path} is damaged: {first_line(error)}") from error

@@ -1,6 +1,8 @@
 """What stands beside the arrays of a checkpoint: all that is needed to read them."""
 
+import json
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -55,6 +57,7 @@ class Record:
       axis_sizes: of the mesh; None for one without devices, which leaves no trace in the arrays.
       automatic: axes over which parameters are sharded inside a replica.
       leaves: in flattening order.
+      prints: fingerprints of the arrays, in that order.
       extra: the caller's.
     """
 
@@ -63,12 +66,12 @@ class Record:
     axis_sizes: Mapping[str, int] | None
     automatic: tuple[str, ...]
     leaves: tuple[LeafRecord, ...]
+    prints: tuple[tuple[int, int], ...]
     extra: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored."""
-        return {
-            _MARK: FORMAT,
+        content = {
             "step": self.step,
             "replicas": self.replicas,
             "axes": None if self.axis_sizes is None else [list(a) for a in self.axis_sizes.items()],
@@ -77,9 +80,11 @@ class Record:
                 [leaf.key, leaf.name, list(leaf.shape), leaf.dtype, leaf.key_impl]
                 for leaf in self.leaves
             ],
+            "prints": [list(p) for p in self.prints],
             "extra": self.extra,
             "versions": {p: version(p) for p in ("jaxslowmo", "jax", "orbax-checkpoint")},
         }
+        return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 
     def placement(self, like: Placement) -> Placement:
         """Where the arrays come from; what is not known is as in `like`."""
@@ -100,9 +105,12 @@ def from_json(value: Any, where: object) -> Record:
         )
     if value[_MARK] != FORMAT:
         raise CheckpointError(
-            f"{where} has format {value[_MARK]} (versions {value.get('versions')}), and this "
-            f"version of jaxslowmo reads format {FORMAT}: install a newer one."
+            f"{where} has format {value[_MARK]}, written by {value.get('versions')}, and this "
+            f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it."
         )
+    content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
+    if _crc32(content) != value.get("crc32"):
+        raise UnreadableError(f"{where} is damaged: its record is not as it was written.")
     try:
         axes = value["axes"]
         return Record(
@@ -114,6 +122,7 @@ def from_json(value: Any, where: object) -> Record:
                 LeafRecord(key, name, tuple(shape), dtype, impl)
                 for key, name, shape, dtype, impl in value["leaves"]
             ),
+            prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -121,7 +130,7 @@ def from_json(value: Any, where: object) -> Record:
 
 
 def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
-    """The record of a state, which may be abstract."""
+    """The record of a state, which may be abstract; without fingerprints."""
     sharding = getattr(state.step, "sharding", None)
     axis_sizes, automatic = None, frozenset()
     if isinstance(sharding, NamedSharding):
@@ -134,7 +143,13 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         _leaf_record(i, name, leaf)
         for i, (name, leaf) in enumerate(zip(names, jax.tree.leaves(state), strict=True))
     )
-    return Record(step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), leaves, extra)
+    return Record(
+        step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), leaves, (), extra
+    )
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def is_key(leaf: Any) -> bool:

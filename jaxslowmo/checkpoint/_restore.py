@@ -1,5 +1,6 @@
 """A stored state on the replicas of a training step."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ from .._typing import PyTree
 from ..algorithms import OuterState, Placement, SGPState
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
+from ._arrays import read_arrays
 from ._errors import CheckpointError
-from ._files import read_arrays, read_record
+from ._files import ARRAYS, read_record
+from ._prints import check_prints, host_print, prints_of
 from ._record import Record, as_stored, record_of
 from ._resize import resized
 
@@ -61,20 +64,37 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def read_state(path: epath.Path, template: Template) -> Found:
-    """The state of a checkpoint; see `Checkpoints.restore`.
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint in memory.
+
+    Attributes:
+      path: where it was.
+      record: its record.
+      arrays: as they are stored; on the devices where they shall be, or whole on the host.
+      is_placed: whether they are on the devices.
+    """
+
+    path: epath.Path
+    record: Record
+    arrays: list[Any]
+    is_placed: bool
+
+
+def read(path: epath.Path, template: Template) -> Reading:
+    """What this process needs of a checkpoint.
 
     Raises:
-      CheckpointError: see there.
+      CheckpointError: see `Checkpoints.restore`.
 
     Communication: none.
     """
     record = read_record(path)
     old, new = record.placement(template.placement), template.placement
+    keys, names = [x.key for x in record.leaves], [x.name for x in record.leaves]
     if old.replicas == new.replicas and _same_inside(old, new):
         _check_leaves(path, record, template.record, skip=())
-        arrays = read_arrays(path, record.leaves, template.stored)
-        return template.state(arrays), record.extra, True, ()
+        return Reading(path, record, read_arrays(path / ARRAYS, keys, template.stored), True)
     # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
     _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
     if _holds_sync(template.structs.opt_state[:2]):
@@ -83,8 +103,27 @@ def read_state(path: epath.Path, template: Template) -> Found:
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    host = read_arrays(path, record.leaves, None)
-    state = jax.tree.structure(template.structs).unflatten(host)
+    arrays = read_arrays(path / ARRAYS, keys, None)
+    check_prints(path, names, [host_print(x) for x in arrays], record.prints)
+    return Reading(path, record, arrays, False)
+
+
+def finished(reading: Reading, template: Template) -> Found:
+    """The state on the replicas of the training step, from what all processes have read.
+
+    Raises:
+      CheckpointError: other values than were saved, or sharded state that does not fit; alike on
+        all processes.
+
+    Communication: where arrays are placed, that of `prints_of`.
+    """
+    path, record = reading.path, reading.record
+    if reading.is_placed:
+        names = [leaf.name for leaf in record.leaves]
+        check_prints(path, names, prints_of(reading.arrays), record.prints)
+        return template.state(reading.arrays), record.extra, True, ()
+    old, new = record.placement(template.placement), template.placement
+    state = jax.tree.structure(template.structs).unflatten(reading.arrays)
     try:
         moved, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new

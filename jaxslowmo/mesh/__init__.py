@@ -13,6 +13,8 @@ from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh
+from ._fingerprint import FINGERPRINT_SEEDS as FINGERPRINT_SEEDS
+from ._fingerprint import fingerprint as fingerprint
 from ._in_sync import Divergence as Divergence
 from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport

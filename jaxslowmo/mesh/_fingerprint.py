@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+FINGERPRINT_SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
 
 def bit_words(x: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
     for axis in range(words.ndim):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
         place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride)
-    sums = [jnp.sum(_hash(words ^ _hash(place + jnp.uint32(seed)))) for seed in _SEEDS]
+    sums = [jnp.sum(_hash(words ^ _hash(place + jnp.uint32(seed)))) for seed in FINGERPRINT_SEEDS]
     return jnp.stack(sums).astype(jnp.uint32)
 
 
