@@ -43,6 +43,14 @@ class Schedule:
         return sum(max(self.starts) < place < min(self.dones) for place in self.products)
 
     @property
+    def num_under_way(self) -> int:
+        """Instructions with products that run while at least one transfer is under way."""
+        return sum(
+            sum(start < place for start in self.starts) > sum(done < place for done in self.dones)
+            for place in self.products
+        )
+
+    @property
     def runs_beside(self) -> bool:
         """Whether every transfer starts before the first product and ends after the last."""
         return 0 < len(self.products) == self.num_beside

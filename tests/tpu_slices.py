@@ -21,6 +21,13 @@ def tpu_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> 
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
+def slices_mesh(topology: str, axes: Mapping[str, int], *, num_slices: int = 1) -> Mesh:
+    """The same by `js.make_mesh`, which orders the chips as users get them."""
+    options = {} if num_slices == 1 else {"num_slices": num_slices}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    return js.make_mesh(axes, devices=found.devices)
+
+
 def on(tree: Any, mesh: Mesh, spec: P) -> Any:
     """Shapes of `tree`, placed on `mesh`."""
     return jax.tree.map(
@@ -61,26 +68,32 @@ def report_of_sync(
 
 def lowered_step(
     loss: Callable[..., Any],
-    sync: js.ParameterTransform,
+    sync: js.ParameterTransform | None,
     params: Any,
     batch: Any,
     mesh: Mesh,
     *,
+    gradients: optax.GradientTransformation | None = None,
     mode: Literal["host", "traced"] = "host",
 ) -> dict[str, jax.stages.Lowered]:
     """The programs of a training step with SGD, by phase; the key is "all" for a traced step.
 
+    A host-scheduled step without `sync` has the one phase "every".
+
     Args:
       loss: `loss(params, batch)`.
-      sync: the transform.
+      sync: the parameter transform, or None.
       params: shapes of one copy of the parameters.
       batch: shapes of the batch of all devices.
       mesh: a TPU mesh with an axis "replica".
+      gradients: the gradient transform, or None.
       mode: of `js.make_train_step`.
     """
 
     def step_on(where: Any) -> js.TrainStep:
-        return js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=where, mode=mode)
+        return js.make_train_step(
+            loss, optax.sgd(0.1), sync=sync, gradients=gradients, mesh=where, mode=mode
+        )
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
     state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)

@@ -1,0 +1,181 @@
+"""Every algorithm compiled for v5e:2x4 (8 replicas) and for 4 slices of v5e:4x4 (4 replicas of 16).
+
+Whole training steps, host-scheduled, from the program of the TPU compiler: what travels inside a
+slice and between slices, what runs beside it, how much memory it takes. Nothing runs here.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxslowmo as js
+import tpu_table
+from tpu_bytes import PADDED_TO, saved_by_sharding, sent
+from tpu_steps import (
+    CASES,
+    FOUR_SLICES,
+    NUM_BUCKETS,
+    NUM_PARAMETERS,
+    ONE_SLICE,
+    PLACES,
+    facts,
+    kinds,
+    lowered,
+)
+
+# All tests share the compiled programs.
+pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("proofs on TPU code")]
+
+NUM_BYTES = 4 * NUM_PARAMETERS
+SHARDED = ("slowmo(local_sgd)", "diloco")
+by_name = {"ids": lambda value: getattr(value, "name", value)}
+each_place = pytest.mark.parametrize("place", PLACES, **by_name)
+
+
+def emitted(algorithm, place):
+    return js.comm_report_of(lowered(algorithm, place), mesh=place.mesh, compile=False)
+
+
+@pytest.mark.parametrize(("algorithm", "place"), CASES, **by_name)
+def test_bytes_are_as_computed(algorithm, place):
+    """Exactly, the stated padding included; over no other axes and for no other purpose."""
+    for kind in kinds(algorithm, place):
+        found = facts(algorithm, place, kind)
+        if kind == "every" and place is FOUR_SLICES:
+            continue  # its parts are the compiler's: the next test
+        expected = sent(tpu_table.formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips)
+        assert (found.sent("replica"), found.sent("device")) == (expected.replica, expected.device)
+        assert all(row.axis in ("replica", "device") for row in found.rows)
+        assert all(row.dtypes == ("float32",) for row in found.rows)
+
+
+@pytest.mark.parametrize("algorithm", ["all_reduce", "all_reduce, option"])
+def test_bytes_of_an_all_reduce_over_both_levels(algorithm):
+    """Between slices each chip sends its part, padded by at most 8 KiB in each bucket.
+
+    Inside, the compiler scatters by an all-reduce and a slice: 1.5 times the bytes that are needed.
+    """
+    found = facts(algorithm, FOUR_SLICES, "every")
+    ideal = sent("every", NUM_PARAMETERS, 4, 16, with_padding=False)
+    assert found.counts("replica") == {"send": NUM_BUCKETS, "recv": NUM_BUCKETS}
+    assert 0 <= found.sent("replica") - ideal.replica <= 2 * 3 / 4 * NUM_BUCKETS * 4 * PADDED_TO
+    assert found.sent("device") == pytest.approx(1.5 * ideal.device, rel=0.03)
+
+
+@pytest.mark.parametrize(("algorithm", "place"), CASES, **by_name)
+def test_local_steps_send_nothing_between_replicas(algorithm, place):
+    """On several slices: no transfer leaves the slice. The text of the program says so too."""
+    local = [kind for kind in kinds(algorithm, place) if kind == "local"]
+    assert bool(local) == (algorithm.startswith(("local_sgd", "diloco", "slowmo(local")))
+    for kind in kinds(algorithm, place):
+        found = facts(algorithm, place, kind)
+        crossing = [word for word in (" send(", " recv(", "megascale") if word in found.text]
+        if kind in local:
+            assert found.counts("replica") == {}
+            assert not crossing
+            inside = {} if place is ONE_SLICE else {"all-reduce": 1}  # gradients and loss
+            assert found.counts("device") == inside
+        else:  # so the words are the right ones
+            assert found.counts("replica") != {}
+            assert bool(crossing) == (place is FOUR_SLICES)
+
+
+@each_place
+def test_overlapped_gossip_runs_beside_all_products(place):
+    for algorithm in ("sgp overlap=1", "slowmo(sgp overlap=1)"):
+        schedule = facts(algorithm, place, "round 0").schedule
+        assert len(schedule.starts) == 1
+        assert schedule.runs_beside
+        assert schedule.num_under_way == len(schedule.products)
+
+
+@each_place
+def test_gossip_without_overlap_runs_behind_all_products(place):
+    schedule = facts("sgp overlap=0", place, "round 0").schedule
+    assert len(schedule.starts) == 1
+    assert schedule.runs_behind
+    assert schedule.num_under_way == 0
+
+
+def test_buckets_between_slices_overlap_with_an_option():
+    """By default no bucket travels before all products are done; kept apart, the first one does.
+
+    Inside the slice the compiler makes one all-reduce of them, for which all others wait.
+    """
+    merged = facts("all_reduce", FOUR_SLICES, "every")
+    assert merged.counts("device")["all-reduce"] == 1
+    assert merged.schedule.num_under_way == 0
+    assert merged.schedule.runs_behind
+    apart = facts("all_reduce, option", FOUR_SLICES, "every")
+    assert apart.counts("device")["all-reduce"] == NUM_BUCKETS + 1  # and the loss
+    assert apart.schedule.num_under_way >= 2
+    assert min(apart.schedule.starts) < apart.schedule.products[-1]
+
+
+@pytest.mark.parametrize("algorithm", [*SHARDED, "slowmo(sgp overlap=1)"])
+def test_slow_step_is_a_true_reduce_scatter(algorithm):
+    found = facts(algorithm, ONE_SLICE, "slow")
+    assert found.counts("replica") == {"reduce-scatter": 1, "all-gather": 1}
+    across = facts(algorithm, FOUR_SLICES, "slow")
+    assert across.counts("replica") == {"send": 2, "recv": 2}
+    kinds_of_transfer = {
+        name for name in ("REDUCE_SCATTER", "ALL_GATHER", "ALL_REDUCE") if name in across.text
+    }
+    assert kinds_of_transfer == {"REDUCE_SCATTER", "ALL_GATHER"}
+
+
+@each_place
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_memory_of_sharded_state(algorithm, place):
+    """Anchor and momentum take 2 N (1 - 1/R) bytes less per chip, but for the shards' padding."""
+    sharded = facts(algorithm, place, "local").argument_bytes
+    whole = facts(f"{algorithm}, unsharded", place, "local").argument_bytes
+    sizes = (NUM_PARAMETERS, place.replicas, place.chips)
+    assert whole - sharded == saved_by_sharding(*sizes, with_padding=True)
+    ideal = 2 * NUM_BYTES * (1 - 1 / place.replicas)
+    assert 0 <= ideal - (whole - sharded) <= 2 * place.chips * 4 * PADDED_TO
+    # A slow step holds the same state.
+    assert facts(algorithm, place, "slow").argument_bytes == sharded
+
+
+@each_place
+def test_what_is_left_out(place):
+    """Other rounds send what the first one sends, and slowmo's base what it sends alone."""
+    for algorithm in ("sgp overlap=0", "sgp overlap=1", "slowmo(sgp overlap=1)"):
+        report = emitted(algorithm, place)
+        rounds = [kind for kind in report.kinds if kind.startswith("round")]
+        assert len(rounds) == (3 if place is ONE_SLICE else 2)
+        amounts = {
+            frozenset(
+                (row.axis, row.collective, row.count, row.bytes) for row in report.select(kind=kind)
+            )
+            for kind in rounds
+        }
+        assert len(amounts) == 1
+
+    def average(algorithm):
+        rows = emitted(algorithm, place).select(kind="average")
+        return {(row.axis, row.collective, row.count, row.bytes) for row in rows}
+
+    assert average("slowmo(local_sgd)") == average("local_sgd") != set()
+
+
+def test_documented_table():
+    """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now.
+
+    All but the temporary memory, which the compiler's version changes: that one where the versions
+    are those on the page.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "tpu.md").read_text()
+    inner = page.partition(tpu_table.BEGIN)[2].partition(tpu_table.END)[0]
+    versions, *documented = [line for line in inner.splitlines() if line]
+    now = list(tpu_table.rows())
+    if versions != f"jax {jax.__version__}, libtpu {version('libtpu')}.":
+        documented, now = ([_but_last(line) for line in lines] for lines in (documented, now))
+    assert documented == now, "run `python benchmarks/tpu_proofs.py --write docs/tpu.md`"
+
+
+def _but_last(line: str) -> str:
+    return line.rstrip("|").rpartition("|")[0]

@@ -1,0 +1,90 @@
+"""Bytes that a chip sends in a step, by formula.
+
+R replicas of L chips each; N bytes of float32 parameters. On one slice every chip is a replica
+(L = 1), and all goes over the slice's links. On several slices each slice is a replica, "device"
+runs inside the slices and "replica" between them. Every collective counts as a ring over n devices:
+2 (n - 1) / n of an all-reduce, (n - 1) / n of a reduce-scatter or an all-gather.
+
+| kind of step | over "replica" | over "device", beside the gradients' all-reduce |
+|---|---|---|
+| local | 0 | 0 |
+| average | 2 (R - 1) / R N / L | (L - 1) / L N |
+| round of gossip, 1 peer | N / L | (L - 1) / L N |
+| slow, sharded | 2 (R - 1) / R N / L | (L - 1) / L (N + N / R) |
+| every (all_reduce) | 2 (R - 1) / R N / L | no more |
+
+Gradients are averaged over "device" in each step: 2 (L - 1) / L (N + 4), the loss with them.
+"""
+
+from dataclasses import dataclass
+
+ITEM_BYTES = 4  # of a float32
+LOSS_BYTES = 4
+# Parts of a buffer are padded to an even number of (8, 128) tiles, 8 KiB. (Of parts above 200 tiles,
+# 800 KiB, the multiple grows with the part; there are none here.)
+PADDED_TO = 2 * 8 * 128
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a chip sends in one step, over the axis "replica" and over "device"."""
+
+    replica: int
+    device: int
+
+
+def padded(num_elements: int, parts: int) -> int:
+    """Elements of a buffer of `num_elements` in equal parts of whole pairs of tiles."""
+    return parts * PADDED_TO * -(-num_elements // (parts * PADDED_TO))
+
+
+def sent(
+    kind: str, num_elements: int, replicas: int, chips: int, *, with_padding: bool = True
+) -> Sent:
+    """The formulas above.
+
+    Args:
+      kind: "local", "average", "round" of gossip to one peer, "slow" (sharded) or "every".
+      num_elements: float32 parameters.
+      replicas: R.
+      chips: L, chips of a replica.
+      with_padding: with the padding of parts, which the formulas leave out; none is known for
+        "every", whose parts the compiler makes.
+    """
+    average = kind in ("average", "round")
+    parts = {"slow": replicas * chips}.get(kind, chips if average and chips > 1 else 0)
+    elements = padded(num_elements, parts) if parts and with_padding else num_elements
+    whole = ITEM_BYTES * elements
+    own = whole // chips
+    between = {
+        "local": 0,
+        "average": _two_ways(own, replicas),
+        "round": own,
+        "slow": 2 * _one_way(own, replicas),
+        "every": _two_ways(own, replicas),
+    }[kind]
+    gathers = {
+        "average": _one_way(whole, chips),
+        "round": _one_way(whole, chips),
+        "slow": _one_way(whole, chips) + _one_way(whole // replicas, chips),
+    }.get(kind, 0)
+    gradients = _two_ways(ITEM_BYTES * num_elements + LOSS_BYTES, chips)
+    return Sent(between, gradients + gathers)
+
+
+def _one_way(num_bytes: int, devices: int) -> int:
+    return num_bytes * (devices - 1) // devices
+
+
+def _two_ways(num_bytes: int, devices: int) -> int:
+    return 2 * num_bytes * (devices - 1) // devices
+
+
+def saved_by_sharding(num_elements: int, replicas: int, chips: int, *, with_padding: bool) -> int:
+    """Bytes of slow state (anchor and momentum) that a chip saves: 2 N (1 - 1 / R) float32.
+
+    With padding each shard is R-th of the padded buffer: 2 (N - N_padded / R).
+    """
+    parts = replicas * chips
+    kept = padded(num_elements, parts) if with_padding else num_elements
+    return 2 * ITEM_BYTES * (num_elements - kept // replicas)

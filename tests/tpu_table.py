@@ -1,0 +1,78 @@
+"""The table in `docs/tpu.md` of what each algorithm compiles to; `benchmarks/tpu_proofs.py`."""
+
+from collections.abc import Iterator
+
+from tpu_bytes import sent
+from tpu_steps import CASES, NUM_PARAMETERS, Facts, Place, facts, kinds
+
+COLUMNS = (
+    "where",
+    "algorithm",
+    "step",
+    "collectives",
+    "inside a slice: bytes per chip",
+    "computed",
+    "across slices: bytes per chip",
+    "computed",
+    "beside a transfer",
+    "memory per chip: arguments",
+    "temporary",
+)
+BEGIN = "<!-- table of benchmarks/tpu_proofs.py -->"
+END = "<!-- end of table -->"
+
+
+def formula_kind(kind: str) -> str:
+    """The kind's name in `tpu_bytes`: rounds of gossip are alike."""
+    return "round" if kind.startswith("round") else kind
+
+
+def rows() -> Iterator[str]:
+    """The lines of the table, header first; compiles what was not compiled yet."""
+    yield _line(COLUMNS)
+    yield "|" + "---|" * len(COLUMNS)
+    for algorithm, place in CASES:
+        for kind in kinds(algorithm, place):
+            yield _line(_cells(algorithm, place, kind))
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(algorithm: str, place: Place, kind: str) -> tuple[str, ...]:
+    found = facts(algorithm, place, kind)
+    ideal = sent(
+        formula_kind(kind), NUM_PARAMETERS, place.replicas, place.chips, with_padding=False
+    )
+    several = place.num_slices > 1
+    inside = (found.sent("device"), ideal.device) if several else None
+    across = (found.sent("replica"), ideal.replica)
+    if not several:
+        inside, across = across, None
+    schedule = found.schedule
+    return (
+        place.name,
+        algorithm,
+        kind,
+        _collectives(found),
+        *_numbers(inside),
+        *_numbers(across),
+        f"{schedule.num_under_way} of {len(schedule.products)}",
+        f"{found.argument_bytes:,}",
+        f"{found.temporary_bytes:,}",
+    )
+
+
+def _numbers(pair: tuple[int, int] | None) -> tuple[str, str]:
+    return ("", "") if pair is None else (f"{pair[0]:,}", f"{pair[1]:,}")
+
+
+def _collectives(found: Facts) -> str:
+    listed = []
+    for axis in ("replica", "device"):
+        counts = found.counts(axis)
+        counts.pop("recv", None)  # every send has one
+        if counts:
+            listed.append(f"{axis}: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    return "; ".join(listed) or "none"
