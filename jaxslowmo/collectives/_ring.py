@@ -1,4 +1,4 @@
-"""Reduce-scatter as a ring of permutations, for processes on CPU.
+"""Reduce-scatter as a ring of permutations, for processes on CPU (`between_cpu_processes`).
 
 jaxlib's reduce-scatter between processes on CPU (gloo's halving and doubling, jaxlib 0.10) is slow
 on a slow link: of 4 hosts at 200 Mbit/s it took 380 ms for 5.4 MB, as long as a whole all-reduce,
@@ -10,23 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
 from ..mesh import axis_size
 from ._permute import permute
 
 
-def prefers_ring(axis_name: str) -> bool:
-    """Whether `ring_scatter_sum` is what to use for devices along the axis.
-
-    Only where several processes run on CPU; what is compiled for other platforms, and for the
-    devices of one process, has the compiler's own reduce-scatter.
-    """
-    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
-        return False  # vmap, where nothing is sent
-    return jax.default_backend() == "cpu" and jax.process_count() > 1
-
-
-def ring_scatter_sum(parts: jax.Array, axis_name: AxisName) -> jax.Array:
+def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
     """This replica's part of the sum over `axis_name`.
 
     Args:

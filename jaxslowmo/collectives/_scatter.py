@@ -11,8 +11,9 @@ from jax import lax
 
 from .._typing import AxisName
 from ..mesh import axis_names, axis_size
+from ._cpu_processes import between_cpu_processes
 from ._local import gather_slices, own_slice
-from ._ring import prefers_ring, ring_scatter_sum
+from ._ring import ring_scatter_sum
 from ._shard_layout import ShardLayout
 
 
@@ -39,7 +40,7 @@ def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
         if size == 1:
             shards = stage[0]
             continue
-        if prefers_ring(name):
+        if between_cpu_processes(name):
             shards = ring_scatter_sum(stage, name)
             continue
         # Lanes stay whole and rows together: how the TPU compiler keeps a true reduce-scatter.

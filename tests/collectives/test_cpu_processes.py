@@ -1,11 +1,13 @@
-"""The reduce-scatter of processes on CPU; `tests/cluster` runs it between real ones."""
+"""Collectives in the form that CPU processes need; `tests/cluster` runs them between real ones."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.collectives._ring import prefers_ring, ring_scatter_sum
+from jaxslowmo.collectives import permute
+from jaxslowmo.collectives._cpu_processes import between_cpu_processes
+from jaxslowmo.collectives._ring import ring_scatter_sum
 
 
 @pytest.mark.parametrize("replicas", [2, 5])
@@ -34,7 +36,7 @@ def test_one_process_keeps_the_reduce_scatter_of_the_compiler(mesh_of, monkeypat
     chosen = []
 
     def per_replica(own):
-        chosen.append(prefers_ring("replica"))
+        chosen.append(between_cpu_processes("replica"))
         return own
 
     def trace():
@@ -49,3 +51,23 @@ def test_one_process_keeps_the_reduce_scatter_of_the_compiler(mesh_of, monkeypat
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     trace()
     assert chosen == [False, True, False]
+
+
+@pytest.mark.parametrize("elements", [2**16 - 1, 2**16, 2**17, 2**17 + 3])
+def test_large_messages_between_processes_travel_in_pieces(mesh_of, monkeypatch, elements):
+    x = np.arange(2 * elements, dtype=np.float32).reshape(2, 1, elements)
+    found = {}
+    for processes in (1, 2):
+        monkeypatch.setattr(jax, "process_count", lambda n=processes: n)
+        fn = jax.jit(
+            jax.shard_map(
+                lambda own: permute(own, "replica", [(0, 1), (1, 0)]),
+                mesh=mesh_of({"replica": 2}),
+                in_specs=P("replica"),
+                out_specs=P("replica"),
+            )
+        )
+        assert ("stablehlo.while" in fn.lower(x).as_text()) == (processes > 1 and elements > 2**16)
+        found[processes] = np.asarray(fn(x))
+    np.testing.assert_array_equal(found[1], x[::-1])
+    np.testing.assert_array_equal(found[2], x[::-1])
