@@ -10,6 +10,7 @@ from .algorithms import diloco as diloco
 from .algorithms import every as every
 from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
 from .algorithms import local_sgd as local_sgd
+from .algorithms import only_finite as only_finite
 from .algorithms import phase_name as phase_name
 from .algorithms import read_anchor as read_anchor
 from .algorithms import sgp as sgp

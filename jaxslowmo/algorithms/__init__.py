@@ -16,6 +16,8 @@ from ._diloco import diloco as diloco
 from ._hierarchical import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import local_sgd as local_sgd
+from ._only_finite import OnlyFiniteState as OnlyFiniteState
+from ._only_finite import only_finite as only_finite
 from ._outer import OuterState as OuterState
 from ._read_anchor import read_anchor as read_anchor
 from ._schedule import Every as Every

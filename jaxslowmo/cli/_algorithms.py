@@ -41,11 +41,19 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
     gradients = None
     if config.algorithm.algorithm == "all_reduce":
         gradients = js.all_reduce_gradients(("replica", "device") if two_levels else "replica")
+    sync = _sync(config.algorithm, schedule, two_levels)
+    if config.checkpoint.check_parameters:
+        if sync is None:
+            raise ValueError(
+                "--check-parameters is for algorithms that exchange parameters; all_reduce "
+                "exchanges gradients, and its loss tells"
+            )
+        sync = js.only_finite(sync, ("replica", "device") if two_levels else "replica")
     return Algorithm(
         schedule=schedule,
         optimizer=_optimizer(config.optimizer, schedule),
         gradients=gradients,
-        sync=_sync(config.algorithm, schedule, two_levels),
+        sync=sync,
     )
 
 

@@ -96,6 +96,12 @@ class CheckpointConfig(Checked):
     export: bool = option(
         False, "Write the consensus model to OUT/model at the end.", panel=_CHECKPOINTS
     )
+    check_parameters: bool = option(
+        False,
+        "Before every exchange of parameters ask all replicas whether theirs are finite (4 bytes), "
+        "and do not exchange where one's are not, but do as --on-nan says.",
+        panel=_CHECKPOINTS,
+    )
     on_nan: str = option(
         "stop",
         "When the loss is not finite: stop, or go back to the last checkpoint and leave out the "

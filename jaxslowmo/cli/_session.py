@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxslowmo as js
 
@@ -102,12 +103,20 @@ class Session:
             now=bool(asked),
         ):
             return "diverged"
+        if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
+            return "diverged"
         if saves and self.keeper is not None:
             if not all_finite(result.state.params):
                 return "diverged"
             progress = Progress(result.step, self.batches.position, self.recorder.bytes_sent)
             self.keeper.save(result.state, progress, wait=bool(asked))
         return asked
+
+
+def _was_refused(state: js.TrainState) -> bool:
+    """Whether an exchange did not take place, as all replicas know. Waits for the step."""
+    refused = state.opt_state[-1].refused
+    return bool(np.asarray(refused.addressable_data(0)).any())
 
 
 def all_finite(tree: object) -> bool:

@@ -28,7 +28,9 @@ CHILD = "JAXSLOWMO_CHILD"
 PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
 _REMEMBERED_LINES = 400
 # What the runtime says of connections that it makes or loses; `describe_loss` reads the latter.
-_NOISE = re.compile(r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_notifier)")
+_NOISE = re.compile(
+    r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_notifier)"
+)
 
 
 def is_child() -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from .._typing import Phase, PyTree
 from ..algorithms import (
     LocalSGDState,
+    OnlyFiniteState,
     OuterState,
     ParameterTransform,
     SGPState,
@@ -289,7 +290,7 @@ def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
 
 
 def _holds_parameter_transform(state: PyTree) -> bool:
-    kinds = (LocalSGDState, OuterState, SGPState)
+    kinds = (LocalSGDState, OnlyFiniteState, OuterState, SGPState)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(x, kinds) for x in leaves)
 
