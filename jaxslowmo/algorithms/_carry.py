@@ -30,11 +30,13 @@ class Placement:
       replicas: their number, the leading dimension of every leaf.
       axis_sizes: of all axes of the mesh.
       automatic: axes over which leaves of the parameters are sharded inside a replica.
+      is_certain: whether `axis_sizes` are known; without devices they leave no trace in arrays.
     """
 
     replicas: int
     axis_sizes: Mapping[str, int]
     automatic: frozenset[str] = frozenset()
+    is_certain: bool = True
 
     def size(self, axis_name: AxisName | None) -> int:
         """Number of positions along an axis or several; 1 for what the mesh does not have."""
@@ -112,12 +114,17 @@ class AnchorShards:
         leaves = [np.empty(p.shape, at_least_float32(p.dtype)) for p in structs]
         rest = list(shards)
         for group in self._groups(params, old):
-            plan, layouts = self._plan(group, structs, old)
-            held, rest = rest[: len(layouts)], rest[len(layouts) :]
+            plan = self._plan(group, structs, old)
+            held, rest = rest[: len(plan.buffers)], rest[len(plan.buffers) :]
             count = _num_blocks(group, old)
-            wanted = [(old.replicas, count * s.rows, s.lanes) for s in layouts]
-            if [x.shape for x in held] != wanted:
-                raise ValueError(f"shards of {[x.shape for x in held]}, and not of {wanted}")
+            # Only the padding at the end of a buffer depends on the devices of a replica.
+            parts = [old.size(self.local_axis_name)] if old.is_certain else range(1, _MOST_PARTS)
+            wanted = [
+                [(old.replicas, count * s.rows, s.lanes) for s in _layouts(plan, old, n)]
+                for n in parts
+            ]
+            if [x.shape for x in held] not in wanted:
+                raise ValueError(f"shards of {[x.shape for x in held]}, and not of {wanted[0]}")
             for i, block in enumerate(_block_slices(group, structs, old)):
                 flats = [x.reshape(old.replicas, count, -1)[:, i].reshape(-1) for x in held]
                 for leaf, where, part in zip(group.indices, block, plan.unpack(flats), strict=True):
@@ -131,7 +138,8 @@ class AnchorShards:
         leaves, structs = jax.tree.leaves(tree), jax.tree.leaves(params)
         found: list[np.ndarray] = []
         for group in self._groups(params, new):
-            plan, layouts = self._plan(group, structs, new)
+            plan = self._plan(group, structs, new)
+            layouts = _layouts(plan, new, new.size(self.local_axis_name))
             count = _num_blocks(group, new)
             shards = [
                 np.zeros((new.replicas, count, s.size), buffer.dtype)
@@ -158,20 +166,21 @@ class AnchorShards:
         with jax.sharding.use_abstract_mesh(mesh):
             return block_groups(params, self.param_specs)
 
-    def _plan(
-        self, group: BlockGroup, structs: list[Any], at: Placement
-    ) -> tuple[BufferPlan, list[ShardLayout]]:
+    def _plan(self, group: BlockGroup, structs: list[Any], at: Placement) -> BufferPlan:
         first = next(_block_slices(group, structs, at))
         blocks = [
             jax.ShapeDtypeStruct(tuple(s.stop - s.start for s in where), structs[leaf].dtype)
             for leaf, where in zip(group.indices, first, strict=True)
         ]
         limits = bucket_limits(self.bucket_bytes)
-        plan = plan_buffers(blocks, limits=limits, dtype_of=at_least_float32)
-        parts = at.size(self.local_axis_name)
-        return plan, [
-            shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers
-        ]
+        return plan_buffers(blocks, limits=limits, dtype_of=at_least_float32)
+
+
+_MOST_PARTS = 257  # devices of a replica, where their number is not known
+
+
+def _layouts(plan: BufferPlan, at: Placement, parts: int) -> list[ShardLayout]:
+    return [shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers]
 
 
 def _num_blocks(group: BlockGroup, at: Placement) -> int:
