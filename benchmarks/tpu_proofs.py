@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from tpu_table import BEGIN, END, rows
+from tpu_table import BEGIN, END, table
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     page = parser.parse_args().write
     lines = [f"jax {jax.__version__}, libtpu {version('libtpu')}.", ""]
     print("\n".join(lines), flush=True)
-    for row in rows():
+    for row in table():
         print(row, flush=True)
         lines.append(row)
     if page:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 ITEM_BYTES = 4  # of a float32
 LOSS_BYTES = 4
-# Parts of a buffer are padded to an even number of (8, 128) tiles, 8 KiB. (Of parts above 200 tiles,
-# 800 KiB, the multiple grows with the part; there are none here.)
+# Parts of a buffer are padded to an even number of (8, 128) tiles, 8 KiB. (Above 200 tiles the
+# multiple grows with the part; there are no such parts here.)
 PADDED_TO = 2 * 8 * 128
 
 

@@ -4,6 +4,7 @@ What `tests/tpu_aot/test_proofs.py` proves, and what `benchmarks/tpu_proofs.py` 
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jaxslowmo as js
 from tpu_schedule import Schedule, read_schedule
@@ -24,7 +24,7 @@ PARAMS = {
         "kernel": jax.ShapeDtypeStruct(shape, jnp.float32),
         "bias": jax.ShapeDtypeStruct(shape[1:], jnp.float32),
     }
-    for i, shape in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False))
+    for i, shape in enumerate(itertools.pairwise(WIDTHS))
 }
 NUM_PARAMETERS = sum(prod(leaf.shape) for leaf in jax.tree.leaves(PARAMS))
 # Forward, and backward to the weights and (but for the first layer) to the input.
@@ -104,7 +104,7 @@ def _transforms(algorithm: str, place: Place) -> dict[str, Any]:
         order = js.ready_order(loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTHS[0]), jnp.float32))
         return {
             "gradients": js.all_reduce_gradients(
-                axes if len(axes) > 1 else axes[0],
+                axes,
                 bucket_bytes=BUCKET_BYTES,
                 first_bucket_bytes=BUCKET_BYTES,
                 order=order,
@@ -192,12 +192,14 @@ class Facts:
 def facts(algorithm: str, place: Place, kind: str) -> Facts:
     """Compiles one program, once."""
     program = lowered(algorithm, place)[kind]
-    options = APART if algorithm.endswith(", option") else None
+    options: Any = APART if algorithm.endswith(", option") else None
     compiled = program.compile(compiler_options=options)
-    report = js.comm_report_of({kind: _Once(program, compiled)}, mesh=place.mesh)  # type: ignore
+    once: Any = _Once(program, compiled)
+    report = js.comm_report_of({kind: once}, mesh=place.mesh)
     assert "?" not in report.axes, report
     text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
+    assert memory is not None
     schedule = read_schedule(text)
     assert schedule.num_products == NUM_PRODUCTS
     return Facts(

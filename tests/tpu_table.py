@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tpu_bytes import sent
-from tpu_steps import CASES, NUM_PARAMETERS, Facts, Place, facts, kinds
+from tpu_steps import CASES, NUM_PARAMETERS, PLACES, Facts, Place, facts, kinds
 
 COLUMNS = (
     "where",
@@ -18,6 +18,7 @@ COLUMNS = (
     "memory per chip: arguments",
     "temporary",
 )
+HEADER = "| " + " | ".join(COLUMNS) + " |"
 BEGIN = "<!-- table of benchmarks/tpu_proofs.py -->"
 END = "<!-- end of table -->"
 
@@ -27,11 +28,17 @@ def formula_kind(kind: str) -> str:
     return "round" if kind.startswith("round") else kind
 
 
-def rows() -> Iterator[str]:
+def table() -> Iterator[str]:
     """The lines of the table, header first; compiles what was not compiled yet."""
-    yield _line(COLUMNS)
+    yield HEADER
     yield "|" + "---|" * len(COLUMNS)
-    for algorithm, place in CASES:
+    for place in PLACES:
+        yield from rows(place)
+
+
+def rows(place: Place) -> Iterator[str]:
+    """The lines of one place."""
+    for algorithm in [algorithm for algorithm, where in CASES if where == place]:
         for kind in kinds(algorithm, place):
             yield _line(_cells(algorithm, place, kind))
 

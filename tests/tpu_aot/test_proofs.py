@@ -20,25 +20,37 @@ from tpu_steps import (
     NUM_PARAMETERS,
     ONE_SLICE,
     PLACES,
+    Place,
     facts,
     kinds,
     lowered,
 )
 
-# All tests share the compiled programs.
-pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("proofs on TPU code")]
+pytestmark = pytest.mark.tpu_aot
 
 NUM_BYTES = 4 * NUM_PARAMETERS
 SHARDED = ("slowmo(local_sgd)", "diloco")
-by_name = {"ids": lambda value: getattr(value, "name", value)}
-each_place = pytest.mark.parametrize("place", PLACES, **by_name)
+
+
+def at(place: Place) -> pytest.MarkDecorator:
+    """Tests at one place share its compiled programs."""
+    return pytest.mark.xdist_group(f"proofs on {place.name}")
+
+
+each_place = pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=at(p), id=p.name) for p in PLACES]
+)
+each_case = pytest.mark.parametrize(
+    ("algorithm", "place"),
+    [pytest.param(a, p, marks=at(p), id=f"{a} on {p.name}") for a, p in CASES],
+)
 
 
 def emitted(algorithm, place):
     return js.comm_report_of(lowered(algorithm, place), mesh=place.mesh, compile=False)
 
 
-@pytest.mark.parametrize(("algorithm", "place"), CASES, **by_name)
+@each_case
 def test_bytes_are_as_computed(algorithm, place):
     """Exactly, the stated padding included; over no other axes and for no other purpose."""
     for kind in kinds(algorithm, place):
@@ -51,6 +63,7 @@ def test_bytes_are_as_computed(algorithm, place):
         assert all(row.dtypes == ("float32",) for row in found.rows)
 
 
+@at(FOUR_SLICES)
 @pytest.mark.parametrize("algorithm", ["all_reduce", "all_reduce, option"])
 def test_bytes_of_an_all_reduce_over_both_levels(algorithm):
     """Between slices each chip sends its part, padded by at most 8 KiB in each bucket.
@@ -64,7 +77,7 @@ def test_bytes_of_an_all_reduce_over_both_levels(algorithm):
     assert found.sent("device") == pytest.approx(1.5 * ideal.device, rel=0.03)
 
 
-@pytest.mark.parametrize(("algorithm", "place"), CASES, **by_name)
+@each_case
 def test_local_steps_send_nothing_between_replicas(algorithm, place):
     """On several slices: no transfer leaves the slice. The text of the program says so too."""
     local = [kind for kind in kinds(algorithm, place) if kind == "local"]
@@ -99,6 +112,7 @@ def test_gossip_without_overlap_runs_behind_all_products(place):
     assert schedule.num_under_way == 0
 
 
+@at(FOUR_SLICES)
 def test_buckets_between_slices_overlap_with_an_option():
     """By default no bucket travels before all products are done; kept apart, the first one does.
 
@@ -114,16 +128,18 @@ def test_buckets_between_slices_overlap_with_an_option():
     assert min(apart.schedule.starts) < apart.schedule.products[-1]
 
 
+@each_place
 @pytest.mark.parametrize("algorithm", [*SHARDED, "slowmo(sgp overlap=1)"])
-def test_slow_step_is_a_true_reduce_scatter(algorithm):
-    found = facts(algorithm, ONE_SLICE, "slow")
-    assert found.counts("replica") == {"reduce-scatter": 1, "all-gather": 1}
-    across = facts(algorithm, FOUR_SLICES, "slow")
-    assert across.counts("replica") == {"send": 2, "recv": 2}
-    kinds_of_transfer = {
-        name for name in ("REDUCE_SCATTER", "ALL_GATHER", "ALL_REDUCE") if name in across.text
+def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
+    found = facts(algorithm, place, "slow")
+    if place is ONE_SLICE:
+        assert found.counts("replica") == {"reduce-scatter": 1, "all-gather": 1}
+        return
+    assert found.counts("replica") == {"send": 2, "recv": 2}
+    transfers = {
+        name for name in ("REDUCE_SCATTER", "ALL_GATHER", "ALL_REDUCE") if name in found.text
     }
-    assert kinds_of_transfer == {"REDUCE_SCATTER", "ALL_GATHER"}
+    assert transfers == {"REDUCE_SCATTER", "ALL_GATHER"}
 
 
 @each_place
@@ -162,7 +178,8 @@ def test_what_is_left_out(place):
     assert average("slowmo(local_sgd)") == average("local_sgd") != set()
 
 
-def test_documented_table():
+@each_place
+def test_documented_table(place):
     """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now.
 
     All but the temporary memory, which the compiler's version changes: that one where the versions
@@ -170,8 +187,11 @@ def test_documented_table():
     """
     page = (Path(__file__).parents[2] / "docs" / "tpu.md").read_text()
     inner = page.partition(tpu_table.BEGIN)[2].partition(tpu_table.END)[0]
-    versions, *documented = [line for line in inner.splitlines() if line]
-    now = list(tpu_table.rows())
+    versions, header, _, *lines = [line for line in inner.splitlines() if line]
+    assert header == tpu_table.HEADER
+    assert {line.split(" | ")[0] for line in lines} == {f"| {p.name}" for p in PLACES}
+    documented = [line for line in lines if line.startswith(f"| {place.name} |")]
+    now = list(tpu_table.rows(place))
     if versions != f"jax {jax.__version__}, libtpu {version('libtpu')}.":
         documented, now = ([_but_last(line) for line in lines] for lines in (documented, now))
     assert documented == now, "run `python benchmarks/tpu_proofs.py --write docs/tpu.md`"
