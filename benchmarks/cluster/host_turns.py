@@ -7,9 +7,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a worker can do.
+
+    Attributes:
+      steps: `steps(count)` does so many and returns the last loss when all is done.
+      evaluate: facts about what was trained so far, after a turn and outside of its time.
+    """
+
+    steps: Callable[[int], float]
+    evaluate: Callable[[], dict] = dict
 
 
 def say(answer: dict) -> None:
@@ -17,15 +31,14 @@ def say(answer: dict) -> None:
 
 
 def serve(
-    prepare: Callable[[str], tuple[Callable[[int], float], dict]],
+    prepare: Callable[[str], tuple[Variant, dict]],
     meet: Callable[[], None],
     facts: dict,
 ) -> None:
     """Answer the driver until it closes the pipe.
 
-    `prepare(name)` returns facts about a variant and `steps(count)`, which does them and returns
-    the last loss when all is done; it raises `ValueError` for what a library refuses. `meet()`
-    returns when all workers have called it.
+    `prepare(name)` returns a variant and facts about it; it raises `ValueError` for what a library
+    refuses. `meet()` returns when all workers have called it.
     """
     say(facts)
     variants = {}
@@ -42,13 +55,13 @@ def serve(
         say(found)
 
 
-def turn(steps: Callable[[int], float], count: int, meet: Callable[[], None]) -> dict[str, float]:
+def turn(variant: Variant, count: int, meet: Callable[[], None]) -> dict[str, float]:
     """Seconds and bytes of `count` steps."""
     meet()
     sent, start = int(COUNTER.read_text()), time.perf_counter()
-    loss = steps(count)
+    loss = variant.steps(count)
     seconds = time.perf_counter() - start
     meet()
     sent = int(COUNTER.read_text()) - sent
     meet()  # nobody sends what is not counted before the slowest has read its counter
-    return {"seconds": seconds, "bytes": sent, "loss": loss}
+    return {"seconds": seconds, "bytes": sent, "loss": loss, **variant.evaluate()}

@@ -15,7 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import task  # noqa: E402
-from host_turns import serve  # noqa: E402
+from host_turns import Variant, serve  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -87,7 +87,7 @@ def prepare(name: str):
 
     first = steps(1)
     steps(task.JAX[name] - 1)  # every program is compiled, and the turns begin with a period
-    return steps, {"first_loss": first}
+    return Variant(steps), {"first_loss": first}
 
 
 serve(prepare, meet, describe())

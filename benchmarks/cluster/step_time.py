@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -122,6 +123,8 @@ def summarise(row: dict, rows: dict[tuple[str, str], dict]) -> dict:
 
 def main() -> None:
     args = parse()
+    # A polite kill ends the run as Ctrl-C does: with the hosts removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin, load = time.time(), os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory() as cache,

@@ -8,7 +8,7 @@ from datetime import timedelta
 import task
 import torch
 import torch.distributed as dist
-from host_turns import serve
+from host_turns import Variant, serve
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -65,7 +65,7 @@ def prepare(name: str):
 
     first = steps(1)
     steps(task.TORCH[name] - 1)
-    return steps, {"first_loss": first}
+    return Variant(steps), {"first_loss": first}
 
 
 serve(prepare, dist.barrier, {"python": platform.python_version(), "torch": torch.__version__})
