@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "jaxslowmo"
 # Packages whose own names are public too, as `jaxslowmo.<topic>.<name>`, and where they lie.
-TOPICS = {"topology": "topology", "hooks": "reducer/hooks"}
+TOPICS = {"topology": "topology", "hooks": "reducer/hooks", "checkpoint": "checkpoint"}
 MARK = "<!-- public names -->"
 
 

@@ -51,10 +51,11 @@ def export_consensus(
     """
     quiet_orbax()
     path, beside = resolved(folder), checked_json("export_consensus", extra)
-    mean = consensus(params, mesh=mesh, axis_name=axis_name)
+    placed = consensus(params, mesh=mesh, axis_name=axis_name)
     if path.exists():
         _record(path)  # refuses to replace what is no export
-    prints = prints_of(jax.tree.leaves(mean))
+    prints = prints_of(jax.tree.leaves(placed))
+    mean = jax.tree.map(_on_host, placed)
     record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
     items = {ARRAYS: ocp.args.PyTreeSave(mean), RECORD: ocp.args.JsonSave(record)}
     try:
@@ -102,6 +103,13 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
     return jax.tree.structure(nested).unflatten(
         [dict(zip(names, found, strict=True))[name] for name in leaf_names(nested)]
     )
+
+
+def _on_host(x: jax.Array) -> Any:
+    """NumPy where this process has all of it: then the file asks for no devices when read."""
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return np.asarray(x) if x.is_fully_addressable else x
 
 
 def _key(name: str) -> str:

@@ -87,9 +87,10 @@ class Record:
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 
     def placement(self, like: Placement) -> Placement:
-        """Where the arrays come from; what is not known is as in `like`."""
-        sizes = like.axis_sizes if self.axis_sizes is None else self.axis_sizes
-        return Placement(self.replicas, sizes, frozenset(self.automatic))
+        """Where the arrays come from; what is not known is taken from `like`."""
+        certain = self.axis_sizes is not None
+        sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
+        return Placement(self.replicas, sizes, frozenset(self.automatic), certain)
 
 
 def from_json(value: Any, where: object) -> Record:

@@ -92,17 +92,19 @@ def read(path: epath.Path, template: Template) -> Reading:
     record = read_record(path)
     old, new = record.placement(template.placement), template.placement
     keys, names = [x.key for x in record.leaves], [x.name for x in record.leaves]
-    if old.replicas == new.replicas and _same_inside(old, new):
+    same_shapes = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
+    same_inside = _same_inside(old, new) if old.is_certain else same_shapes
+    if old.replicas == new.replicas and same_inside:
         _check_leaves(path, record, template.record, skip=())
         return Reading(path, record, read_arrays(path / ARRAYS, keys, template.stored), True)
-    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
-    _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
     if _holds_sync(template.structs.opt_state[:2]):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
+    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
+    _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
     arrays = read_arrays(path / ARRAYS, keys, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
     return Reading(path, record, arrays, False)
@@ -138,7 +140,7 @@ def finished(reading: Reading, template: Template) -> Found:
 
 
 def _same_inside(old: Placement, new: Placement) -> bool:
-    """Whether sharded state lies alike on both; a mesh without devices records no axes."""
+    """Whether sharded state lies alike on both."""
 
     def sizes(at: Placement) -> dict[str, int]:
         return {name: size for name, size in at.axis_sizes.items() if size > 1}

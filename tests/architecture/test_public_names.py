@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import jaxslowmo
+from jaxslowmo import checkpoint
 
 
 def public_names(module: types.ModuleType) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def public_names(module: types.ModuleType) -> dict[str, Any]:
 # Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
 TOPICS = {"topology": "topology", "hooks": "reducer.hooks"}
 PUBLIC = public_names(jaxslowmo)
+# Needs orbax, so it is imported by its own name.
+PUBLIC |= {f"checkpoint.{key}": value for key, value in public_names(checkpoint).items()}
 
 
 def lacks(value: Any) -> list[str]:

@@ -1,0 +1,99 @@
+"""Small runs whose states are saved."""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+# So large that `w` has a file of its own.
+PARAMS = {
+    "b": np.zeros(40, jax.numpy.bfloat16),
+    "w": np.random.default_rng(0).normal(size=(5, 40)).astype(np.float32),
+}
+MODEL_STATE = {"mean": np.zeros(40, np.float32), "seen": np.zeros((), np.int32)}
+PERIOD = 4
+
+SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
+    "all_reduce": lambda: None,
+    "local_sgd": lambda: js.local_sgd("replica", sync_every=PERIOD),
+    "sgp": lambda: js.sgp("replica", overlap=1),
+    "sgp late": lambda: js.sgp("replica", overlap=2),
+    "slowmo over local_sgd": lambda: js.slowmo(
+        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=PERIOD
+    ),
+    "slowmo over sgp": lambda: js.slowmo(
+        "replica", base=js.sgp("replica", overlap=2), sync_every=PERIOD
+    ),
+    "own anchors": lambda: js.slowmo(
+        "replica", base=js.sgp("replica"), sync_every=PERIOD, exact_average=False
+    ),
+    "diloco": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adam(0.1)),
+    "two levels": lambda: js.hierarchical_local_sgd(
+        {"device": 2, ("node", "device"): PERIOD},
+    ),
+}
+
+
+def loss(params: Any, batch: jax.Array, *, rng: jax.Array, model_state: Any):
+    y = batch @ params["w"] + params["b"].astype("float32")
+    y += 0.01 * jax.random.normal(rng, y.shape)
+    state = {"mean": 0.9 * model_state["mean"] + y.mean(0), "seen": model_state["seen"] + 1}
+    return (y**2).mean(), ({}, state)
+
+
+def make_step(
+    name: str,
+    mesh: Any,
+    *,
+    mode: Any = "host",
+    sync: js.ParameterTransform | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> js.TrainStep:
+    axis = ("node", "device") if name == "two levels" else "replica"
+    reduced = js.all_reduce_gradients(axis, hook=js.hooks.int8(error_feedback=True))
+    return js.make_train_step(
+        loss,
+        optimizer or optax.adamw(1e-2),
+        sync=sync or SYNCS[name](),
+        gradients=reduced if name == "all_reduce" else None,
+        mesh=mesh,
+        axis_name=axis,
+        mode=mode,
+        model_state="local",
+    )
+
+
+def batch(t: int, replicas: int) -> np.ndarray:
+    return np.random.default_rng(t).normal(size=(replicas * 2, 5)).astype(np.float32)
+
+
+def on_host(state: Any) -> Any:
+    """NumPy arrays, PRNG keys as their data."""
+
+    def host(x: jax.Array) -> np.ndarray:
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(host, state)
+
+
+def bits(state: Any) -> list[bytes]:
+    """Of all leaves; equal for states that are equal bit by bit."""
+    return [x.tobytes() for x in jax.tree.leaves(on_host(state))]
+
+
+def bits_by_replica(state: Any) -> dict[int, int]:
+    """A checksum of the state of each replica that this process has."""
+    sums: dict[int, int] = {}
+    for x in jax.tree.leaves(state):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        for shard in (jax.random.key_data(x) if is_key else x).addressable_shards:
+            replica = shard.index[0].start or 0
+            own = np.ascontiguousarray(shard.data).tobytes()
+            sums[replica] = zlib.crc32(own, sums.get(replica, 0))
+    return dict(sorted(sums.items()))

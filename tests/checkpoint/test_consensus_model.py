@@ -1,0 +1,52 @@
+"""The consensus model on disk."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxslowmo as js
+from jaxslowmo.checkpoint import CheckpointError, export_consensus, load_consensus
+
+PARAMS = {
+    "layers": [{"w": np.arange(12.0, dtype=np.float32).reshape(2, 6)}],
+    "scale": np.array([[1.0, 2.0], [3.0, 5.0]], jax.numpy.bfloat16),
+}
+MEAN = {
+    "layers": [{"w": np.arange(3.0, 9.0, dtype=np.float32)}],
+    "scale": np.array([2.0, 3.5], jax.numpy.bfloat16),
+}
+
+
+def same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert [x.dtype for x in jax.tree.leaves(a)] == [x.dtype for x in jax.tree.leaves(b)]
+
+
+def test_it_comes_back_and_others_can_read_it(tmp_path):
+    mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
+    export_consensus(path, jax.tree.map(lambda x: x * 0, PARAMS), mesh=mesh)
+    export_consensus(path, PARAMS, mesh=mesh, extra={"step": 7})  # replaces it
+    same(load_consensus(path), MEAN)
+    same(load_consensus(path, like=MEAN), MEAN)
+    same(dict(ocp.PyTreeCheckpointer().restore(path / "state")), MEAN)
+
+
+def test_what_is_refused(tmp_path):
+    mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
+    with pytest.raises(CheckpointError, match="no model that export_consensus wrote"):
+        load_consensus(path)
+    path.mkdir()
+    (path / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="no model that export_consensus wrote"):
+        export_consensus(path, PARAMS, mesh=mesh)
+    assert (path / "thesis.tex").exists()
+    path = tmp_path / "other"
+    export_consensus(path, PARAMS, mesh=mesh)
+    like = {**MEAN, "scale": np.ones(3, np.float32)}
+    with pytest.raises(CheckpointError, match=r"another model than `like`.*'scale', \[2\]"):
+        load_consensus(path, like=like)
+    file = max((p for p in path.rglob("d/*")), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_consensus(path)

@@ -1,0 +1,74 @@
+"""Resumed runs are undisturbed runs, bit by bit, from any step of a period."""
+
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+from checkpoint.runs import MODEL_STATE, PARAMS, PERIOD, SYNCS, batch, bits, make_step
+from jaxslowmo.checkpoint import Checkpoints
+
+LAST = PERIOD + 1
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_every_step_of_a_period_can_be_resumed(name, mesh_of, tmp_path):
+    axes = {"node": 2, "device": 2} if name == "two levels" else {"replica": 4}
+    mode = "traced" if name in ("all_reduce", "sgp", "own anchors", "diloco") else "host"
+    step = make_step(name, mesh_of(axes), mode=mode)
+    state = step.init(PARAMS, model_state=MODEL_STATE, seed=3)
+    with Checkpoints(tmp_path, keep=LAST) as checkpoints:
+        for t in range(1, LAST + 1):
+            state, _ = step(state, batch(t, 4))
+            checkpoints.save(t, state, extra={"position": [t, {"a": None}]})
+        undisturbed = bits(state)
+        for t in range(1, LAST):
+            found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=t)
+            assert (found.step, found.is_exact, found.notes) == (t, True, ())
+            assert found.extra == {"position": [t, {"a": None}]}
+            state = found.state
+            for later in range(t + 1, LAST + 1):
+                state, _ = step(state, batch(later, 4))
+            assert bits(state) == undisturbed, t
+
+
+def test_the_same_replicas_elsewhere_hold_the_same_bits(mesh_of, tmp_path):
+    name = "slowmo over local_sgd"
+    sync = js.slowmo("replica", base=js.sgp("replica"), sync_every=2, local_axis_name="device")
+    places = [
+        mesh_of({"replica": 2, "device": 2}),
+        js.virtual_mesh({"replica": 2, "device": 2}),
+        mesh_of({"replica": 2, "device": 4}),
+    ]
+    steps = [make_step(name, mesh, sync=sync) for mesh in places]
+    state = steps[0].init(PARAMS, model_state=MODEL_STATE)
+    for t in (1, 2, 3):
+        state, _ = steps[0](state, batch(t, 4))
+    anchors = []
+    for i, step in enumerate(steps):
+        with Checkpoints(tmp_path / str(i)) as checkpoints:
+            checkpoints.save(3, state, wait=True)
+            found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
+        assert found.is_exact
+        assert found.notes == ()
+        # Shards of anchor and momentum are laid out for the devices of a replica.
+        rest = lambda s: bits((s.params, s.opt_state[:-1], s.opt_state[-1].base, s.rng))  # noqa: E731
+        assert rest(found.state) == rest(state)
+        state = found.state
+        anchor = js.read_anchor(
+            step.sync, state.opt_state[-1], state.params, mesh=places[i], axis_name="replica"
+        )
+        anchors.append([np.asarray(x) for x in anchor.values()])
+        for a, b in zip(anchors[0], anchors[-1], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_saved_state_may_be_donated_at_once(mesh_of, tmp_path):
+    step = make_step("local_sgd", mesh_of({"replica": 2}))
+    state = step.init(PARAMS, model_state=MODEL_STATE)
+    before = bits(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        for t in range(3):
+            state, _ = step(state, batch(t, 2))
+        found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
+    assert bits(found.state) == before
