@@ -93,6 +93,8 @@ class Keeper:
         """
         from jaxslowmo.checkpoint import CheckpointError
 
+        if self._checkpoints is not None:
+            self._checkpoints.wait()  # for what is being written
         if not self._folder.exists() or not self._open().steps():
             return None
         try:
@@ -100,7 +102,8 @@ class Keeper:
                 self._step, self._params, seed=self._config.seed, fallback=self._options.fallback
             )
         except CheckpointError as error:
-            raise CommandError(f"--resume: {error}") from error
+            words = str(error).replace("`fallback=True`", "--fallback")
+            raise CommandError(f"--resume: {words}") from error
         self._check_config(found.extra["config"])
         self.last = found.step
         return found.state, Progress(**found.extra["progress"]), found.notes

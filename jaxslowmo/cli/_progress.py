@@ -49,6 +49,11 @@ class Reporter:
     ) -> None:
         self._progress.stop()
 
+    def say(self, *sentences: str) -> None:
+        """Something that a reader should know beside the progress."""
+        for sentence in sentences:
+            self._console.print(sentence, highlight=False, soft_wrap=True)
+
     def advance(self, step: int) -> None:
         """A step without a record is done."""
         self._progress.update(self._task, completed=step)

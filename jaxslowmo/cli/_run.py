@@ -138,8 +138,11 @@ class Job:
                     files.records,
                 )
                 if found:
+                    reporter.say(f"Resumed at step {progress.step}.", *notes)
                     recorder.note(progress.step, resumed=list(notes))
                 else:
+                    if saves and config.checkpoint.resume:
+                        reporter.say(f"There is no checkpoint in {out}: from scratch.")
                     recorder.start(self.evaluate(self._consensus(state)))
                 session = Session(
                     config=config,
@@ -151,7 +154,9 @@ class Job:
                     stop=stop,
                     waits=self.placement.is_cpu,
                 )
-                status = session.train(state, progress.step)
+                status, state = session.train(state, progress.step)
+                if saves and config.checkpoint.export and status == "finished":
+                    self._export(out / "model", state)
         summary = recorder.summary(status) | {
             "algorithm": self.label,
             "parameters": self.num_parameters,
@@ -163,6 +168,11 @@ class Job:
         statistics = measured.report() if measured else None
         files.finish(summary, statistics)
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
+
+    def _export(self, folder: Path, state: js.TrainState) -> None:
+        from jaxslowmo.checkpoint import export_consensus
+
+        export_consensus(folder, state.params, mesh=self.placement.mesh)
 
     def _consensus(self, state: js.TrainState) -> Any:
         return js.consensus(state.params, mesh=self.placement.mesh)

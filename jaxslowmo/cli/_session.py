@@ -44,7 +44,7 @@ class Session:
     stop: StopOnSignal
     waits: bool
 
-    def train(self, state: js.TrainState, done: int) -> str:
+    def train(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState]:
         """Trains to the last step, or until something ends it.
 
         Args:
@@ -52,7 +52,7 @@ class Session:
             done: steps.
 
         Returns:
-            "finished", "interrupted", "preempted" or "diverged".
+            "finished", "interrupted", "preempted" or "diverged", and the last state.
 
         Communication: that of the steps; evaluations and checkpoints bring the parameters together
             and look whether all are finite.
@@ -60,19 +60,19 @@ class Session:
         options = self.config.checkpoint
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
         while True:
-            status, done = self._until_something(state, done)
+            status, state, done = self._until_something(state, done)
             if status != "diverged" or not rollbacks or self.keeper is None:
-                return status
+                return status, state
             found = self.keeper.newest()
             if found is None:
-                return status
+                return status, state
             rollbacks -= 1
             # The batches since then are left out: with them it would end like this again.
             state, before, _ = found
             self.recorder.note(before.step, rolled_back_from=done)
             done = before.step
 
-    def _until_something(self, state: js.TrainState, done: int) -> tuple[str, int]:
+    def _until_something(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
         status = "interrupted"
         # The second Ctrl-C, in the middle of a step, raises.
         with contextlib.suppress(KeyboardInterrupt):
@@ -80,16 +80,16 @@ class Session:
                 self.step, state, self.batches, num_steps=self.config.steps, start=done
             )
             for result in loop:
-                done = result.step
+                state, done = result.state, result.step
                 if self.waits:
                     # Devices of a host share its threads: steps queued behind each other could
                     # hold the threads that an earlier step's collective waits for.
                     jax.block_until_ready(result.metrics)
                 ending = self._after(result)
                 if ending is not None:
-                    return ending, done
+                    return ending, state, done
             status = "finished"
-        return status, done
+        return status, state, done
 
     def _after(self, result: js.StepResult) -> str | None:
         """Records and saves; why to end here, if so."""
