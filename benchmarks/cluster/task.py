@@ -27,6 +27,7 @@ TORCH = {
     "PostLocalSGD(3)": 12,
     "PostLocalSGD(12)": 24,
     "PostLocalSGD(48)": 48,
+    "FairScale SlowMo(12, 48)": 48,
 }
 
 

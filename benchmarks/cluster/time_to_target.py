@@ -96,7 +96,8 @@ def markdown(result: dict) -> str:
         f"batch {task.BATCH} per host, {result['corpus_mb']} MB of Python source; AdamW, learning "
         f"rate {task.LEARNING_RATE} after {task.WARMUP} steps of warm-up. Evaluated every "
         f"{task.EVERY} steps, outside of the measured time, at most {task.MAX_STEPS} steps. "
-        f"Target: {result['target']} nats per byte.",
+        f"Target: {result['target']} nats per byte. Load averages (1 minute) before and after: "
+        f"{' and '.join(map(str, result['load_averages']))}.",
         "",
         "| | seed | seconds | / DDP | steps | ms per step | MB per host and step |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -39,6 +39,30 @@ def build() -> torch.nn.Module:
     return torch.nn.Sequential(*layers[:-1])
 
 
+def fairscale(model: torch.nn.Module) -> torch.nn.Module:
+    """FairScale's SlowMo over LocalSGD with these periods, its state sharded over the hosts."""
+    # It calls this without asking whether there is a GPU; there is nothing to wait for.
+    torch.cuda.synchronize = lambda device=None: None
+    try:
+        from fairscale.experimental.nn.data_parallel import (
+            SlowMoBaseAlgorithm,
+            SlowMoDistributedDataParallel,
+        )
+    except ImportError as error:
+        raise ValueError(
+            "not installed: .venv-bench/bin/python -m pip install --no-deps --no-build-isolation "
+            f"fairscale==0.4.13 ({error})"
+        ) from None
+    return SlowMoDistributedDataParallel(
+        model,
+        nprocs_per_node=1,
+        slowmo_base_algorithm=SlowMoBaseAlgorithm.LOCALSGD,
+        localsgd_frequency=12,
+        slowmo_frequency=48,
+        slowmo_momentum=0.5,
+    )
+
+
 def prepare(name: str):
     model: torch.nn.Module = build()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -46,6 +70,8 @@ def prepare(name: str):
     )
     if name == "DDP":
         model = DistributedDataParallel(model)
+    elif name.startswith("FairScale"):
+        model = fairscale(model)
     elif name.startswith("PostLocalSGD"):
         # Gradients are averaged inside subgroups, here of one host each; parameters over all.
         period = int(name.partition("(")[2].rstrip(")"))
@@ -61,6 +87,8 @@ def prepare(name: str):
             loss = ((model(X) - Y) ** 2).mean()
             loss.backward()
             optimizer.step()
+            if name.startswith("FairScale"):
+                model.perform_slowmo(optimizer)
         return loss.item()
 
     first = steps(1)
