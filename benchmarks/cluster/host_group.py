@@ -12,6 +12,7 @@ for folder in (HERE.parent / "reducer", ROOT / "tests" / "cluster"):
     sys.path.insert(0, str(folder))
 
 from group import Group  # noqa: E402
+from group import medians as medians  # noqa: E402
 from namespaces import Host  # noqa: E402
 
 

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 
 import task
-from group import medians
-from host_group import ROOT, HostGroup
+from host_group import ROOT, HostGroup, medians
 from namespaces import Host, hosts, missing, set_rate
 from step_time_table import markdown
 

@@ -37,7 +37,7 @@ class GPT(torch.nn.Module):
         super().__init__()
         arrays = {k.removeprefix("p:"): v for k, v in DATA.items() if k.startswith("p:")}
         self.blocks = len({name.split("/")[1] for name in arrays if name.startswith("blocks/")})
-        named = {name: torch.nn.Parameter(torch.from_numpy(v)) for name, v in arrays.items()}
+        named = {name: torch.nn.Parameter(torch.from_numpy(v.copy())) for name, v in arrays.items()}
         self.p = torch.nn.ParameterDict(named)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
