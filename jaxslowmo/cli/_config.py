@@ -250,6 +250,7 @@ def _parse(name: str, kind: Any, text: str) -> Any:
 
 # What differs from the defaults above, by preset of the model.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {"steps": 48, "batch": 4, "learning_rate": 1e-2, "eval_every": 24, "eval_batches": 1},
     "demo": {
         "steps": 192, "batch": 4, "learning_rate": 2e-3, "warmup": 16, "eval_every": 24,
         # Few replicas take little slow momentum.

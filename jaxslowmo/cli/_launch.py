@@ -1,6 +1,7 @@
 """`jaxslowmo launch`: the processes of a run on this machine, started again when one is lost."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from ._errors import CommandError
-from ._supervise import INTERRUPTED, LOST_A_PROCESS, last_saved
+from ._supervise import INTERRUPTED, LAUNCHED, LOST_A_PROCESS, last_saved
 
 # Beyond the heartbeat: what survivors need to notice that a process is gone, and to end.
 _GRACE_SECONDS = 10
@@ -91,6 +92,7 @@ class _Group:
                     *("--coordinator", coordinator, "--num-processes", str(processes)),
                     *("--process-id", str(index)),
                 ],
+                env={**os.environ, LAUNCHED: "1"},
                 # Ctrl-C reaches them through this process alone, once.
                 start_new_session=True,
             )

@@ -21,8 +21,9 @@ from ._lost import describe_loss
 
 LOST_A_PROCESS = 75  # EX_TEMPFAIL: try again
 INTERRUPTED = 130
-# In the environment of the child.
+# In the environment of the child, and of a parent that `jaxslowmo launch` started.
 CHILD = "JAXSLOWMO_CHILD"
+LAUNCHED = "JAXSLOWMO_LAUNCHED"
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
 PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
@@ -39,7 +40,7 @@ def is_child() -> bool:
 
 
 def end_with_parent() -> None:
-    """Makes a child end, as if killed, when its parent is gone: nobody would report on it."""
+    """Makes this process end, as if killed, when its parent is gone: nobody would report on it."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -66,6 +67,8 @@ def supervise(argv: Sequence[str], out: Path, *, restarts: int = 0) -> int:
         130 after Ctrl-C.
     """
     arguments = list(argv)
+    if LAUNCHED in os.environ:
+        end_with_parent()
     while True:
         child = _Child(arguments)
         code = child.wait()

@@ -6,6 +6,8 @@ from ._gpt import GPTConfig
 
 # Parameters counted by `num_parameters`; a test holds the numbers.
 GPT_PRESETS: dict[str, GPTConfig] = {
+    # 0.01M: seconds; to try out a cluster, learns next to nothing.
+    "tiny": GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=16),
     # 0.45M: minutes on a laptop's CPU, four replicas included.
     "demo": GPTConfig(num_layers=2, num_heads=4, embed_dim=128, context_length=64),
     "1m": GPTConfig(num_layers=5, num_heads=4, embed_dim=128, context_length=128),

@@ -8,7 +8,6 @@ import pytest
 
 from jaxslowmo.cli import main
 from jaxslowmo.models import GPT_PRESETS
-from tiny_gpt import TINY
 
 
 class Outcome(NamedTuple):
@@ -22,7 +21,7 @@ def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Outcome]:
     """`call("train", "--steps", 5)`: runs the command line here, with a tiny demo preset."""
-    monkeypatch.setitem(GPT_PRESETS, "demo", TINY)
+    monkeypatch.setitem(GPT_PRESETS, "demo", GPT_PRESETS["tiny"])
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*argv: Any) -> Outcome:

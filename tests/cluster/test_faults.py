@@ -1,0 +1,109 @@
+"""Processes that are killed, stopped, cut off or told to leave, and what the others make of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kills import PROCESSES, compare
+from processes import running
+
+HEARTBEAT = 10
+TRAIN = (
+    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny", "--replicas", "4"),
+    *("--steps", "1000000", "--checkpoint-every", "10", "--log-every", "1"),
+    *("--num-processes", "4", "--heartbeat-timeout", str(HEARTBEAT)),
+)
+ENV = {"JAX_PLATFORMS": "cpu"}
+
+
+def test_a_run_whose_processes_are_killed_ends_as_if_none_had_been(tmp_path):
+    """Ten times, one at a time; `python tests/cluster/kills.py 50` does it more often."""
+    found = compare(tmp_path, 10, seed=0)
+    assert len(found) == 10
+    assert sum(kill.while_saving for kill in found) == 3
+    assert {kill.victim.split()[0] for kill in found} == {"trainer", "parent"}
+
+
+@pytest.fixture
+def trained(four_hosts, tmp_path):
+    """Four processes on four hosts, past their first checkpoint."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.mkdir()
+    for i in range(8):
+        (text / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 60)
+    commands = [
+        [
+            *TRAIN,
+            *("--data", str(text), "--out", str(out), "--process-id", str(rank)),
+            *("--coordinator", f"{four_hosts[0].address}:9000"),
+        ]
+        for rank in range(PROCESSES)
+    ]
+    with running(four_hosts, commands, tmp_path / "printed", ENV) as started:
+        deadline = time.monotonic() + 120
+        while not list((out / "checkpoints").glob("[0-9]*")):
+            assert all(process.poll() is None for process in started.processes), started.err(0)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield started, out
+
+
+def trainer_of(process: subprocess.Popen) -> int:
+    tasks = Path(f"/proc/{process.pid}/task/{process.pid}")
+    (child,) = (tasks / "children").read_text().split()
+    return int(child)
+
+
+def steps_saved(out):
+    return [int(path.name) for path in (out / "checkpoints").glob("[0-9]*")]
+
+
+def ends_of_survivors(started, lost: int) -> list[str]:
+    """What each survivor said, when all have left with 75; their last lines name the process."""
+    begin = time.monotonic()
+    others = [i for i in range(PROCESSES) if i != lost]
+    for i in others:
+        # The heartbeat, some seconds to notice, some to leave.
+        assert started.processes[i].wait(HEARTBEAT + 15 - (time.monotonic() - begin)) == 75
+    return [started.err(i) for i in others]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_killed_or_stopped(trained, lost, number):
+    started, out = trained
+    os.kill(trainer_of(started.processes[lost]), number)
+    name = f"process {lost}" + (" (the coordinator)" if lost == 0 else "")
+    for said in ends_of_survivors(started, lost):
+        assert said.count("\n") == 1, said
+        assert said.startswith(f"error: {name} died or cannot be reached; the last saved step is ")
+        assert any(f"step is {step}, in {out}" in said for step in steps_saved(out))
+    if number == signal.SIGKILL:
+        assert started.processes[lost].wait(5) == 128 + 9
+        assert "error: this process was killed by SIGKILL; the last saved" in started.err(lost)
+
+
+def test_one_that_cannot_be_reached(trained, four_hosts):
+    started, _ = trained
+    subprocess.run([*four_hosts[3].command, "ip", "link", "set", "eth0", "down"], check=True)
+    for said in ends_of_survivors(started, 3):
+        assert said.startswith("error: process 3 died or cannot be reached; ")
+    # That one sees no more than that the coordinator does not answer.
+    assert started.processes[3].wait(HEARTBEAT + 15) == 75
+    assert "error: process 0 (the coordinator) died or cannot be reached" in started.err(3)
+    subprocess.run([*four_hosts[3].command, "ip", "link", "set", "eth0", "up"], check=True)
+
+
+def test_one_that_is_preempted_stops_all_at_one_step(trained):
+    started, out = trained
+    started.processes[2].terminate()
+    started.wait(60)  # all with code 0
+    assert [started.err(i) for i in range(PROCESSES)] == [""] * PROCESSES
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert max(steps_saved(out)) == last
+    assert f"Saved at step {last}; --resume goes on from there." in started.out(0)
