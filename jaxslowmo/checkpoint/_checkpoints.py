@@ -16,7 +16,7 @@ from ..train import TrainState, TrainStep
 from ._agree import first_failure, of_first_process
 from ._arrays import first_line
 from ._errors import CheckpointError, UnreadableError
-from ._files import ARRAYS, RECORD, complete_steps, processes, resolved
+from ._files import ARRAYS, RECORD, complete_steps, processes, resolved, set_aside
 from ._input import checked_json
 from ._prints import prints_of
 from ._quiet import quiet_orbax
@@ -100,7 +100,9 @@ class Checkpoints:
     ) -> None:
         """Save everything that a run is; a checkpoint of the same step is replaced.
 
-        The state may be donated as soon as this returns. Waits for the save before.
+        The state may be donated as soon as this returns. Waits for the save before. Checkpoints of
+        later steps, of a run that was taken back to an earlier one, are set aside: renamed, so that
+        they are neither restored nor deleted. So are those that `restore` could not read.
 
         Args:
           step: updates so far.
@@ -112,7 +114,8 @@ class Checkpoints:
           ValueError: step < 0, `extra` that is no JSON.
           CheckpointError: it cannot be written, or the save before could not.
 
-        Communication: none between devices; barriers of the processes through the coordinator.
+        Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
+          barriers of the processes through the coordinator.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
@@ -129,9 +132,15 @@ class Checkpoints:
         try:
             manager = self._opened()
             manager.wait_until_finished()
-            for old in {*self._unreadable, step} & set(manager.all_steps()):
-                manager.delete(old)
-            self._unreadable.clear()
+            # Else they would count among the newest, and a resumed run would take them.
+            aside = {s for s in manager.all_steps() if s > step} | self._unreadable
+            if aside:
+                self.close()
+                set_aside(self._folder, aside)
+                self._unreadable.clear()
+                manager = self._opened()
+            if step in manager.all_steps():
+                manager.delete(step)
             manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._not_written(step, error) from error
@@ -205,7 +214,8 @@ class Checkpoints:
             one of another model, optimizer or algorithm.
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
-        Communication: none between replicas; with several processes a few bytes through the host.
+        Communication: on as many replicas one all-reduce of 8 bytes per array, over all devices, to
+          compare fingerprints; with several processes a few bytes through the host.
         """
         self.wait()
         found = of_first_process(self.steps())

@@ -27,7 +27,10 @@ from jaxslowmo.checkpoint import (  # noqa: E402
     export_consensus,
     load_consensus,
 )
+from jaxslowmo.checkpoint import _checkpoints as module  # noqa: E402
+from jaxslowmo.checkpoint._errors import UnreadableError  # noqa: E402
 
+read = module.read
 mesh = js.make_mesh({"replica": 4})
 step = make_step("slowmo over local_sgd", mesh)
 split = NamedSharding(mesh, P("replica"))
@@ -43,6 +46,12 @@ def run(state, first: int, last: int, checkpoints=None):
     return state
 
 
+def unreadable_sixth(path, template):
+    if path.name == "6":
+        raise UnreadableError("a broken cable")
+    return read(path, template)
+
+
 with Checkpoints(folder, keep=9) as checkpoints:
     state = step.init(PARAMS, model_state=MODEL_STATE)
     state = run(state, 1, 5, checkpoints)
@@ -54,14 +63,16 @@ with Checkpoints(folder, keep=9) as checkpoints:
         checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=99)
     except CheckpointError as error:
         print("MISSING", error, flush=True)
-    # What one process alone cannot read, none of them takes.
-    if rank == 1:
+    # What one process cannot read, none of them takes.
+    if rank == 0:
         shutil.copytree(Path(folder) / "5", Path(folder) / "6")
-        (Path(folder) / "6" / "state" / "manifest.ocdbt").write_bytes(b"")
+    else:
+        module.read = unreadable_sixth
     js.check_same_tree({})  # waits for the other
-    warnings.simplefilter("ignore")
-    found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, fallback=True)
-    print("FALLBACK", found.step, flush=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, fallback=True)
+    print("FALLBACK", found.step, *(w.message for w in caught), flush=True)
     export_consensus(Path(folder) / "model", found.state.params, mesh=mesh)
     print("MODEL", load_consensus(Path(folder) / "model")["w"].sum(), flush=True)
 print("DONE", flush=True)

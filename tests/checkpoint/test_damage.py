@@ -91,11 +91,12 @@ def test_the_previous_one_is_used_if_asked(saved):
             found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
         assert len(warned) == 2
         assert (found.step, bits(found.state)) == (1, states[1])
-        # The next save removes what could not be read; a later resume does not meet it again.
+        # The next save sets aside what could not be read; a later resume does not meet it again.
         state = found.state
         state, _ = step(state, batch(2, 2))
         checkpoints.save(2, state, wait=True)
         assert checkpoints.steps() == (1, 2)
+        assert (folder / "3.set-aside").exists()
         assert bits(checkpoints.restore(*arguments, model_state=MODEL_STATE).state) == states[2]
         record = folder / "1" / "record" / "metadata"
         damage(record, "deleted")

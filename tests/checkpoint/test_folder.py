@@ -40,14 +40,19 @@ def test_the_newest_are_kept_beside_other_files(step, state, tmp_path):
         assert checkpoints.steps() == (5, 10)
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 1: .* of steps 5, 10"):
             restore(tmp_path, step, step=1)
-        # Back to 5, and on: later ones stay until as many newer ones are there.
+        # Back to 5, and on: what came after it is of another course of the run.
         checkpoints.save(5, state, extra={"again": True})
-        assert checkpoints.steps() == (5, 10)
-        assert restore(tmp_path, step, step=5).extra == {"again": True}
-        assert restore(tmp_path, step).extra == {}
+        assert checkpoints.steps() == (5,)
+        assert restore(tmp_path, step).extra == {"again": True}
+        assert (tmp_path / "10.set-aside" / "record").exists()
         checkpoints.close()
         checkpoints.save(11, state)
-        assert checkpoints.steps() == (10, 11)
+        assert checkpoints.steps() == (5, 11)
+        checkpoints.save(7, state)
+        checkpoints.save(11, state)
+        checkpoints.save(8, state)
+        assert checkpoints.steps() == (7, 8)
+        assert (tmp_path / "11.set-aside1").exists()
     assert (tmp_path / "run.json").exists()
     assert (tmp_path / "plots").exists()
 
