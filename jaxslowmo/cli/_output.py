@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,8 @@ def make_folder(out: Path | None, command: str) -> Path:
         out = Path("runs") / f"{command}-{now}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out):  # several processes may try at once
+            pass
     except OSError as error:
         raise CommandError(f"--out must be a folder to write to, {out}: {error.strerror}") from None
     return out
