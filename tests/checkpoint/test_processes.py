@@ -14,7 +14,7 @@ import numpy as np
 from checkpoint.runs import MODEL_STATE, PARAMS, bits_by_replica, make_step
 from jaxslowmo.checkpoint import Checkpoints, load_consensus
 
-SECONDS = 100
+SECONDS = 180
 
 
 def two_processes(folder: Path) -> list[dict[str, str]]:
