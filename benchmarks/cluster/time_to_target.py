@@ -31,6 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of the links")
     parser.add_argument("--target", type=float, default=2.4, help="validation loss, nats per byte")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", default="", help="variants, with semicolons")
     parser.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
     args = parser.parse_args()
     if lacks := missing():
@@ -60,6 +61,7 @@ def train(group: HostGroup, name: str, target: float) -> dict:
 
 
 def measure(found: list[Host], args: argparse.Namespace, folder: str) -> dict:
+    wanted = [name for name in args.only.split(";") if name] or (*task.JAX, *task.TORCH)
     runs, facts = [], {}
     for seed in range(args.seeds):
         data = f"{folder}/{seed}.npz"
@@ -73,7 +75,7 @@ def measure(found: list[Host], args: argparse.Namespace, folder: str) -> dict:
             group = HostGroup(found, *start, data, str(seed), heads)
             try:
                 facts[library] = group.facts
-                for name in names:
+                for name in (n for n in names if n in wanted):
                     run = {"library": library, "seed": seed, **train(group, name, args.target)}
                     runs.append(run)
                     shown = {k: v for k, v in run.items() if k != "curve"}
