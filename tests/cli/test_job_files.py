@@ -1,0 +1,81 @@
+"""The job files in examples/jobs are well formed and call `jaxslowmo train` as it can be called.
+
+Only `mpirun.sh` is run, by tests/cluster/test_mpirun.py.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from jaxslowmo.cli._app import app
+from jaxslowmo.cli._config import TrainConfig, train_config
+
+JOBS = Path(__file__).parents[2] / "examples" / "jobs"
+SCRIPTS = sorted(JOBS.glob("*.sh"))
+MANIFESTS = sorted(JOBS.glob("*.yaml"))
+
+
+def as_called(script: str) -> TrainConfig:
+    """The configuration of the only call of `jaxslowmo train`; every variable is taken as 4."""
+    lines = [line for line in script.splitlines() if not line.lstrip().startswith("#")]
+    (call,) = re.findall(r"jaxslowmo train (.*)", "\n".join(lines).replace("\\\n", " "))
+    # What the caller adds, and what the shell does with it.
+    call = re.split(r'"\$@"|\$\*"| & *$', call)[0]
+    words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
+    train: Any = typer.main.get_command(app).commands["train"]  # pyright: ignore[reportAttributeAccessIssue]
+    given = train.make_context("train", words).params
+    assert given.pop("out") is not None
+    assert given["resume"]
+    assert given["checkpoint_every"]
+    return train_config(given)
+
+
+def job_sets(file: Path) -> list[dict[str, Any]]:
+    found = [part for part in yaml.safe_load_all(file.read_text()) if part["kind"] == "JobSet"]
+    return [part["spec"] for part in found]
+
+
+def syntax_error(script: str) -> str:
+    return subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr
+
+
+def test_there_are_jobs_of_every_kind():
+    names = {file.name for file in (*SCRIPTS, *MANIFESTS)}
+    wanted = {"slurm.sh", "mpirun.sh", "cloud_tpu_multislice.sh", "jobset.yaml", "jobset_cpu.yaml"}
+    assert names == wanted
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_scripts(file):
+    script = file.read_text()
+    assert not syntax_error(script)
+    assert syntax_error(script + "\nif")
+    assert as_called(script).replicas == 4
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_job_sets(file):
+    (spec,) = job_sets(file)
+    (job,) = spec["replicatedJobs"]
+    pods = job["template"]["spec"]
+    assert pods["parallelism"] == pods["completions"]
+    (container,) = pods["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    assert not syntax_error(script)
+    config = as_called(script)
+    # A replica per process, on all chips of its host.
+    assert config.replicas == job["replicas"] * pods["parallelism"]
+    limits = container["resources"].get("limits", {})
+    assert config.devices_per_replica == limits.get("google.com/tpu", 1)
+    assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+
+
+def test_an_unknown_option_is_noticed():
+    with pytest.raises(Exception, match="--no-such-option"):
+        as_called("python -m jaxslowmo train --out x --no-such-option 3")
