@@ -6,7 +6,7 @@ from collections.abc import Iterator
 USAGE_ERROR = 2
 
 # What the `train` extra installs and the command line imports.
-_EXTRA = frozenset({"flax", "matplotlib", "rich", "typer"})
+_EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
 
 
 class CommandError(Exception):
