@@ -4,7 +4,8 @@
 #
 # To set, in the environment or here: PROJECT, ZONE, NAME; SLICES; TYPE with its RUNTIME,
 # HOSTS_PER_SLICE and CHIPS_PER_HOST; SOURCE, what pip installs; OUT, a folder that all hosts of all
-# slices share at the same path, such as a mounted Filestore share.
+# slices share at the same path, such as a mounted Filestore share. Before, for gcloud to reach
+# several hosts: ssh-add ~/.ssh/google_compute_engine
 # The command line keeps the devices of a replica in one process, so here a host is a replica, and
 # its chips share the replica's batch. See docs/cluster.md for whole slices as replicas.
 #
@@ -24,15 +25,10 @@ OUT=${OUT:-/mnt/shared/runs/multislice}
 
 where=(--project "$PROJECT" --zone "$ZONE")
 
-# The same command on every host of every slice, which are the nodes NAME-0, NAME-1, ...
+# The same command on every host of every slice, all at once: they wait for each other.
 everywhere() {
-  local slice pids=() code=0
-  for ((slice = 0; slice < SLICES; slice++)); do
-    gcloud compute tpus tpu-vm ssh "$NAME-$slice" "${where[@]}" --worker=all --command "$1" &
-    pids+=($!)
-  done
-  for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
-  return "$code"
+  gcloud compute tpus queued-resources ssh "$NAME" "${where[@]}" --node=all --worker=all \
+    --batch-size=all --command "$1"
 }
 
 command=${1:?create, install, train, stop or delete}

@@ -14,8 +14,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=8
 #SBATCH --time=04:00:00
-# Two minutes before the time is over (Slurm may be a minute early) all tasks get SIGTERM: the run is
-# saved and ends with code 0.
+# Two minutes before the time is over (Slurm may be a minute early) all tasks get SIGTERM: the run
+# is saved and ends with code 0.
 #SBATCH --signal=TERM@120
 # A job whose node failed or that was preempted starts again, from its last checkpoint.
 #SBATCH --requeue
@@ -28,6 +28,7 @@ MAX_REQUEUES=${MAX_REQUEUES:-10}
 source "$ENVIRONMENT/bin/activate"
 
 # Without --kill-on-bad-exit the other tasks may end by themselves when one is lost, and say which.
+rm -f "$OUT/summary.json"
 code=0
 srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
   python -m jaxslowmo train \
@@ -35,10 +36,10 @@ srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" 
   --replicas "$SLURM_NTASKS" --out "$OUT" --process-logs \
   --checkpoint-every 500 --resume --fallback "$@" || code=$?
 
-# srun returns the highest code of its tasks. 75: another task was lost; 128 + n: killed by signal n.
+# srun returns the highest code of its tasks. 75: another task was lost; 128 + n: killed by a signal.
 again=false
 if ((code == 75 || code > 128)); then again=true; fi
-if ((code == 0)) && grep -q '"status": "preempted"' "$OUT/summary.json"; then again=true; fi
+if ((code == 0)) && grep -qs '"status": "preempted"' "$OUT/summary.json"; then again=true; fi
 if $again && ((${SLURM_RESTART_COUNT:-0} < MAX_REQUEUES)); then
   scontrol requeue "$SLURM_JOB_ID"
 fi
