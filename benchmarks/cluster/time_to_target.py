@@ -125,7 +125,7 @@ def main() -> None:
         measured = measure(found, args, folder)
     options = f"--rate {args.rate} --target {args.target} --seeds {args.seeds}"
     result = {
-        "command": f"{Path(sys.argv[0]).name} {options}",
+        "command": f"benchmarks/cluster/{Path(sys.argv[0]).name} {options}",
         "target": args.target,
         "load_averages": [round(load, 1), round(os.getloadavg()[0], 1)],
         "minutes": round((time.time() - begin) / 60, 1),
