@@ -131,7 +131,7 @@ def main() -> None:
     ):
         measured = measure(found, args, cache)
     result = {
-        "command": f"benchmarks/cluster/{Path(sys.argv[0]).name} --rates {args.rates} --rounds {args.rounds}",
+        "command": f"benchmarks/cluster/step_time.py --rates {args.rates} --rounds {args.rounds}",
         "machine": measured["facts"]["jax"],
         "torch": measured["facts"]["torch"],
         "hosts": task.HOSTS,
