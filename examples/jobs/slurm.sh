@@ -36,7 +36,7 @@ srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" 
   --replicas "$SLURM_NTASKS" --out "$OUT" --process-logs \
   --checkpoint-every 500 --resume --fallback "$@" || code=$?
 
-# srun returns the highest code of its tasks. 75: another task was lost; 128 + n: killed by a signal.
+# srun returns the highest code of its tasks. 75: another task was lost; above 128: killed.
 again=false
 if ((code == 75 || code > 128)); then again=true; fi
 if ((code == 0)) && grep -qs '"status": "preempted"' "$OUT/summary.json"; then again=true; fi

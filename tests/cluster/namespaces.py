@@ -104,6 +104,11 @@ def missing() -> list[str]:
         return [f"network namespaces with shaped links ({error})"]
 
 
+def missing_mpirun() -> list[str]:
+    """What `test_mpirun.py` needs and this machine lacks; `hosts` does without."""
+    return [] if shutil.which("mpirun") else ["`mpirun` (openmpi-bin)"]
+
+
 def remove_leftovers() -> None:
     """Remove the hosts of runs that were killed, and what still runs on them."""
     for name in _names():
@@ -171,5 +176,5 @@ def _run(*command: str) -> str:
 
 
 if __name__ == "__main__":  # what `make test-cluster` asks first
-    if lacks := missing():
+    if lacks := [*missing(), *missing_mpirun()]:
         sys.exit(f"test-cluster: not run, and not passed: missing here: {', '.join(lacks)}.")
