@@ -124,8 +124,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, hosts(task.HOSTS, args.rate) as found:
         measured = measure(found, args, folder)
     options = f"--rate {args.rate} --target {args.target} --seeds {args.seeds}"
+    options += f' --only "{args.only}"' if args.only else ""
     result = {
-        "command": f"benchmarks/cluster/{Path(sys.argv[0]).name} {options}",
+        "command": f"benchmarks/cluster/time_to_target.py {options}",
         "target": args.target,
         "load_averages": [round(load, 1), round(os.getloadavg()[0], 1)],
         "minutes": round((time.time() - begin) / 60, 1),
