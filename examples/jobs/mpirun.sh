@@ -18,8 +18,8 @@ if [[ -n ${HOSTFILE:-} ]]; then options+=(--hostfile "$HOSTFILE"); fi
 if [[ -n ${JAX_COORDINATOR_PORT:-} ]]; then options+=(-x JAX_COORDINATOR_PORT); fi
 
 # Not bound to cores: each process has many threads. SIGTERM to mpirun ends the run with a
-# checkpoint, and mpirun with code 1: it tells the processes after 30 seconds, and kills them after 30
-# more. Without the option both are one second. Started again, the run goes on.
+# checkpoint, and mpirun with code 1: it tells the processes after 30 seconds, and kills them after
+# 30 more. Without the option both are one second. Started again, the run goes on.
 exec mpirun -np "$PROCESSES" --bind-to none --mca odls_base_sigkill_timeout 30 \
   ${options[@]+"${options[@]}"} \
   "$PYTHON" -m jaxslowmo train \
