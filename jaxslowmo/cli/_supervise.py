@@ -30,7 +30,7 @@ PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
 _REMEMBERED_LINES = 400
 # What the runtime says of connections that it makes or loses; `describe_loss` reads the latter.
 _NOISE = re.compile(
-    r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_notifier)"
+    r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_(notifier|sync))"
 )
 
 
@@ -148,7 +148,8 @@ class _Child:
             self._lines.append(line.rstrip("\n"))
             # From the first of the runtime's last words on, all is of it: stacks, mostly.
             noise = bool(_NOISE.match(line))
-            quiet = quiet or PEER_FAILED in line or (noise and line[0] in "EF")
+            is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
+            quiet = quiet or is_end or PEER_FAILED in line
             if not quiet and not noise:
                 sys.stderr.write(line)
                 sys.stderr.flush()

@@ -46,7 +46,7 @@ def trained(four_hosts, tmp_path):
     ]
     with running(four_hosts, commands, tmp_path / "printed", ENV) as started:
         deadline = time.monotonic() + 120
-        while not list((out / "checkpoints").glob("[0-9]*")):
+        while not steps_saved(out):
             assert all(process.poll() is None for process in started.processes), started.err(0)
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -60,7 +60,8 @@ def trainer_of(process: subprocess.Popen) -> int:
 
 
 def steps_saved(out):
-    return [int(path.name) for path in (out / "checkpoints").glob("[0-9]*")]
+    # Others are being written.
+    return [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
 
 
 def ends_of_survivors(started, lost: int) -> list[str]:
