@@ -65,9 +65,7 @@ def test_what_it_sends():
 
 
 def test_bad_input():
-    with pytest.raises(
-        ValueError, match=r"`inner` must be a js.ParameterTransform"
-    ):
+    with pytest.raises(ValueError, match=r"`inner` must be a js.ParameterTransform"):
         js.only_finite(optax.sgd(0.1), "replica")
     with pytest.raises(ValueError, match=r"`axis_name` must be the name of a mapped axis"):
         js.only_finite(js.local_sgd("replica"), 3)

@@ -49,7 +49,7 @@ def gradients():
         ("1m", 1_073_536),
         ("10m", 10_942_464),
         ("124m", 121_675_008),
-    ],  # fmt: skip
+    ],
 )
 def test_presets_have_the_sizes_in_their_names(name, count):
     assert num_parameters(gpt_preset(name)) == count
