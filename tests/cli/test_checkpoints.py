@@ -15,6 +15,9 @@ import pytest
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli import _run, main
 
+# One run, which most tests copy: all on one worker.
+pytestmark = pytest.mark.xdist_group("checkpoints")
+
 DEMO = (
     "train", "--preset", "tiny", "--eval-batches", 1, "--batch", 2, "--optimizer", "sgd",
     "--clip", 0, "--sync-every", 2, "--slow-every", 4, "--log-every", 1, "--eval-every", 5,

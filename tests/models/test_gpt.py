@@ -148,7 +148,9 @@ def test_impossible_shapes_are_refused(change, message):
 
 
 def test_unknown_preset_and_negative_seed_are_refused():
-    with pytest.raises(ValueError, match="`preset` must be one of demo, 1m, 10m, 124m, got '2b'"):
+    with pytest.raises(
+        ValueError, match="`preset` must be one of tiny, demo, 1m, 10m, 124m, got '2b'"
+    ):
         gpt_preset("2b")
     with pytest.raises(ValueError, match="`seed` must be >= 0, got -1"):
         init_gpt(TINY, -1)
@@ -156,4 +158,4 @@ def test_unknown_preset_and_negative_seed_are_refused():
 
 def test_every_preset_is_a_whole_number_of_heads():
     for config in GPT_PRESETS.values():
-        assert config.embed_dim // config.num_heads in (32, 64)
+        assert config.embed_dim // config.num_heads in (8, 32, 64)
