@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kills import PROCESSES, compare
+from kills import PROCESSES, compare, quick
 from processes import running
 
 HEARTBEAT = 10
@@ -18,7 +18,6 @@ TRAIN = (
     *("--steps", "1000000", "--checkpoint-every", "10", "--log-every", "1"),
     *("--num-processes", "4", "--heartbeat-timeout", str(HEARTBEAT)),
 )
-ENV = {"JAX_PLATFORMS": "cpu"}
 
 
 def test_a_run_whose_processes_are_killed_ends_as_if_none_had_been(tmp_path):
@@ -29,8 +28,14 @@ def test_a_run_whose_processes_are_killed_ends_as_if_none_had_been(tmp_path):
     assert {kill.victim.split()[0] for kill in found} == {"trainer", "parent"}
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """What one start has compiled, for the others."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture
-def trained(four_hosts, tmp_path):
+def trained(four_hosts, programs, tmp_path):
     """Four processes on four hosts, past their first checkpoint."""
     text, out = tmp_path / "text", tmp_path / "out"
     text.mkdir()
@@ -44,7 +49,7 @@ def trained(four_hosts, tmp_path):
         ]
         for rank in range(PROCESSES)
     ]
-    with running(four_hosts, commands, tmp_path / "printed", ENV) as started:
+    with running(four_hosts, commands, tmp_path / "printed", quick(programs)) as started:
         deadline = time.monotonic() + 120
         while not steps_saved(out):
             assert all(process.poll() is None for process in started.processes), started.err(0)
