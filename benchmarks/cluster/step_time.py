@@ -27,7 +27,7 @@ from step_time_table import markdown
 
 TORCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
-APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner,all-reduce-combiner"
+APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 TORCH_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

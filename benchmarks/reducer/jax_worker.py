@@ -29,7 +29,7 @@ import jaxslowmo as js  # noqa: E402
 
 MESH = js.make_mesh({"replica": world})
 SPLIT = NamedSharding(MESH, P("replica"))
-APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,all-reduce-combiner"}
+APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
 def spread(x: np.ndarray) -> jax.Array:

@@ -6,8 +6,7 @@
 # HOSTS_PER_SLICE and CHIPS_PER_HOST; SOURCE, what pip installs; OUT, a folder that all hosts of all
 # slices share at the same path, such as a mounted Filestore share. Before, for gcloud to reach
 # several hosts: ssh-add ~/.ssh/google_compute_engine
-# The command line keeps the devices of a replica in one process, so here a host is a replica, and
-# its chips share the replica's batch. See docs/cluster.md for whole slices as replicas.
+# A slice is a replica, and its chips share the replica's batch; parameters travel between slices.
 #
 # Checked for syntax; not run on Cloud TPU.
 set -euo pipefail
@@ -47,7 +46,7 @@ train)
   # A TPU VM tells its place only to who asks its metadata server: --cluster gcetpu. Code 75, where
   # a host was lost: the same command again goes on from the last checkpoint.
   everywhere "exec ~/venv/bin/python -m jaxslowmo train --cluster gcetpu \
-    --replicas $((SLICES * HOSTS_PER_SLICE)) --devices-per-replica $CHIPS_PER_HOST \
+    --replicas $SLICES --devices-per-replica $((HOSTS_PER_SLICE * CHIPS_PER_HOST)) --batch 128 \
     --preset 124m --dtype bfloat16 --mode host --out '$OUT' --process-logs \
     --checkpoint-every 500 --resume --fallback $*"
   ;;

@@ -1,15 +1,19 @@
-"""Orbax logs every file that it touches; a user's terminal is not the place for it."""
+"""Orbax logs every file that it touches, and what it raises: a user's terminal is no place for it."""
 
 import logging
 from pathlib import PurePath
 
 
-def _is_error_or_foreign(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "orbax" not in PurePath(record.pathname).parts
+def _is_foreign(record: logging.LogRecord) -> bool:
+    return "orbax" not in PurePath(record.pathname).parts
 
 
 def quiet_orbax() -> None:
-    """Drop what orbax logs below errors; other users of the same logger keep theirs."""
+    """Drop what orbax logs; other users of the same logger keep theirs.
+
+    Its errors, too: a save that fails in the background is logged with its stack, and raised by the
+    next `save`, `wait` or `close`.
+    """
     logger = logging.getLogger("absl")  # orbax logs through absl
-    if _is_error_or_foreign not in logger.filters:
-        logger.addFilter(_is_error_or_foreign)
+    if _is_foreign not in logger.filters:
+        logger.addFilter(_is_foreign)

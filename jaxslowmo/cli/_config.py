@@ -30,6 +30,10 @@ class AlgorithmConfig(Checked):
         panel="Algorithm",
         choices=ALGORITHMS,
     )
+    bucket_mib: float = option(
+        25, "Size of all_reduce's gradient buckets in MiB; see jaxslowmo tune buckets.",
+        panel="Algorithm", least=0,
+    )  # fmt: skip
     sync_every: int = option(
         12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1
     )

@@ -20,6 +20,9 @@ _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
+# Between processes on CPU, all-reduces that the compiler leaves apart travel beside the computation.
+# A pass of the compiler for CPUs alone: other platforms do not know it.
+_APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +47,14 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
 
     "devices" is one device per replica (times `devices_per_replica`), on CPU as many as are
     needed; "virtual" is all replicas on one device; "auto" is devices where there are enough of
-    them, else virtual. With several processes each has as many replicas, in order of processes.
+    them, else virtual. With several processes each gives as many devices, in order of processes:
+    of whole replicas, or of a part of one.
 
     Raises:
-        CommandError: if there are fewer devices than "devices" needs, or the replicas cannot be
-            divided evenly among the processes.
+        CommandError: if there are fewer devices than "devices" needs, or they cannot be divided
+            evenly among the processes.
     """
-    if config.replicas % cluster.count:
-        raise CommandError(
-            f"--replicas must be a multiple of the number of processes, {cluster.count}, got "
-            f"{config.replicas}"
-        )
+    _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")
     axes = {"replica": config.replicas}
@@ -96,6 +96,23 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     )
 
 
+def _check_division(config: TrainConfig, processes: int) -> None:
+    """Whole replicas for every process, or equal parts of one."""
+    replicas, each = config.replicas, config.devices_per_replica
+    if replicas % processes == 0:
+        return
+    if processes % replicas:
+        raise CommandError(
+            f"--replicas must be a multiple of the number of processes, {processes}, or divide it, "
+            f"got {replicas}"
+        )
+    if each % (processes // replicas):
+        raise CommandError(
+            f"--devices-per-replica must be a multiple of {processes // replicas}: with --replicas "
+            f"{replicas} and {processes} processes each replica spans as many; got {each}"
+        )
+
+
 def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
     """As many CPU devices as a process needs, if that is where they will be.
 
@@ -103,9 +120,9 @@ def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
     number of processes, None, one for each.
     """
     needed = config.replicas * config.devices_per_replica
-    if config.execution == "virtual" or needed > MAX_CPU_DEVICES:
-        return
-    _ask_for_cpu_devices(1 if num_processes is None else max(1, needed // num_processes))
+    own = 1 if num_processes is None else max(1, needed // num_processes)
+    if config.execution != "virtual" and own <= MAX_CPU_DEVICES:
+        _ask_for_cpu_devices(own, alone=num_processes == 1)
 
 
 def _even_share(devices: list[Any], each: int) -> list[Any]:
@@ -122,10 +139,11 @@ def _even_share(devices: list[Any], each: int) -> list[Any]:
     return chosen
 
 
-def _ask_for_cpu_devices(count: int) -> None:
+def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:
     """As many CPU devices as that, unless the user chose a number or jax has started."""
     flags = os.environ.get("XLA_FLAGS", "")
-    new = [flag for flag in _PATIENCE if flag.partition("=")[0] not in flags]
+    wanted = _PATIENCE if alone else (*_PATIENCE, _APART)
+    new = [flag for flag in wanted if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
     chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
     if chosen or "xla_force_host_platform_device_count" in flags:

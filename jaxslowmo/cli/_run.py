@@ -84,6 +84,8 @@ class Job:
             mesh=placement.mesh,
             mode=config.mode,  # pyright: ignore[reportArgumentType]
             accumulate=config.accumulate,
+            # As the backward pass finishes the gradients, so that buckets can travel beside it.
+            order="ready" if self._algorithm.gradients else "reverse",
         )
         # One batch after another, so that memory does not grow with their number.
         self._mean_loss = jax.jit(
@@ -114,7 +116,7 @@ class Job:
         """
         config = dataclasses.replace(self.config, seed=seed)
         params = init_gpt(self._model, seed)
-        batches = RunBatches(self._text, config, self.placement.mesh, self._cluster)
+        batches = RunBatches(self._text, config, self.placement.mesh)
         with (
             Keeper(config, out, self.step, params) as keeper,
             StopOnSignal(self._cluster) as stop,

@@ -23,6 +23,8 @@ from ._tables import run_table
 from ._text import load_text
 from ._units import format_count
 
+# Errors of the runtime that no other process can have caused: no memory left on a device, mostly.
+_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": 1, "interrupted": 130}
 
 
@@ -46,7 +48,7 @@ def train(config: TrainConfig, out: Path | None) -> int:
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
     with usage_errors():
         placement = choose_mesh(config, cluster)
-        text = load_text(config, cluster)
+        text = load_text(config, placement.mesh)
         job = Job(config, placement, text, cluster=cluster)
     folder = make_folder(out, "train")
     with _output_of(cluster, folder, logs=config.cluster.process_logs) as file:
@@ -98,10 +100,28 @@ def _output_of(cluster: Cluster, folder: Path, *, logs: bool) -> Iterator[TextIO
 
 @contextlib.contextmanager
 def _peers_may_fail(heartbeat_timeout: int) -> Iterator[None]:
-    """A failed exchange waits for the runtime to find out, and abort with, who is gone."""
+    """A failed exchange waits for the runtime to find out, and abort with, who is gone.
+
+    An exchange of the devices, or a meeting of the processes for a checkpoint, which then fails.
+    """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
+        if not any(_may_be_of_others(cause) for cause in _causes(error)):
+            raise
         os.write(2, f"{PEER_FAILED}: {error}\n".encode())
         time.sleep(heartbeat_timeout + 5)
         os._exit(LOST_A_PROCESS)
+
+
+def _may_be_of_others(error: BaseException) -> bool:
+    # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
+    of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    return of_runtime and not str(error).startswith(_OWN)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -17,11 +17,12 @@ class TextBatches(Iterator[np.ndarray]):
         batch_size: windows per replica, >= 1.
         window: bytes per window, >= 2: the model's context length + 1.
         seed: of the random positions, >= 0.
-        first_replica: index of the replica that `shares` begins with, for a process that makes
-            only the batches of its own.
+        replicas: which replicas the shares are of, for a process that makes only the batches of its
+            own; default 0, 1, ...
 
     Raises:
-        ValueError: for a number out of range, or a share smaller than one batch.
+        ValueError: for a number out of range, `replicas` that are not one per share, or a share
+            smaller than one batch.
 
     Example:
         >>> batches = TextBatches([np.arange(100, dtype=np.uint8)], batch_size=2, window=5, seed=0)
@@ -36,14 +37,18 @@ class TextBatches(Iterator[np.ndarray]):
         batch_size: int,
         window: int,
         seed: int,
-        first_replica: int = 0,
+        replicas: Sequence[int] | None = None,
     ):
         _check_sizes(batch_size=batch_size, window=window)
         if seed < 0:
             raise ValueError(f"`seed` must be >= 0, got {seed}.")
-        if first_replica < 0:
-            raise ValueError(f"`first_replica` must be >= 0, got {first_replica}.")
-        for replica, share in enumerate(shares):
+        replicas = tuple(range(len(shares)) if replicas is None else replicas)
+        if len(replicas) != len(shares) or min(replicas, default=0) < 0:
+            raise ValueError(
+                f"`replicas` must be one index >= 0 for each of the {len(shares)} shares, got "
+                f"{replicas}."
+            )
+        for replica, share in zip(replicas, shares, strict=True):
             if share.size < batch_size * window:
                 raise ValueError(
                     f"`data` must hold at least one batch per replica, {batch_size} windows of "
@@ -55,25 +60,24 @@ class TextBatches(Iterator[np.ndarray]):
         self._batch_size = batch_size
         self._window = window
         self._seed = seed
-        self._first_replica = first_replica
+        self._replicas = replicas
         self._next_batch = 0
 
     def batch(self, index: int) -> np.ndarray:
         """Batch `index`, 0, 1, ...: (replicas * batch_size, window) uint8, replica-major."""
-        return np.concatenate([self._of(replica, index) for replica in range(len(self._shares))])
+        return np.concatenate([self._of(which, index) for which in range(len(self._shares))])
 
     def __next__(self) -> np.ndarray:
         batch = self.batch(self._next_batch)
         self._next_batch += 1
         return batch
 
-    def get_state(self) -> dict[str, int]:
+    def get_state(self) -> dict[str, Any]:
         """Where the iterator is, as plain JSON values."""
         return {
             "next_batch": self._next_batch,
             "seed": self._seed,
-            "replicas": len(self._shares),
-            "first_replica": self._first_replica,
+            "replicas": list(self._replicas),
             "batch_size": self._batch_size,
             "window": self._window,
         }
@@ -96,9 +100,9 @@ class TextBatches(Iterator[np.ndarray]):
             raise ValueError(f"`state['next_batch']` must be an int >= 0, got {next_batch!r}.")
         self._next_batch = next_batch
 
-    def _of(self, replica: int, index: int) -> np.ndarray:
-        share = self._shares[replica]
-        random = np.random.default_rng([self._seed, self._first_replica + replica, index])
+    def _of(self, which: int, index: int) -> np.ndarray:
+        share = self._shares[which]
+        random = np.random.default_rng([self._seed, self._replicas[which], index])
         starts = random.integers(0, share.size - self._window + 1, size=self._batch_size)
         return share[starts[:, None] + np.arange(self._window)]
 

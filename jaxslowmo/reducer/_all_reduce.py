@@ -85,8 +85,8 @@ def all_reduce_gradients(
       what that states, and 8 bytes of an all-reduce for a weight. Between processes on CPU the
       compiler merges the buckets into one behind the backward pass. They stay apart and travel
       beside it, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
-      cpu-all-reduce-combiner,all-reduce-combiner` in the environment; then buckets of about 1 MiB
-      and `order="ready"` serve best.
+      cpu-all-reduce-combiner` in the environment (`jaxslowmo train` sets it); then buckets of about
+      1 MiB and `order="ready"` serve best.
 
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).

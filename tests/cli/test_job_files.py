@@ -69,10 +69,11 @@ def test_job_sets(file):
     (script,) = container["args"]
     assert not syntax_error(script)
     config = as_called(script)
-    # A replica per process, on all chips of its host.
-    assert config.replicas == job["replicas"] * pods["parallelism"]
+    # A replica per slice, or per process where there are none, on all chips.
     limits = container["resources"].get("limits", {})
-    assert config.devices_per_replica == limits.get("google.com/tpu", 1)
+    devices = job["replicas"] * pods["parallelism"] * limits.get("google.com/tpu", 1)
+    assert config.replicas == job["replicas"] * (1 if limits else pods["parallelism"])
+    assert config.replicas * config.devices_per_replica == devices
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
 
 

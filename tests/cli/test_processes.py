@@ -1,8 +1,14 @@
 """What `jaxslowmo train` and `launch` know of several processes, without starting any."""
 
+import re
+
 import pytest
 
+from jaxslowmo.cli._cluster import Cluster
 from jaxslowmo.cli._cluster_config import ClusterConfig
+from jaxslowmo.cli._config import TrainConfig
+from jaxslowmo.cli._devices import choose_mesh
+from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli._launchers import is_one_of_several, known_processes
 from jaxslowmo.cli._lost import describe_loss
 
@@ -107,3 +113,18 @@ def test_what_cannot_be_trained(call, argv, words):
     outcome = call("train", *argv)
     assert outcome.code == 2
     assert words in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("replicas", "devices", "words"),
+    [
+        (3, 1, "--replicas must be a multiple of the number of processes, 4, or divide it, got 3"),
+        (6, 2, "--replicas must be a multiple of the number of processes, 4, or divide it, got 6"),
+        (2, 1, "--devices-per-replica must be a multiple of 2: with --replicas 2 and 4 processes"),
+        (1, 6, "--devices-per-replica must be a multiple of 4: with --replicas 1 and 4 processes"),
+    ],
+)
+def test_devices_that_cannot_be_divided_among_processes(replicas, devices, words):
+    config = TrainConfig(replicas=replicas, devices_per_replica=devices, batch=12)
+    with pytest.raises(CommandError, match=re.escape(words)):
+        choose_mesh(config, Cluster(0, 4))

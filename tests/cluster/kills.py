@@ -59,16 +59,17 @@ class Kill:
 
 def launch(out: Path, text: Path, kills: int, restarts: int) -> subprocess.Popen:
     """The run, with enough steps for that many kills."""
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "jaxslowmo", "launch", "--processes", str(PROCESSES)),
-            *("--restarts", str(restarts), "--heartbeat-timeout", "3", "--", *TRAIN),
-            *("--steps", str(STEPS_PER_KILL * (kills + 1)), "--data", text, "--out", out),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=(out.parent / f"{out.name}.err").open("w"),
-        env=os.environ | quick(out.parent / "programs"),
-    )
+    with (out.parent / f"{out.name}.err").open("w") as err:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jaxslowmo", "launch", "--processes", str(PROCESSES)),
+                *("--restarts", str(restarts), "--heartbeat-timeout", "3", "--", *TRAIN),
+                *("--steps", str(STEPS_PER_KILL * (kills + 1)), "--data", text, "--out", out),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            env=os.environ | quick(out.parent / "programs"),
+        )
 
 
 def disturb(run: subprocess.Popen, out: Path, kills: int, seed: int) -> Iterator[Kill]:

@@ -41,6 +41,20 @@ def test_batches_depend_on_seed_replica_and_index_alone():
     assert not np.array_equal(same.batch(0)[:9], same.batch(0)[9:])
 
 
+@pytest.mark.parametrize("replicas", [(0, 1), (2,), (0, 2)])
+def test_a_process_makes_the_batches_of_its_own_replicas(replicas):
+    sizes = (40, 50, 60)
+    own = TextBatches(
+        [shares_of(*sizes)[replica] for replica in replicas],
+        batch_size=3,
+        window=5,
+        seed=0,
+        replicas=replicas,
+    )
+    every = batches_of(*sizes).batch(7).reshape(3, 3, 5)
+    np.testing.assert_array_equal(own.batch(7), every[list(replicas)].reshape(-1, 5))
+
+
 def test_a_run_resumes_where_it_stopped():
     whole = batches_of(40, 50)
     expected = [next(whole) for _ in range(6)]
@@ -73,6 +87,12 @@ def test_the_state_of_another_iterator_is_refused():
 def test_impossible_batches_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         batches_of(60, 50, **arguments)
+
+
+@pytest.mark.parametrize("replicas", [(), (0,), (0, 1, 2), (-1, 0)])
+def test_indices_that_are_not_one_per_share_are_refused(replicas):
+    with pytest.raises(ValueError, match="`replicas` must be one index >= 0 for each of the 2"):
+        TextBatches(shares_of(40, 40), batch_size=1, window=5, seed=0, replicas=replicas)
 
 
 @hypothesis.given(size=st.integers(6, 500), count=st.integers(1, 9))
