@@ -176,6 +176,10 @@ def compare(folder: Path, kills: int, seed: int, report=lambda kill: None) -> li
             run.wait(20)
         except subprocess.TimeoutExpired:
             run.kill()
+    said = (folder / "disturbed.err").read_text().splitlines()
+    assert sum(line.startswith("launch: process ") for line in said) == kills, said
+    # A line of every survivor, of a trainer's parent, and nothing else.
+    assert all(line.startswith(("launch: process ", "error: ")) for line in said), said
     assert trajectory(out) == trajectory(calm)
     assert trajectory(out)[-1]["step"] == STEPS_PER_KILL * (kills + 1)
     return found

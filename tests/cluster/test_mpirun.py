@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from kills import quick
 from namespaces import missing_mpirun
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jobs" / "mpirun.sh"
 PROCESSES = 4
 # An average and a slow step among four; the smallest evaluation.
 OPTIONS = (
-    *("--preset", "demo", "--batch", "2", "--steps", "4", "--sync-every", "2", "--slow-every", "4"),
+    *("--preset", "tiny", "--batch", "2", "--steps", "4", "--sync-every", "2", "--slow-every", "4"),
     *("--log-every", "1", "--eval-every", "4", "--eval-batches", "1", "--checkpoint-every", "0"),
 )
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    # Most of the time goes into compiling programs that run a few times.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -71,9 +69,10 @@ def test_losses_are_those_of_one_process(tmp_path, text):
     options = (*OPTIONS, "--data", str(text))
     several, one = tmp_path / "several", tmp_path / "one"
     settings = {"PROCESSES": str(PROCESSES), "PYTHON": sys.executable, "OUT": str(several)}
+    settings |= quick(tmp_path / "programs")
     ended_well(["bash", str(SCRIPT), *options], 400, **settings)
     summary = json.loads((several / "summary.json").read_text())
     assert summary["placement"] == "4 replicas on 4 of 4 CPU devices of 4 processes"
     alone = ["-m", "jaxslowmo", "train", "--replicas", str(PROCESSES), "--out", str(one)]
-    ended_well([sys.executable, *alone, *options], 200)
+    ended_well([sys.executable, *alone, *options], 200, **quick(tmp_path / "programs"))
     assert losses(several) == pytest.approx(losses(one), rel=1e-6)

@@ -57,11 +57,11 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(train):
     assert several == pytest.approx(one, rel=1e-6)
     out = train.folder / "several"
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["placement"] == (
-        "2 replicas of 2 devices on 4 of 4 CPU devices of 4 processes"
-    )
+    assert summary["placement"] == ("2 replicas of 2 devices on 4 of 4 CPU devices of 4 processes")
     # As if it had been lost after the first checkpoint.
     shutil.rmtree(out / "checkpoints" / str(STEPS))
     assert train("several", 4) == several
-    resumed = [line for line in (out / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
+    resumed = [
+        line for line in (out / "metrics.jsonl").read_text().splitlines() if "resumed" in line
+    ]
     assert [json.loads(line)["step"] for line in resumed] == [SAVED]
