@@ -1,4 +1,4 @@
-"""Orbax logs every file that it touches, and what it raises: a user's terminal is no place for it."""
+"""Orbax logs every file that it touches, and what it raises: not for a user's terminal."""
 
 import logging
 from pathlib import PurePath

@@ -20,8 +20,8 @@ _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
-# Between processes on CPU, all-reduces that the compiler leaves apart travel beside the computation.
-# A pass of the compiler for CPUs alone: other platforms do not know it.
+# Between processes on CPU, all-reduces that stay apart travel beside the computation. A pass
+# of the compiler for CPUs alone: other platforms do not know it.
 _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 
 

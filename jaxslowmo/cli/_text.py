@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -122,7 +123,7 @@ class RunBatches(Iterator[jax.Array | np.ndarray]):
         if self._sharding is None:
             return own
 
-        def of_device(where: tuple[slice, ...]) -> np.ndarray:
+        def of_device(where: Any) -> np.ndarray:
             start, stop, _ = where[0].indices(self._rows)
             # A device has a part of one replica's rows.
             begin = self._begin[start // self._size] + start % self._size

@@ -19,29 +19,26 @@ TRAIN = (
 )
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """`train(out, processes)`: the losses of the steps, and the last validation loss."""
-    folder = tmp_path_factory.mktemp("spread")
-    text = folder / "text"
-    text.mkdir()
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
     for i in range(8):
-        (text / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 60)
+        (folder / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 60)
+    return folder
 
-    def run(name: str, processes: int) -> list[float]:
-        out = folder / name
-        launch = ("launch", "--processes", str(processes), "--") if processes > 1 else ()
-        subprocess.run(
-            [sys.executable, "-m", "jaxslowmo", *launch, *TRAIN, "--data", text, "--out", out],
-            env=os.environ | quick(folder / "programs"),
-            stdout=subprocess.DEVNULL,
-            timeout=150,
-            check=True,
-        )
-        return losses(out)
 
-    run.folder = folder
-    return run
+def trained(out: Path, text: Path, processes: int) -> list[float]:
+    """The losses of the steps, and the last validation loss."""
+    launch = ("launch", "--processes", str(processes), "--") if processes > 1 else ()
+    subprocess.run(
+        [sys.executable, "-m", "jaxslowmo", *launch, *TRAIN, "--data", text, "--out", out],
+        env=os.environ | quick(out.parent / "programs"),
+        stdout=subprocess.DEVNULL,
+        timeout=150,
+        check=True,
+    )
+    return losses(out)
 
 
 def losses(out: Path) -> list[float]:
@@ -51,17 +48,15 @@ def losses(out: Path) -> list[float]:
     return [*by_step.values(), records[-1]["validation_loss"]]
 
 
-def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(train):
-    one = train("one", 1)
-    several = train("several", 4)
+def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(tmp_path, text):
+    one = trained(tmp_path / "one", text, 1)
+    out = tmp_path / "several"
+    several = trained(out, text, 4)
     assert several == pytest.approx(one, rel=1e-6)
-    out = train.folder / "several"
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["placement"] == ("2 replicas of 2 devices on 4 of 4 CPU devices of 4 processes")
+    assert summary["placement"] == "2 replicas of 2 devices on 4 of 4 CPU devices of 4 processes"
     # As if it had been lost after the first checkpoint.
     shutil.rmtree(out / "checkpoints" / str(STEPS))
-    assert train("several", 4) == several
-    resumed = [
-        line for line in (out / "metrics.jsonl").read_text().splitlines() if "resumed" in line
-    ]
-    assert [json.loads(line)["step"] for line in resumed] == [SAVED]
+    assert trained(out, text, 4) == several
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "resumed" in record] == [SAVED]
