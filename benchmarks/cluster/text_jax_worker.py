@@ -47,6 +47,8 @@ OPTIONS = {
         "gradients": js.all_reduce_gradients(R, bucket_bytes=2**19, first_bucket_bytes=2**19),
         "order": "ready",
     },
+    "local_sgd(12)": lambda: {"sync": js.local_sgd(R, sync_every=12)},
+    "local_sgd(24)": lambda: {"sync": js.local_sgd(R, sync_every=24)},
     "local_sgd(48)": lambda: {"sync": js.local_sgd(R, sync_every=48)},
     "slowmo(12, 48)": lambda: {
         "sync": js.slowmo(
@@ -82,7 +84,7 @@ def prepare(name: str):
 
     # Every program is compiled before the clock starts: a whole period on a state of its own.
     state = step.init(init_gpt(CONFIG, SEED))
-    for t in range(task.EVERY):
+    for t in range(task.PERIOD):
         state, _ = step(state, placed(t))
     state = step.init(init_gpt(CONFIG, SEED))
     done = 0

@@ -3,10 +3,18 @@
 import numpy as np
 
 PRESET = "demo"  # of `jaxslowmo.models`
-HOSTS, BATCH, MAX_STEPS, EVERY = 4, 2, 720, 48
+HOSTS, BATCH, MAX_STEPS, EVERY = 4, 2, 720, 24
+PERIOD = 48  # a multiple of every period below
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 1e-3, 16, 0.1, 1.0
 BETAS = (0.9, 0.95)
-JAX = ("all_reduce", "local_sgd(48)", "slowmo(12, 48)", "diloco(48)")
+JAX = (
+    "all_reduce",
+    "local_sgd(12)",
+    "local_sgd(24)",
+    "local_sgd(48)",
+    "slowmo(12, 48)",
+    "diloco(48)",
+)
 TORCH = ("DDP",)
 
 

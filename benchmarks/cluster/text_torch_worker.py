@@ -89,7 +89,7 @@ def prepare(name: str):
         return loss
 
     model, optimizer = build()
-    for t in range(task.EVERY // 4):  # DDP rebuilds its buckets in the first steps
+    for t in range(task.PERIOD // 4):  # DDP rebuilds its buckets in the first steps
         step(t)
     model, optimizer = build()
     done = 0
