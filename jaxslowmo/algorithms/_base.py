@@ -1,7 +1,9 @@
 """The protocol of parameter transforms, and the decision whether an exchange runs."""
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -225,6 +227,21 @@ def check_exchange_arguments(
         )
 
 
+_warned_about: contextvars.ContextVar[tuple[AxisName, ...]] = contextvars.ContextVar(
+    "warned_about", default=()
+)
+
+
+@contextlib.contextmanager
+def base_over(axis_name: AxisName) -> Iterator[None]:
+    """Around the update of a base: an axis of size 1 is for who wraps it to warn about, once."""
+    token = _warned_about.set((*_warned_about.get(), axis_name))
+    try:
+        yield
+    finally:
+        _warned_about.reset(token)
+
+
 def check_axes(
     owner: str, axis_name: AxisName, local_axis_name: AxisName | None, warn: Callable[[str], None]
 ) -> None:
@@ -237,7 +254,7 @@ def check_axes(
             raise ValueError(
                 f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
             )
-    if axis_size(axis_name) == 1:
+    if axis_size(axis_name) == 1 and axis_name not in _warned_about.get():
         warn(f"{owner}: axis {axis_name!r} has size 1, so there is nothing to communicate.")
 
 

@@ -20,6 +20,7 @@ from ._anchor import AnchorLayout
 from ._base import (
     Communicate,
     ParameterTransform,
+    base_over,
     check_axes,
     check_update_arguments,
     check_weight,
@@ -131,15 +132,16 @@ def outer_transform(
         def step_base(updates: PyTree, base_state: PyTree, talk: Communicate):
             if base is None:
                 return widen_updates(updates), base_state
-            return base.update(
-                updates,
-                base_state,
-                params,
-                communicate=talk,
-                weight=share,
-                phase=base_phase(phase),
-                **extra,
-            )
+            with base_over(axis_name):
+                return base.update(
+                    updates,
+                    base_state,
+                    params,
+                    communicate=talk,
+                    weight=share,
+                    phase=base_phase(phase),
+                    **extra,
+                )
 
         def mean_of(y: PyTree, base_state: PyTree, anchor: PyTree) -> PyTree:
             """What the replicas' parameters y amount to, in the anchor's form."""

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, axis_size
 from ..topology import Graph, Mixing, npeer_directed_exponential
+from ..topology._callables import described, takes
+from ..topology._mixing import check_mixing
 from ..tree import check_floating, landing, widen_updates
 from ._base import (
     Communicate,
@@ -74,11 +77,14 @@ def sgp(
         `js.topology.ring`, to be called with the axis' size. None is
         `js.topology.npeer_directed_exponential`.
       mixing: callable `(graph, step) -> P[destination, source]`; None is uniform: every node splits
-        its value evenly between itself and its peers. Evaluated for one rotation of the graph.
+        its value evenly between itself and its peers. It must repeat with the graph's rotation
+        (a static graph: not depend on the step); the steps of two rotations are compared.
       push_sum: False (PushPull) promises that P is doubly stochastic, so that w stays 1.
-      overlap: 0 mixes the new parameters. 1 (OSGP) sends those of before the update: the exchange
-        does not wait for gradients and runs beside their computation. k > 1 applies what was
-        sent k - 1 exchanges earlier.
+      overlap: 0 mixes the new parameters. 1 (OSGP) sends those of before the update, so the
+        exchange waits for no gradient and can run beside their computation: with a static graph,
+        or programs per round (`mode="host"`), and not inside a traced `js.slowmo`; on some TPUs
+        with a flag or the right graph (docs/tpu.md). k > 1 applies what was sent k - 1 exchanges
+        earlier.
       local_axis_name: axis of the devices inside a replica, which hold equal parameters: each then
         sends 1/L of them.
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
@@ -91,8 +97,9 @@ def sgp(
       beyond the parameters: (overlap - 1) N for overlap > 1.
 
     Raises:
-      ValueError: no graph, mixing or overlap; a mixing with negative weights, columns that don't
-        sum to 1, or weights where there is no edge, checked for a whole rotation; push_sum=False
+      ValueError: no graph, mixing or overlap, or functions of other arguments; a mixing with
+        negative weights, columns that don't sum to 1, or weights where there is no edge, checked
+        for a whole rotation, or that does not repeat with it; push_sum=False
         where P is not doubly stochastic; overlap > 1 with a node that keeps nothing; push-sum
         weights that would fall below 1e-30. At trace time
         a graph of another size than the axis, an unbound axis, missing params, non-float leaves.
@@ -108,7 +115,7 @@ def sgp(
       algorithms 1 and 2; FairScale 0.4.13.
     """
     check_exchange_arguments(_OWNER, axis_name, local_axis_name, bucket_bytes)
-    _check_arguments(graph, push_sum, overlap)
+    overlap = _check_arguments(graph, mixing, push_sum, overlap)
     warn = warn_once()
 
     def graph_for(num_nodes: int) -> Graph:
@@ -278,15 +285,23 @@ def sgp(
     return transform
 
 
-def _check_arguments(graph: object, push_sum: object, overlap: object) -> None:
-    if graph is not None and not isinstance(graph, Graph) and not callable(graph):
+def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:
+    """Raise `ValueError` for what is none of these; returns `overlap` as an int."""
+    if graph is not None and not isinstance(graph, Graph) and not takes(graph, "num_nodes"):
+        hint = "; did you mean `mixing`?" if takes(graph, "graph", "step") else "."
         raise ValueError(
             "sgp: `graph` must be a js.topology.Graph, a function of the number of nodes that "
-            f"makes one, or None, got {graph!r}."
+            f"makes one, or None, got {described(graph)}{hint}"
         )
-    if not isinstance(overlap, int) or isinstance(overlap, bool) or overlap < 0:
+    check_mixing(mixing)
+    try:
+        count = -1 if isinstance(overlap, bool) else operator.index(overlap)
+    except TypeError:
+        count = -1
+    if count < 0:
         raise ValueError(
             f"sgp: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}."
         )
     if not isinstance(push_sum, bool):
         raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
+    return count

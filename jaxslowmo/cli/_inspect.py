@@ -67,7 +67,10 @@ def _graph(
         int | None, typer.Option(help="Number of float32 parameters.", show_default=False)
     ] = None,
     matrices: Annotated[
-        bool, typer.Option("--matrices", help="Show the mixing matrix of every round.")
+        bool,
+        typer.Option(
+            "--matrices", help="Show the mixing matrix of every round, and their product."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

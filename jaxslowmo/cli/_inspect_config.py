@@ -15,6 +15,11 @@ from jaxslowmo.topology import (
 
 from ._mixing import parse_mixing
 
+# The largest graphs whose analysis takes seconds: it grows with the cube of the nodes, and with
+# the entries of all matrices of a rotation.
+MOST_NODES = 1024
+MOST_ENTRIES = 2**27
+
 
 @dataclasses.dataclass(frozen=True)
 class InspectGraphConfig:
@@ -51,6 +56,8 @@ class InspectGraphConfig:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ValueError(f"--{option.replace('_', '-')} must be >= 1, got {value}")
+        if self.nodes is not None:
+            _check_nodes("--nodes", self.nodes)
         for option in ("model_bytes", "parameters"):
             value = getattr(self, option)
             if value is not None and value < 0:
@@ -67,7 +74,7 @@ class InspectGraphConfig:
         if self.parameters is not None:
             size = 4 * self.parameters  # float32
         return analyse(
-            self._graph(),
+            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
             parse_mixing(self.mixing),
             model_bytes=size,
             tolerance=self.tolerance,
@@ -152,6 +159,7 @@ class InspectGraphsConfig:
         for option, values in (("--nodes", self.nodes), ("--picture-nodes", self.picture_nodes)):
             if min(values) < 1:
                 raise ValueError(f"{option} must be >= 1, got {min(values)}")
+            _check_nodes(option, max(values))
         for graph in self.graphs:
             split_graph(graph)
         parse_mixing(self.mixing)
@@ -174,6 +182,31 @@ def split_graph(text: str) -> tuple[str, int | None]:
             f"--graphs: peers per step must be a number >= 1, as in {name}:2, got {text}"
         )
     return name, int(peers)
+
+
+def check_effort(option: str, graph: Graph) -> Graph:
+    """`graph`, if analysing it takes seconds.
+
+    Raises:
+        ValueError: for one that takes longer, naming the option that it comes from.
+    """
+    _check_nodes(option, graph.num_nodes)
+    most = MOST_ENTRIES // graph.num_nodes**2
+    if graph.num_rounds > most:
+        raise ValueError(
+            f"{option}: {graph.name} with {graph.num_nodes} nodes takes minutes, since its "
+            f"rotation has {graph.num_rounds} rounds; with so many nodes at most {most} are "
+            "analysed"
+        )
+    return graph
+
+
+def _check_nodes(option: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"{option}: at most {MOST_NODES} nodes are analysed, since more take minutes; got "
+            f"{nodes}"
+        )
 
 
 def _check_tolerance(tolerance: float) -> None:

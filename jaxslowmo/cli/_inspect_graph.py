@@ -64,6 +64,7 @@ def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig, matrices: bool
     if matrices:
         for step, found in enumerate(facts["rounds"]):
             found["matrix"] = analysis.matrix(step).tolist()
+        facts["product"] = analysis.product.tolist()
     return facts
 
 
@@ -112,6 +113,7 @@ def _print_matrices(analysis: GraphAnalysis) -> None:
     with np.printoptions(precision=4, suppress=True, linewidth=10**9, threshold=10**9):
         for step in range(analysis.graph.num_rounds):
             print(f"\nP[destination, source] of round {step}\n{analysis.matrix(step)}")
+        print(f"\nproduct over a rotation\n{analysis.product}")
 
 
 def _some(peers: Sequence[int]) -> str:

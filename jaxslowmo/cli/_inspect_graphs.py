@@ -10,7 +10,7 @@ from rich.table import Table
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
 from ._errors import CommandError
-from ._inspect_config import InspectGraphsConfig, split_graph
+from ._inspect_config import InspectGraphsConfig, check_effort, split_graph
 from ._inspect_facts import graph_facts
 from ._inspect_figure import Curve, draw_graphs
 from ._inspect_tables import QUANTITIES, Analyses, Quantity, cell, markdown, reasons
@@ -78,7 +78,7 @@ def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> 
 def _analyse(name: str, nodes: int, config: InspectGraphsConfig) -> GraphAnalysis | str:
     constructor, peers = split_graph(name)
     try:
-        graph = make_graph(constructor, nodes, peers_per_step=peers)
+        graph = check_effort("--nodes", make_graph(constructor, nodes, peers_per_step=peers))
         return analyse(graph, parse_mixing(config.mixing), tolerance=config.tolerance)
     except ValueError as error:
         return str(error)

@@ -6,9 +6,10 @@ from numbers import Real
 
 import numpy as np
 
+from ._checks import as_size
 from ._consensus import Consensus
 from ._graph import Graph
-from ._mixing import TOLERANCE, Mixing, mixing_matrix
+from ._mixing import TOLERANCE, Mixing, mixing_matrix, rotation_matrices
 
 _WEIGHT_BYTES = 4  # a push-sum weight in float32
 
@@ -120,13 +121,11 @@ class GraphAnalysis:
 
     def error(self, rounds: int) -> float:
         """Consensus error after `rounds` rounds; a million take little longer than one."""
-        if rounds < 0:
-            raise ValueError(f"`rounds` must be >= 0, got {rounds}.")
-        return self._consensus.error(rounds)
+        return self._consensus.error(as_size("rounds", rounds, least=0))
 
     def errors(self, rounds: int) -> np.ndarray:
         """Consensus errors after 0, 1, ..., `rounds` rounds, (rounds + 1,) float64."""
-        return self._consensus.errors(rounds)
+        return self._consensus.errors(as_size("rounds", rounds, least=0))
 
     def __repr__(self) -> str:
         return f"<GraphAnalysis of {self.graph.name}({self.graph.num_nodes})>"
@@ -177,7 +176,8 @@ def analyse(
 
     Args:
       graph: who sends to whom.
-      mixing: callable `(graph, step) -> P[destination, source]`; None is uniform.
+      mixing: callable `(graph, step) -> P[destination, source]` that repeats with the graph's
+        rotation; None is uniform.
       model_bytes: size of the parameters in bytes; None leaves bytes out.
       tolerance: consensus error to count rounds to, strictly between 0 and 1.
 
@@ -185,23 +185,24 @@ def analyse(
       A `GraphAnalysis`.
 
     Raises:
-      ValueError: a matrix that is no mixing for the graph, a tolerance outside of (0, 1), a
-        negative size.
+      ValueError: no graph, a matrix that is no mixing for it, a mixing that does not repeat with
+        its rotation, a tolerance outside of (0, 1), a negative size.
 
     Example:
       >>> from jaxslowmo.topology import ring
       >>> analyse(ring(16)).rounds_to_tolerance, analyse(ring(16, peers_per_step=2)).permutes
       (357, (2,))
     """
+    if not isinstance(graph, Graph):
+        raise ValueError(f"`graph` must be a js.topology.Graph, got {graph!r}.")
     if not isinstance(tolerance, Real) or not 0 < tolerance < 1:
         raise ValueError(f"`tolerance` must lie strictly between 0 and 1, got {tolerance!r}.")
-    if model_bytes is not None and not model_bytes >= 0:
-        raise ValueError(f"`model_bytes` must be >= 0, got {model_bytes!r}.")
+    if model_bytes is not None and not (isinstance(model_bytes, Real) and model_bytes >= 0):
+        raise ValueError(f"`model_bytes` must be a number >= 0, got {model_bytes!r}.")
     doubly_stochastic: list[bool] = []
 
     def matrices() -> Iterator[np.ndarray]:
-        for step in range(graph.num_rounds):
-            matrix = mixing_matrix(graph, mixing, step)
+        for matrix in rotation_matrices(graph, mixing):
             doubly_stochastic.append(bool(np.all(np.abs(matrix.sum(axis=1) - 1) <= TOLERANCE)))
             yield matrix
 

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def check_size(argument: str, value: object, least: int = 1) -> None:
-    """Raise unless `value` is an int >= `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def as_size(argument: str, value: object, least: int = 1) -> int:
+    """`value`, also one of NumPy's integers, as an int; raises unless it is one >= `least`."""
+    size = _plain(value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
+    return size
 
 
 def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
@@ -30,11 +32,12 @@ def _plain(entry: Any) -> Any:
         return entry
 
 
-def check_divides(argument: str, value: int, num_nodes: int) -> None:
-    """Raise unless `value` is an int that divides the number of nodes."""
-    check_size(argument, value)
-    if num_nodes % value:
-        raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {value}.")
+def as_divisor(argument: str, value: object, num_nodes: int) -> int:
+    """`value` as an int; raises unless it is one that divides the number of nodes."""
+    divisor = as_size(argument, value)
+    if num_nodes % divisor:
+        raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {divisor}.")
+    return divisor
 
 
 def check_even(name: str, num_nodes: int) -> None:
@@ -57,7 +60,12 @@ def check_phone_book(
         )
     for node, row in enumerate(rows):
         for peer in row:
-            if not isinstance(peer, int) or isinstance(peer, bool) or not 0 <= peer < num_nodes:
+            if not isinstance(peer, int) or isinstance(peer, bool):
+                raise ValueError(
+                    f"{name}: the phone book of node {node} names {peer!r}, and nodes are ints, 0 "
+                    f"to {num_nodes - 1}."
+                )
+            if not 0 <= peer < num_nodes:
                 raise ValueError(
                     f"{name}: the phone book of node {node} names {peer!r}, and the nodes are 0 to "
                     f"{num_nodes - 1}."

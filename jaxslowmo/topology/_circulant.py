@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ._checks import check_size
+from ._checks import as_size
 from ._graph import Graph, unique
 
 
@@ -27,7 +27,7 @@ def circulant(
       is_dynamic: whether it rotates.
       is_bipartite: whether every edge must join an even and an odd node.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     steps = list(distances) if num_nodes > 1 else []
     rows = tuple(tuple((node + d) % num_nodes for d in steps) for node in range(num_nodes))
     if dedupe:

@@ -1,6 +1,6 @@
 """Graphs whose peers lie at distances that grow exponentially: mixed in a logarithm of rounds."""
 
-from ._checks import check_even, check_size
+from ._checks import as_size, check_even
 from ._circulant import both_ways, circulant, powers_below
 from ._graph import Graph, from_phone_book
 
@@ -28,8 +28,8 @@ def npeer_directed_exponential(
     Source: FairScale 0.4.13 `NPeerDynamicDirectedExponentialGraph`; Assran et al., "Stochastic
       Gradient Push", ICML 2019, appendix A.
     """
-    check_size("num_nodes", num_nodes)
-    check_size("peers_per_step", peers_per_step)
+    num_nodes = as_size("num_nodes", num_nodes)
+    peers_per_step = as_size("peers_per_step", peers_per_step)
     base = peers_per_step + 1
     distances = [j * power for power in powers_below(base, num_nodes) for j in range(1, base)]
     loop = next((d for d in distances if d % num_nodes == 0), None)
@@ -64,7 +64,7 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 
     Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     return circulant(
         "directed_exponential",
         num_nodes,
@@ -92,7 +92,7 @@ def bipartite_exponential(
 
     Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     check_even("bipartite_exponential", num_nodes)
     distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
     return circulant(
@@ -122,7 +122,7 @@ def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) 
     Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
       NeurIPS 2021.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     distances = powers_below(2, num_nodes // 2 + 1)
     return circulant(
         "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
@@ -145,7 +145,7 @@ def hypercube(num_nodes: int, *, peers_per_step: int = 1) -> Graph:
     Raises:
       ValueError: a number of nodes that is no power of 2, more peers than there are bits.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     if num_nodes & (num_nodes - 1):
         raise ValueError(
             f"hypercube: `num_nodes` must be a power of 2, so that every node has a partner for "

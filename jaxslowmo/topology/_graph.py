@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._checks import as_rows, check_connected, check_phone_book, check_size
+from ._checks import as_rows, as_size, check_connected, check_phone_book
 from ._colouring import Edge, colour_edges
 
 Peers = tuple[tuple[int, ...], ...]  # per node
@@ -46,8 +46,8 @@ class Graph:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        check_size("num_nodes", self.num_nodes)
-        check_size("peers_per_step", self.peers_per_step)
+        for argument in ("num_nodes", "peers_per_step"):
+            object.__setattr__(self, argument, as_size(argument, getattr(self, argument)))
         object.__setattr__(self, "phone_book", as_rows("phone_book", self.phone_book))
         longest = max(map(len, self.phone_book), default=0)
         if self.num_nodes > 1 and self.peers_per_step > max(longest, 1):
@@ -164,7 +164,7 @@ def from_phone_book(
         raise ValueError("`table` must have one row per node, got none.")
     if peers_per_step is None:
         return Graph(len(rows), max([1, *map(len, rows)]), rows, is_dynamic=False, name=name)
-    check_size("peers_per_step", peers_per_step)
+    peers_per_step = as_size("peers_per_step", peers_per_step)
     short = next((i for i, row in enumerate(rows) if len(row) < peers_per_step), None)
     # Rows that are empty, and single nodes, are the graph's own business.
     if short is not None and rows[short] and len(rows) > 1:

@@ -1,6 +1,6 @@
 """Rings, and graphs whose peers lie at all odd distances."""
 
-from ._checks import check_even, check_size
+from ._checks import as_size, check_even
 from ._circulant import both_ways, circulant
 from ._graph import Graph
 
@@ -42,7 +42,7 @@ def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = F
 
     Source: FairScale 0.4.13 `DynamicDirectedLinearGraph`.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     distances = both_ways(range(1, num_nodes, 2))
     return circulant("directed_linear", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
@@ -63,7 +63,7 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
 
     Source: FairScale 0.4.13 `DynamicBipartiteLinearGraph`.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     check_even("bipartite_linear", num_nodes)
     distances = both_ways(range(1, num_nodes, 2))
     return circulant(

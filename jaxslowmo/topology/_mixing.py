@@ -1,16 +1,17 @@
 """Mixing weights: which share of its value a node keeps, and what each peer gets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ._callables import described, parameters, takes
 from ._graph import Graph
 
 # (graph, step) -> P[destination, source], (num_nodes, num_nodes), columns sum to 1.
 Mixing = Callable[[Graph, int], Any]
 
-# Columns may have been computed in float32.
+# Columns may have been computed in float32, shares by trigonometry of the step.
 TOLERANCE = 1e-6
 
 
@@ -59,9 +60,11 @@ def self_weighted(keep: float | Sequence[float]) -> Mixing:
 
 def _numbers(where: str, value: Any) -> np.ndarray:
     try:
-        return np.asarray(value, np.float64)
+        if not np.iscomplexobj(value):  # whose imaginary part NumPy drops with a warning
+            return np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{where} must hold real numbers, got {value!r}.") from None
+        pass
+    raise ValueError(f"{where} must hold real numbers, got {value!r}.")
 
 
 def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -71,6 +74,58 @@ def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.nd
         for peer in peers:
             matrix[peer, source] += (1.0 - keep[source]) / len(peers)
     return matrix
+
+
+def check_mixing(mixing: Any) -> None:
+    """Raise `ValueError` unless `mixing` is None or can be called with a graph and a step."""
+    if mixing is None or takes(mixing, "graph", "step"):
+        return
+    is_factory = mixing is uniform_mixing or mixing is self_weighted
+    hint = f"; did you mean {mixing.__name__}({parameters(mixing)})?" if is_factory else "."
+    raise ValueError(
+        "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
+        f"{described(mixing)}{hint}"
+    )
+
+
+def rotation_matrices(graph: Graph, mixing: Mixing | None) -> Iterator[np.ndarray]:
+    """The checked matrices of a rotation, one by one.
+
+    Args:
+      graph: who sends to whom.
+      mixing: callable `(graph, step) -> P`; None is `uniform_mixing()`. It is asked for the steps
+        of two rotations, which must not differ; a table may end with the first (`LookupError`).
+
+    Raises:
+      ValueError: as in `mixing_matrix`; a mixing that does not repeat with the rotation.
+    """
+    count = graph.num_rounds
+    for step in range(count):
+        matrix = mixing_matrix(graph, mixing, step)
+        # Both at a time: rotations of matrices take gigabytes.
+        if mixing is not None and graph.num_nodes > 1:
+            _check_repeats(graph, mixing, step, matrix)
+        yield matrix
+
+
+def _check_repeats(graph: Graph, mixing: Mixing, step: int, matrix: np.ndarray) -> None:
+    count = graph.num_rounds
+    try:
+        later = _numbers("`mixing`", mixing(graph, step + count))
+    except LookupError:
+        return
+    where = ""
+    if later.shape == matrix.shape:
+        differs = np.argwhere(~(np.abs(later - matrix) <= TOLERANCE))
+        if not len(differs):
+            return
+        row, column = differs[0]
+        where = f": P[{row}, {column}] = {later[row, column]:.6g} after {matrix[row, column]:.6g}"
+    raise ValueError(
+        f"`mixing` must repeat with the graph's rotation of {count} round{'s' * (count > 1)}, "
+        f"since programs hold one rotation; on {graph.name}({graph.num_nodes}) step {step + count} "
+        f"differs from step {step}{where}."
+    )
 
 
 def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
@@ -85,15 +140,12 @@ def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
       (num_nodes, num_nodes) float64, P[destination, source].
 
     Raises:
-      ValueError: another shape, a negative or non-finite weight, a column that does not sum to 1, a
-        weight where the graph has no edge, a node that is left with nothing.
+      ValueError: no such callable, weights that are no real numbers, another shape, a negative or
+        non-finite weight, a column that does not sum to 1, a weight where the graph has no edge, a
+        node that is left with nothing.
     """
+    check_mixing(mixing)
     given = uniform_mixing() if mixing is None else mixing
-    if not callable(given):
-        raise ValueError(
-            "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
-            f"{type(given).__name__}."
-        )
     size = graph.num_nodes
     where = f"`mixing` at step {step} of {graph.name}({size})"
     matrix = _numbers(where, given(graph, step))

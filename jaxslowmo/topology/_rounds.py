@@ -7,7 +7,7 @@ import numpy as np
 
 from ._colouring import Edge
 from ._graph import Graph
-from ._mixing import TOLERANCE, Mixing, mixing_matrix
+from ._mixing import TOLERANCE, Mixing, rotation_matrices
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -34,20 +34,22 @@ def exchange_rounds(graph: Graph, mixing: Mixing | None = None) -> tuple[Exchang
 
     Args:
       graph: who sends to whom.
-      mixing: callable `(graph, step) -> P[destination, source]`; None is `uniform_mixing()`. It is
-        asked for steps 0 to num_rounds - 1.
+      mixing: callable `(graph, step) -> P[destination, source]`; None is `uniform_mixing()`. It
+        must repeat with the rotation, and is asked for the steps of two; a table may end with the
+        first (`LookupError`).
 
     Returns:
       `graph.num_rounds` rounds. The weight of an edge that occurs more than once is split evenly.
 
     Raises:
-      ValueError: a matrix that is no mixing for the graph, as in `mixing_matrix`.
+      ValueError: a matrix that is no mixing for the graph, as in `mixing_matrix`; a mixing that
+        does not repeat with the rotation.
     """
-    return tuple(_round(graph, mixing, step) for step in range(graph.num_rounds))
+    matrices = rotation_matrices(graph, mixing)
+    return tuple(_round(graph, matrix, step) for step, matrix in enumerate(matrices))
 
 
-def _round(graph: Graph, mixing: Mixing | None, step: int) -> ExchangeRound:
-    matrix = mixing_matrix(graph, mixing, step)
+def _round(graph: Graph, matrix: np.ndarray, step: int) -> ExchangeRound:
     permutations = graph.permutations(step)
     times = Counter(edge for permutation in permutations for edge in permutation)
     received = np.zeros((len(permutations), graph.num_nodes))

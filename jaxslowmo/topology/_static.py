@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ._checks import check_divides, check_size
+from ._checks import as_divisor, as_size
 from ._circulant import circulant
 from ._graph import Graph, from_phone_book, unique
 
@@ -20,7 +20,7 @@ def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
     Raises:
       ValueError: sizes below 1, more peers than there are other nodes.
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     return circulant("complete", num_nodes, range(1, num_nodes), peers_per_step)
 
 
@@ -39,7 +39,7 @@ def star(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
     Raises:
       ValueError: sizes below 1, more than 1 peer per step (the others have only the centre).
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     centre = range(1, num_nodes)
     return from_phone_book([centre, *([0] for _ in centre)], peers_per_step, name="star")
 
@@ -106,10 +106,10 @@ def torus_2d(
 
 
 def _rectangle(num_nodes: int, rows: int | None) -> tuple[int, int]:
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     if rows is None:
         rows = largest_divisor_to_root(num_nodes)
-    check_divides("rows", rows, num_nodes)
+    rows = as_divisor("rows", rows, num_nodes)
     return rows, num_nodes // rows
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ._checks import check_divides, check_even, check_size
+from ._checks import as_divisor, as_size, check_even
 from ._circulant import powers_below
 from ._graph import Graph, from_phone_book
 from ._static import largest_divisor_to_root
@@ -30,13 +30,13 @@ def random_matching(
 
     Source: Boyd et al., "Randomized Gossip Algorithms", IEEE Trans. Inf. Theory 52(6), 2006.
     """
-    check_size("num_nodes", num_nodes)
-    check_size("peers_per_step", peers_per_step)
-    check_size("seed", seed, least=0)
+    num_nodes = as_size("num_nodes", num_nodes)
+    peers_per_step = as_size("peers_per_step", peers_per_step)
+    seed = as_size("seed", seed, least=0)
     check_even("random_matching", num_nodes)
     if num_rounds is None:
         num_rounds = max(2 * (num_nodes - 1).bit_length(), peers_per_step)
-    check_size("num_rounds", num_rounds)
+    num_rounds = as_size("num_rounds", num_rounds)
     if num_nodes == 1:
         return from_phone_book([[]], peers_per_step, name="random_matching")
     if num_rounds < 2 < num_nodes:
@@ -98,10 +98,10 @@ def inner_outer(num_nodes: int, *, group_size: int | None = None, peers_per_step
     Source: Ying et al., "BlueFog: Make Decentralized Algorithms Practical", 2021 (inner-outer
       exponential graphs).
     """
-    check_size("num_nodes", num_nodes)
+    num_nodes = as_size("num_nodes", num_nodes)
     if group_size is None:
         group_size = largest_divisor_to_root(num_nodes)
-    check_divides("group_size", group_size, num_nodes)
+    group_size = as_divisor("group_size", group_size, num_nodes)
     num_groups = num_nodes // group_size
 
     def peers(node: int) -> list[int]:

@@ -26,6 +26,35 @@ def test_graph_of_another_type(graph):
         js.sgp("replica", graph=graph)
 
 
+@pytest.mark.parametrize(
+    ("graph", "got"),
+    [
+        (js.topology.uniform_mixing(), "mixing, which takes (graph, step); did you mean `mixing`?"),
+        (js.topology.uniform_mixing, "uniform_mixing, which takes ()."),
+        (lambda: ring(4), "<lambda>, which takes ()."),
+    ],
+)
+def test_function_that_makes_no_graph(graph, got):
+    with pytest.raises(ValueError, match=r"sgp: `graph` must be .* got " + re.escape(got)):
+        js.sgp("replica", graph=graph)
+
+
+@pytest.mark.parametrize("graph", [None, ring, ring(4)])
+@pytest.mark.parametrize(
+    ("mixing", "got"),
+    [
+        ("uniform", "'uniform'."),
+        (0.5, "0.5."),
+        (js.topology.uniform_mixing, "did you mean uniform_mixing()?"),
+        (ring, "ring, which takes (num_nodes, "),
+    ],
+)
+def test_mixing_that_is_none(graph, mixing, got):
+    """At construction, also where the graph is not known yet."""
+    with pytest.raises(ValueError, match="`mixing` must be a callable .*" + re.escape(got)):
+        js.sgp("replica", graph=graph, mixing=mixing)
+
+
 def test_constructor_that_makes_no_graph():
     tx = js.sgp("replica", graph=lambda n: [[1], [0]] * n)
     message = r"sgp: `graph` must be .* and the function returned a list"
@@ -38,6 +67,11 @@ def test_overlap_that_counts_nothing(overlap):
     message = rf"sgp: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}"
     with pytest.raises(ValueError, match=message):
         js.sgp("replica", overlap=overlap)
+
+
+def test_overlap_may_be_an_integer_of_numpy():
+    state = js.sgp("replica", overlap=np.int64(3)).init({"w": jnp.ones(2)})
+    assert len(state.in_flight) == 2
 
 
 @pytest.mark.parametrize("push_sum", [None, 1, "no"])
@@ -78,11 +112,14 @@ def matrix(*changes: tuple[int, int, float]):
 
 TWO_ROUNDS = js.topology.from_phone_book([[1, 3], [2, 0], [3, 1], [0, 2]])
 BAD_MIXINGS = [
-    (0.5, r"`mixing` must be a callable"),
     (lambda graph, step: np.eye(3), r"P must have shape \(4, 4\), got \(3, 3\)"),
     (matrix((0, 0, -0.5), (3, 0, 1.5)), r"step 1 .*weights must be finite and >= 0, got P\[0, 0\]"),
     (matrix((0, 0, 0.6)), r"step 1 .*column of P must sum to 1.*column 0 sums to 1\.1"),
     (matrix((3, 0, 0.25), (2, 0, 0.25)), r"step 1 .*P\[2, 0\].*node 0 does not send to node 2"),
+    (
+        lambda graph, step: js.topology.self_weighted(0.5 + 0.1 * (step > 2))(graph, step),
+        r"`mixing` must repeat with .* of 2 rounds.* step 3 differs from step 1: P\[0, 0\] = 0\.6",
+    ),
 ]
 
 
@@ -229,6 +266,16 @@ def test_a_single_node_has_nobody_to_talk_to(graph, overlap, execution):
     assert "cond[" not in programs[0]
     assert tx.phases() == [()]
     assert not tx.due(1)
+
+
+def test_a_single_node_under_slow_momentum_warns_once():
+    one = jax.tree.map(lambda x: x[:1], PARAMS)
+    tx = js.slowmo("replica", base=js.sgp("replica"), sync_every=1)
+    messages = warned(*[lambda: trace(one_update(tx), one, axes={"replica": 1})] * 2)
+    assert len(messages) == 1
+    assert messages[0].startswith("slowmo: axis 'replica' has size 1")
+    alone = warned(lambda: trace(one_update(js.sgp("replica")), one, axes={"replica": 1}))
+    assert [m.partition(":")[0] for m in alone] == ["sgp"]
 
 
 @pytest.mark.filterwarnings("ignore:.*has size 1")

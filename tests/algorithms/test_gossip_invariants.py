@@ -52,7 +52,7 @@ def gossips(draw) -> tuple[js.topology.Graph, js.ParameterTransform]:
     )
 
     def by_step(graph, step):
-        return js.topology.self_weighted(0.3 + 0.3 * (step % 2))(graph, step)
+        return js.topology.self_weighted(0.3 + 0.3 * (step % graph.num_rounds % 2))(graph, step)
 
     mixing = draw(
         st.sampled_from([None, by_step])

@@ -65,11 +65,13 @@ def test_json_holds_everything(call):
     assert (facts["mixing"], facts["is_regular"]) == ("self_weighted:0.5", False)
     (only,) = facts["rounds"]
     assert only["matrix"] == found.matrix(0).tolist()
+    assert facts["product"] == found.product.tolist()
     assert facts["errors"][0] == {"rounds": 0, "error": pytest.approx(1)}
     last = facts["errors"][-1]
     assert (last["rounds"], last["error"] <= 0.01) == (found.rounds_to_tolerance, True)
     without = json.loads(call("inspect", "graph", "ring", "--nodes", 2, "--json").out)
     assert "matrix" not in without["rounds"][0]
+    assert "product" not in without
     assert (without["model_bytes"], without["bytes_max"]) == (None, None)
 
 
@@ -77,6 +79,8 @@ def test_matrices_are_printed_whole(call):
     out = call("inspect", "graph", "npeer_directed_exponential", "--nodes", 4, "--matrices").out
     assert out.count("P[destination, source] of round") == 2
     assert "[[0.5 0.  0.  0.5]\n [0.5 0.5 0.  0. ]" in out
+    quarters = "[0.25 0.25 0.25 0.25]"
+    assert out.endswith("\nproduct over a rotation\n[" + "\n ".join([quarters] * 4) + "]\n")
 
 
 def test_one_node(call):
@@ -117,6 +121,13 @@ def test_options_of_single_constructors(call):
         ("graph ring", "--nodes must be given with the name of a graph"),
         ("graph ring --nodes 0", "--nodes must be >= 1, got 0"),
         ("graph ring --nodes four", "Invalid value for '--nodes'"),
+        ("graph ring --nodes 5000", "--nodes: at most 1024 nodes are analysed, since more take"),
+        (
+            "graph star --nodes 1024 --peers-per-step 1",
+            "--nodes: star with 1024 nodes takes minutes, since its rotation has 1023 rounds;",
+        ),
+        ("graphs --nodes 4,1025", "--nodes: at most 1024 nodes are analysed, since more take"),
+        ("graphs --picture-nodes 1025", "--picture-nodes: at most 1024 nodes are analysed"),
         ("graph ring --nodes 4 --peers-per-step 0", "--peers-per-step must be >= 1, got 0"),
         ("graph ring --nodes 4 --peers-per-step 3", "`peers_per_step` must be at most 2"),
         ("graph ring --nodes 4 --rows 2", "ring has no option 'rows'"),
@@ -165,8 +176,13 @@ def test_wrong_usage_is_one_line(call, monkeypatch, arguments, message):
         ('{"0": [1]}', "must hold a list with the list of out-peers of every node"),
         ("[1, 0]", "must hold a list with the list of out-peers of every node"),
         ("[[1], [5]]", "names 5, and the nodes are 0 to 1"),
-        ('[["1"], [0]]', "names '1', and the nodes are 0 to 1"),
+        ('[["1"], [0]]', "names '1', and nodes are ints, 0 to 1"),
         ("[]", "`table` must have one row per node, got none"),
+        pytest.param(
+            str([[(node + 1) % 1025] for node in range(1025)]),
+            "--phone-book: at most 1024 nodes are analysed",
+            id="large",
+        ),
     ],
 )
 def test_files_that_are_no_phone_book_are_refused(call, tmp_path, text, message):

@@ -113,7 +113,7 @@ def mixings(draw):
 
 
 def random_weights(graph: topology.Graph, step: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng([seed, step])
+    rng = np.random.default_rng([seed, step % graph.num_rounds])
     matrix = np.diag(rng.uniform(0.1, 1, graph.num_nodes))
     for source, peers in enumerate(graph.out_peers(step)):
         for peer in peers:

@@ -270,7 +270,8 @@ def test_text_tells_the_facts():
         ({"tolerance": 1}, "`tolerance` must lie strictly between 0 and 1, got 1"),
         ({"tolerance": "no"}, "`tolerance` must lie strictly between 0 and 1, got 'no'"),
         ({"tolerance": float("nan")}, "`tolerance` must lie strictly between 0 and 1, got nan"),
-        ({"model_bytes": -1}, "`model_bytes` must be >= 0, got -1"),
+        ({"model_bytes": -1}, "`model_bytes` must be a number >= 0, got -1"),
+        ({"model_bytes": "a"}, "`model_bytes` must be a number >= 0, got 'a'"),
         ({"mixing": lambda graph, step: np.eye(3)}, r"P must have shape \(4, 4\)"),
     ],
 )
@@ -279,9 +280,18 @@ def test_wrong_arguments_are_refused(options, message):
         analyse(ring(4), **options)
 
 
-def test_negative_rounds_are_refused():
-    with pytest.raises(ValueError, match="`rounds` must be >= 0, got -1"):
-        analyse(ring(4)).error(-1)
+@pytest.mark.parametrize("graph", ["ring", None, ring])
+def test_what_is_no_graph_is_refused(graph):
+    with pytest.raises(ValueError, match=r"`graph` must be a js\.topology\.Graph, got "):
+        analyse(graph)
+
+
+@pytest.mark.parametrize("rounds", [-1, 1.5, True])
+def test_rounds_that_count_nothing_are_refused(rounds):
+    found = analyse(ring(4))
+    for errors in (found.error, found.errors):
+        with pytest.raises(ValueError, match=f"`rounds` must be an int >= 0, got {rounds}"):
+            errors(rounds)
 
 
 def test_graphs_by_name():

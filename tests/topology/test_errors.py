@@ -19,10 +19,29 @@ def refused(message: str):
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
 def test_sizes(make):
-    sizes = [0, -4, 4.0, math.inf, math.nan, True, "4", None, np.int64(4), np.float32(4)]
+    sizes = [0, -4, 4.0, math.inf, math.nan, True, "4", None, np.True_, np.float32(4)]
     for size in sizes:
         with refused(f"`num_nodes` must be an int >= 1, got {size!r}."):
             make(size)
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
+def test_sizes_may_be_integers_of_numpy(make):
+    graph = make(np.int64(4), peers_per_step=np.uint8(1))
+    assert graph == make(4, peers_per_step=1)
+    assert (type(graph.num_nodes), type(graph.peers_per_step)) == (int, int)
+
+
+def test_other_arguments_may_be_integers_of_numpy():
+    four = np.int32(4)
+    assert topology.grid_2d(8, rows=four) == topology.grid_2d(8, rows=4)
+    assert topology.inner_outer(8, group_size=four) == topology.inner_outer(8, group_size=4)
+    assert topology.random_matching(8, seed=four, num_rounds=four) == topology.random_matching(
+        8, seed=4, num_rounds=4
+    )
+    assert TABLE([[1], [0]], np.int64(1)) == TABLE([[1], [0]])
+    assert topology.Graph(np.int64(2), np.int64(1), ((1,), (0,))) == TABLE([[1], [0]])
+    assert topology.analyse(RING).error(four) == topology.analyse(RING).error(4)
 
 
 @pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
@@ -128,7 +147,7 @@ def test_matchings_that_are_unlikely_to_connect(monkeypatch):
         ({0: [1], 1: [0]}, "`table` must hold one sequence of peers per node, got {0: [1], 1: [0]"),
         ([[1], [2]], "custom: the phone book of node 1 names 2, and the nodes are 0 to 1."),
         ([[1], [-1]], "the phone book of node 1 names -1, and the nodes are 0 to 1."),
-        ([[1.0], [0]], "the phone book of node 0 names 1.0, and"),
+        ([[1.0], [0]], "the phone book of node 0 names 1.0, and nodes are ints, 0 to 1."),
         ([[np.float64(1)], [0]], "the phone book of node 0 names np.float64(1.0), and"),
         ([[True], [0]], "the phone book of node 0 names True, and"),
         ([[np.True_], [0]], "the phone book of node 0 names np.True_, and"),
@@ -229,6 +248,8 @@ def changed(*entries):
         (np.eye(4), "P must have shape (3, 3), got (4, 4)."),
         (None, "P must have shape (3, 3), got ()."),
         ("halves", "must hold real numbers, got 'halves'."),
+        (HALVES + 0j, "must hold real numbers, got array(["),
+        ([[1, 2j], [1, 0]], "must hold real numbers, got [[1, 2j]"),
         ([[1], [1, 2]], "must hold real numbers, got [[1], [1, 2]]."),
         (changed((1, 0, math.nan)), "must be finite and >= 0, got P[1, 0] = nan."),
         (changed((1, 0, math.inf)), "must be finite and >= 0, got P[1, 0] = inf."),
@@ -263,8 +284,52 @@ def test_a_mixing_that_fits_another_step_only():
 
 
 def test_a_mixing_is_called():
-    with refused("`mixing` must be a callable (graph, step) -> matrix P[destination, source], got"):
-        topology.exchange_rounds(RING, HALVES)
+    wanted = "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
+    for mixing, got in (
+        (HALVES, "array("),
+        (topology.uniform_mixing, "uniform_mixing, which takes (); did you mean uniform_mixing()?"),
+        (topology.self_weighted, "self_weighted, which takes (keep); did you mean self_weighted("),
+        (topology.ring, "ring, which takes (num_nodes, peers_per_step, dedupe)."),
+    ):
+        for use in (topology.exchange_rounds, topology.analyse):
+            with refused(wanted + got):
+                use(RING, mixing)
+
+
+TWO_ROUNDS = topology.directed_linear(3)
+
+
+@pytest.mark.parametrize(
+    ("graph", "period", "message"),
+    [
+        (RING, 2, "of 1 round, since programs hold one rotation; on ring(3) step 1 differs from"),
+        (TWO_ROUNDS, 4, "of 2 rounds, since programs hold one rotation; on directed_linear(3) "),
+        (TWO_ROUNDS, 4, "step 2 differs from step 0: P[0, 0] = 0.7 after 0.5."),
+        (TWO_ROUNDS, 3, "step 2 differs from step 0: P[0, 0] = 0.7 after 0.5."),
+    ],
+)
+def test_a_mixing_that_does_not_repeat_with_the_rotation(graph, period, message):
+    def mixing(graph, step):
+        return topology.self_weighted(0.5 + 0.1 * (step % period))(graph, step)
+
+    for use in (topology.exchange_rounds, topology.analyse):
+        with refused("`mixing` must repeat with the graph's rotation ") as caught:
+            use(graph, mixing)
+        assert message in str(caught.value)
+    topology.mixing_matrix(graph, mixing, 1)
+
+
+def test_a_mixing_of_another_shape_later():
+    with refused("step 1 differs from step 0."):
+        topology.exchange_rounds(RING, lambda graph, step: HALVES if step == 0 else np.eye(2))
+
+
+def test_a_mixing_may_round_otherwise_in_the_next_rotation():
+    def mixing(graph, step):
+        return topology.self_weighted(0.5 + 1e-9 * step)(graph, step)
+
+    assert np.any(mixing(TWO_ROUNDS, 2) != mixing(TWO_ROUNDS, 0))
+    assert len(topology.exchange_rounds(TWO_ROUNDS, mixing)) == 2
 
 
 def test_columns_may_be_of_float32():

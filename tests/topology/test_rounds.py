@@ -111,7 +111,7 @@ def test_a_star_by_hand():
     np.testing.assert_allclose(w, [1 / 3 + 1, 1 / 3 + 1 / 2, 1 / 3 + 1 / 2])
 
 
-def test_a_mixing_is_asked_once_per_round():
+def test_a_mixing_is_asked_for_two_rotations_side_by_side():
     asked = []
 
     def mixing(graph, step):
@@ -119,7 +119,14 @@ def test_a_mixing_is_asked_once_per_round():
         return topology.uniform_mixing()(graph, step)
 
     topology.exchange_rounds(topology.directed_exponential(8), mixing)
-    assert asked == list(range(6))
+    assert asked == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+
+
+def test_a_mixing_may_be_a_table_of_one_rotation():
+    graph = topology.directed_exponential(4)
+    table = [topology.self_weighted(keep) for keep in (0.2, 0.3, 0.4, 0.5)]
+    rounds = topology.exchange_rounds(graph, lambda graph, step: table[step](graph, step))
+    assert [r.kept[0] for r in rounds] == [0.2, 0.3, 0.4, 0.5]
 
 
 def test_a_single_node_has_a_round_without_permutations():
