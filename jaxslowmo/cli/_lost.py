@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 # The coordination service of jax lists the ids below this line.
 _SILENT = "tasks are unhealthy"
+# One that was started again before the others had noticed that it was gone.
+_RESTARTED = re.compile(r"(\d+) unexpectedly tried to connect with a different incarnation")
 _FATAL = "JAX distributed service detected fatal errors"
 _JOINING = "CoordinationService/RegisterTask"
 
@@ -20,6 +22,7 @@ def describe_loss(lines: Sequence[str]) -> str | None:
     for line, below in itertools.pairwise(lines):
         if _SILENT in line and re.fullmatch(r"[\s\d,]+", below):
             found.update(int(number) for number in re.findall(r"\d+", below))
+    found.update(int(number) for line in lines for number in _RESTARTED.findall(line))
     if not found and not any(_FATAL in line for line in lines):
         return None
     if any(_JOINING in line for line in lines):

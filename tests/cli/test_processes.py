@@ -57,6 +57,10 @@ SILENT = f"{FATAL} absl::Status: UNAVAILABLE: The following tasks are unhealthy 
         (["Traceback (most recent call last):", "ValueError: no"], None),
         ([SILENT, "2", "The tasks have crashed."], "process 2 died or cannot be reached"),
         ([SILENT, "3, 1", ""], "processes 1 and 3 died or cannot be reached"),
+        (
+            [f"{FATAL} ABORTED: 1 unexpectedly tried to connect with a different incarnation."],
+            "process 1 died or cannot be reached",
+        ),
         ([SILENT, "0"], "process 0 (the coordinator) died or cannot be reached"),
         (
             [f"{FATAL} DEADLINE_EXCEEDED", "", "RPC: /xla.coordination.CoordinationService/Heartb"],
