@@ -19,6 +19,8 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # It locks the machine for one process, to guard a TPU; several workers may compile at a time.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_LOG_DIR"] = "disabled"
+# Emitters that compile in half of the time; jax 0.12 has no others.
+QUICK_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""
 # Eight device threads of each worker share few cores, so one may arrive late at a collective; the
 # defaults (20 s to complain, 40 s to abort the process) are for machines with a core per device.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -29,8 +31,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         # Most of the time goes into compiling small programs that run a few times. This leaves
         # XLA's own passes, and so the compiled program that tests read, as they are.
         "--xla_backend_optimization_level=0",
-        # Likewise: emitters that take twice as long. jax 0.12 has no others.
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+        QUICK_EMITTERS,
     ]
 ).strip()
 
@@ -70,6 +71,10 @@ def require_devices() -> None:
             "used a device before tests/conftest.py set their number",
             pytrace=False,
         )
+    # The flags are read once, when something is compiled. libtpu reads them, too, and ends the
+    # process where it does not know one.
+    jax.jit(lambda: 0)()
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_EMITTERS, "")
 
 
 @pytest.fixture(scope="session")
