@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, set up before anything asks jax for one."""
 
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+# Tracing allocates much and frees it by counting; looking for cycles took a tenth of the time.
+gc.set_threshold(100_000, 20, 20)
 
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

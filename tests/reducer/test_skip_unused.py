@@ -60,7 +60,8 @@ def test_as_if_the_parameter_were_not_there(name):
     jax.tree.map(np.testing.assert_array_equal, first, start)
     assert not np.any(second["b"])
     for leaf in "as":
-        assert np.array_equal(second[leaf], reference[leaf])
+        # Programs that differ may round differently.
+        np.testing.assert_allclose(second[leaf], reference[leaf], rtol=1e-6)
     kept = 0
     paths = jax.tree_util.tree_flatten_with_path(after.inner)[0]
     old, plain_leaves = jax.tree.leaves(state.inner), jax.tree.leaves(plain_after)
