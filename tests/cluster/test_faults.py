@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from kills import PROCESSES, compare, quick
+from kills import PROCESSES, compare
 from processes import running
+from small_runs import quick, small_text
 
 HEARTBEAT = 10
 TRAIN = (
@@ -37,10 +38,7 @@ def programs(tmp_path_factory):
 @pytest.fixture
 def trained(four_hosts, programs, tmp_path):
     """Four processes on four hosts, past their first checkpoint."""
-    text, out = tmp_path / "text", tmp_path / "out"
-    text.mkdir()
-    for i in range(8):
-        (text / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 60)
+    text, out = small_text(tmp_path / "text"), tmp_path / "out"
     commands = [
         [
             *TRAIN,
@@ -79,20 +77,19 @@ def ends_of_survivors(started, lost: int) -> list[str]:
     return [started.err(i) for i in others]
 
 
-@pytest.mark.parametrize(
-    ("number", "lost"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 0), (signal.SIGSTOP, 2)]
-)
-def test_one_that_is_killed_or_stopped(trained, lost, number):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_coordinator_that_is_killed_or_stopped(trained, number):
+    """Others that are killed: above; that are as silent as one that is stopped: below."""
     started, out = trained
-    os.kill(trainer_of(started.processes[lost]), number)
-    name = f"process {lost}" + (" (the coordinator)" if lost == 0 else "")
-    for said in ends_of_survivors(started, lost):
+    os.kill(trainer_of(started.processes[0]), number)
+    name = "process 0 (the coordinator)"
+    for said in ends_of_survivors(started, 0):
         assert said.count("\n") == 1, said
         assert said.startswith(f"error: {name} died or cannot be reached; the last saved step is ")
         assert any(f"step is {step}, in {out}" in said for step in steps_saved(out))
     if number == signal.SIGKILL:
-        assert started.processes[lost].wait(5) == 128 + 9
-        assert "error: this process was killed by SIGKILL; the last saved" in started.err(lost)
+        assert started.processes[0].wait(5) == 128 + 9
+        assert "error: this process was killed by SIGKILL; the last saved" in started.err(0)
 
 
 def test_one_that_cannot_be_reached(trained, four_hosts):

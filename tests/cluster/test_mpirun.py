@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kills import quick
 from namespaces import missing_mpirun
+from small_runs import quick, small_text
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jobs" / "mpirun.sh"
 PROCESSES = 4
@@ -24,15 +24,6 @@ ENVIRONMENT = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "TERM": "dumb",  # processes of mpirun have a terminal
 }
-
-
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(10):
-        (folder / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 40)
-    return folder
 
 
 def ended_well(command: list[str], seconds: float, **environment: str) -> None:
@@ -63,10 +54,10 @@ def losses(out: Path) -> list[float]:
     return [*by_step.values(), records[-1]["validation_loss"]]
 
 
-def test_losses_are_those_of_one_process(tmp_path, text):
+def test_losses_are_those_of_one_process(tmp_path):
     if lacks := missing_mpirun():
         pytest.fail(f"not run, and not passed: missing here: {', '.join(lacks)}", pytrace=False)
-    options = (*OPTIONS, "--data", str(text))
+    options = (*OPTIONS, "--data", str(small_text(tmp_path / "text")))
     several, one = tmp_path / "several", tmp_path / "one"
     settings = {"PROCESSES": str(PROCESSES), "PYTHON": sys.executable, "OUT": str(several)}
     settings |= quick(tmp_path / "programs")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kills import quick
+from small_runs import quick, small_text
 
 STEPS, SAVED = 6, 3
 TRAIN = (
@@ -17,15 +17,6 @@ TRAIN = (
     *("--steps", str(STEPS), "--checkpoint-every", str(SAVED), "--log-every", "1"),
     *("--eval-every", str(STEPS), "--eval-batches", "1", "--resume"),
 )
-
-
-@pytest.fixture
-def text(tmp_path):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(8):
-        (folder / f"{i}.txt").write_text(f"File {i} says hello to the world.\n" * 60)
-    return folder
 
 
 def trained(out: Path, text: Path, processes: int) -> list[float]:
@@ -48,7 +39,8 @@ def losses(out: Path) -> list[float]:
     return [*by_step.values(), records[-1]["validation_loss"]]
 
 
-def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(tmp_path, text):
+def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(tmp_path):
+    text = small_text(tmp_path / "text")
     one = trained(tmp_path / "one", text, 1)
     out = tmp_path / "several"
     several = trained(out, text, 4)
