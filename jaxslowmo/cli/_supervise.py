@@ -5,6 +5,7 @@ before Python can act. So each of them trains in a child, and its parent, which 
 talks to nobody, says in one line what happened and leaves with a code that launchers can act on.
 """
 
+import ctypes
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ LAUNCHED = "JAXSLOWMO_LAUNCHED"
 # tells some seconds later, when it aborts.
 PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
 _REMEMBERED_LINES = 400
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What the runtime says of connections that it makes or loses; `describe_loss` reads the latter.
 _NOISE = re.compile(
     r"\[Gloo\]|[IWEF]\d{4} [\d:.]+ .*(coordination_service|client\.h|preemption_(notifier|sync))"
@@ -40,8 +42,13 @@ def is_child() -> bool:
 
 
 def end_with_parent() -> None:
-    """Makes this process end, as if killed, when its parent is gone: nobody would report on it."""
+    """Makes this process end, as if killed, when its parent is gone: nobody would report on it.
+
+    On Linux the kernel sees to it, even where this process is stopped and still holds its ports.
+    """
     parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
