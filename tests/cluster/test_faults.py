@@ -15,9 +15,9 @@ from small_runs import quick, small_text
 
 HEARTBEAT = 10
 TRAIN = (
-    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny", "--replicas", "4"),
+    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny"),
     *("--steps", "1000000", "--checkpoint-every", "10", "--log-every", "1"),
-    *("--num-processes", "4", "--heartbeat-timeout", str(HEARTBEAT)),
+    *("--heartbeat-timeout", str(HEARTBEAT)),
 )
 
 
@@ -36,16 +36,18 @@ def programs(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(four_hosts, programs, tmp_path):
-    """Four processes on four hosts, past their first checkpoint."""
+def trained(request, four_hosts, programs, tmp_path):
+    """Processes on as many hosts, four or as many as asked for, past their first checkpoint."""
     text, out = small_text(tmp_path / "text"), tmp_path / "out"
+    count = getattr(request, "param", PROCESSES)
     commands = [
         [
             *TRAIN,
-            *("--data", str(text), "--out", str(out), "--process-id", str(rank)),
+            *("--replicas", str(count), "--num-processes", str(count), "--process-id", str(rank)),
+            *("--data", str(text), "--out", str(out)),
             *("--coordinator", f"{four_hosts[0].address}:9000"),
         ]
-        for rank in range(PROCESSES)
+        for rank in range(count)
     ]
     with running(four_hosts, commands, tmp_path / "printed", quick(programs)) as started:
         deadline = time.monotonic() + 120
@@ -70,7 +72,7 @@ def steps_saved(out):
 def ends_of_survivors(started, lost: int) -> list[str]:
     """What each survivor said, when all have left with 75; their last lines name the process."""
     begin = time.monotonic()
-    others = [i for i in range(PROCESSES) if i != lost]
+    others = [i for i in range(len(started.processes)) if i != lost]
     for i in others:
         # The heartbeat, some seconds to notice, some to leave.
         assert started.processes[i].wait(HEARTBEAT + 15 - (time.monotonic() - begin)) == 75
@@ -92,22 +94,28 @@ def test_a_coordinator_that_is_killed_or_stopped(trained, number):
         assert "error: this process was killed by SIGKILL; the last saved" in started.err(0)
 
 
+# Fewer start sooner.
+two_processes = pytest.mark.parametrize("trained", [2], indirect=True)
+
+
+@two_processes
 def test_one_that_cannot_be_reached(trained, four_hosts):
     started, _ = trained
-    subprocess.run([*four_hosts[3].command, "ip", "link", "set", "eth0", "down"], check=True)
-    for said in ends_of_survivors(started, 3):
-        assert said.startswith("error: process 3 died or cannot be reached; ")
+    subprocess.run([*four_hosts[1].command, "ip", "link", "set", "eth0", "down"], check=True)
+    for said in ends_of_survivors(started, 1):
+        assert said.startswith("error: process 1 died or cannot be reached; ")
     # That one sees no more than that the coordinator does not answer.
-    assert started.processes[3].wait(HEARTBEAT + 15) == 75
-    assert "error: process 0 (the coordinator) died or cannot be reached" in started.err(3)
-    subprocess.run([*four_hosts[3].command, "ip", "link", "set", "eth0", "up"], check=True)
+    assert started.processes[1].wait(HEARTBEAT + 15) == 75
+    assert "error: process 0 (the coordinator) died or cannot be reached" in started.err(1)
+    subprocess.run([*four_hosts[1].command, "ip", "link", "set", "eth0", "up"], check=True)
 
 
+@two_processes
 def test_one_that_is_preempted_stops_all_at_one_step(trained):
     started, out = trained
-    started.processes[2].terminate()
+    started.processes[1].terminate()
     started.wait(60)  # all with code 0
-    assert [started.err(i) for i in range(PROCESSES)] == [""] * PROCESSES
+    assert [started.err(0), started.err(1)] == ["", ""]
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert max(steps_saved(out)) == last
     assert f"Saved at step {last}; --resume goes on from there." in started.out(0)

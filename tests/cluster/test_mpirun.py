@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from namespaces import missing_mpirun
 from small_runs import quick, small_text
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jobs" / "mpirun.sh"
-PROCESSES = 4
-# An average and a slow step among four; the smallest evaluation.
+PROCESSES, STEPS, SAVED = 4, 6, 3
+# Averages, and a slow step; the smallest evaluation.
 OPTIONS = (
-    *("--preset", "tiny", "--batch", "2", "--steps", "4", "--sync-every", "2", "--slow-every", "4"),
-    *("--log-every", "1", "--eval-every", "4", "--eval-batches", "1", "--checkpoint-every", "0"),
+    *("--preset", "tiny", "--replicas", "2", "--devices-per-replica", "2", "--batch", "4"),
+    *("--sync-every", "2", "--slow-every", "4", "--steps", str(STEPS), "--log-every", "1"),
+    *("--eval-every", str(STEPS), "--eval-batches", "1", "--checkpoint-every", str(SAVED)),
 )
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -48,22 +50,33 @@ def ended_well(command: list[str], seconds: float, **environment: str) -> None:
 
 
 def losses(out: Path) -> list[float]:
+    """Of every step, and the last one on the held-out text."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     by_step = {record["step"]: record["loss"] for record in records if "loss" in record}
-    assert list(by_step) == [1, 2, 3, 4]
+    assert list(by_step) == list(range(1, STEPS + 1))
     return [*by_step.values(), records[-1]["validation_loss"]]
 
 
-def test_losses_are_those_of_one_process(tmp_path):
+def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_same(tmp_path):
+    """With two replicas, each of which spans two processes."""
     if lacks := missing_mpirun():
         pytest.fail(f"not run, and not passed: missing here: {', '.join(lacks)}", pytrace=False)
     options = (*OPTIONS, "--data", str(small_text(tmp_path / "text")))
     several, one = tmp_path / "several", tmp_path / "one"
-    settings = {"PROCESSES": str(PROCESSES), "PYTHON": sys.executable, "OUT": str(several)}
-    settings |= quick(tmp_path / "programs")
-    ended_well(["bash", str(SCRIPT), *options], 400, **settings)
+    settings = quick(tmp_path / "programs")
+    mpirun = {"PROCESSES": str(PROCESSES), "PYTHON": sys.executable, "OUT": str(several)}
+    ended_well(["bash", str(SCRIPT), *options], 400, **settings, **mpirun)
     summary = json.loads((several / "summary.json").read_text())
-    assert summary["placement"] == "4 replicas on 4 of 4 CPU devices of 4 processes"
-    alone = ["-m", "jaxslowmo", "train", "--replicas", str(PROCESSES), "--out", str(one)]
-    ended_well([sys.executable, *alone, *options], 200, **quick(tmp_path / "programs"))
-    assert losses(several) == pytest.approx(losses(one), rel=1e-6)
+    assert summary["placement"] == "2 replicas of 2 devices on 4 of 4 CPU devices of 4 processes"
+    jaxslowmo = [sys.executable, "-m", "jaxslowmo"]
+    ended_well([*jaxslowmo, "train", "--out", str(one), *options], 200, **settings)
+    found = losses(several)
+    assert found == pytest.approx(losses(one), rel=1e-6)
+
+    # As if it had been lost after the first checkpoint.
+    shutil.rmtree(several / "checkpoints" / str(STEPS))
+    launch = [*jaxslowmo, "launch", "--processes", str(PROCESSES), "--", "train", "--resume"]
+    ended_well([*launch, "--out", str(several), *options], 400, **settings)
+    assert losses(several) == found
+    lines = map(json.loads, (several / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "resumed" in line] == [SAVED]
