@@ -130,8 +130,10 @@ def main() -> None:
         hosts(task.HOSTS, args.rates.split(",")[0]) as found,
     ):
         measured = measure(found, args, cache)
+    options = f"--rates {args.rates} --rounds {args.rounds}"
+    options += f' --only "{args.only}"' if args.only else ""
     result = {
-        "command": f"benchmarks/cluster/step_time.py --rates {args.rates} --rounds {args.rounds}",
+        "command": f"benchmarks/cluster/step_time.py {options}",
         "machine": measured["facts"]["jax"],
         "torch": measured["facts"]["torch"],
         "hosts": task.HOSTS,
