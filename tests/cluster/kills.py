@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from small_runs import quick, small_text
+from small_runs import LIGHT, quick, small_text
 
 PROCESSES = 4
 # A slow step over gossip, an average of its own: everything a checkpoint can hold.
 TRAIN = (
     "train", "--preset", "tiny", "--replicas", str(PROCESSES), "--algorithm", "slowmo_sgp",
     "--slow-every", "5", "--checkpoint-every", "4", "--log-every", "1", "--eval-every", "1000",
-    "--optimizer", "sgd", "--clip", "0",  # which compile in less time
+    *LIGHT,
 )  # fmt: skip
 STEPS_PER_KILL = 8
 

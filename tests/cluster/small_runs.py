@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+# Options of an optimizer that compiles in less time than the default one.
+LIGHT = ("--optimizer", "sgd", "--clip", "0")
+
 
 def small_text(folder: Path) -> Path:
     """Makes `folder`, with text for the preset "tiny" and up to seven replicas."""

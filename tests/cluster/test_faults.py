@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from kills import PROCESSES, compare
 from processes import running
-from small_runs import quick, small_text
+from small_runs import LIGHT, quick, small_text
 
 HEARTBEAT = 10
 TRAIN = (
-    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny"),
+    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny", *LIGHT),
     *("--steps", "1000000", "--checkpoint-every", "10", "--log-every", "1"),
     *("--heartbeat-timeout", str(HEARTBEAT)),
 )

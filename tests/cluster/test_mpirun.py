@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from namespaces import missing_mpirun
-from small_runs import quick, small_text
+from small_runs import LIGHT, quick, small_text
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jobs" / "mpirun.sh"
 PROCESSES, STEPS, SAVED = 4, 6, 3
 # Averages, and a slow step; the smallest evaluation.
 OPTIONS = (
+    *LIGHT,
     *("--preset", "tiny", "--replicas", "2", "--devices-per-replica", "2", "--batch", "4"),
     *("--sync-every", "2", "--slow-every", "4", "--steps", str(STEPS), "--log-every", "1"),
     *("--eval-every", str(STEPS), "--eval-batches", "1", "--checkpoint-every", str(SAVED)),
