@@ -40,9 +40,11 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     gradients = None
     if config.algorithm.algorithm == "all_reduce":
+        size = round(config.algorithm.bucket_mib * 2**20)
         gradients = js.all_reduce_gradients(
             ("replica", "device") if two_levels else "replica",
-            bucket_bytes=round(config.algorithm.bucket_mib * 2**20),
+            bucket_bytes=size,
+            first_bucket_bytes=min(size, 2**20),
         )
     sync = _sync(config.algorithm, schedule, two_levels)
     if config.checkpoint.check_parameters:

@@ -31,8 +31,8 @@ class AlgorithmConfig(Checked):
         choices=ALGORITHMS,
     )
     bucket_mib: float = option(
-        25, "Size of all_reduce's gradient buckets in MiB; see jaxslowmo tune buckets.",
-        panel="Algorithm", least=0,
+        25, "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
+        "tune buckets.", panel="Algorithm", least=0, below=2**20,
     )  # fmt: skip
     sync_every: int = option(
         12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1

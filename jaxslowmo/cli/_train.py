@@ -107,21 +107,19 @@ def _peers_may_fail(heartbeat_timeout: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(_may_be_of_others(cause) for cause in _causes(error)):
+        if not lost_a_peer(error):
             raise
         os.write(2, f"{PEER_FAILED}: {error}\n".encode())
         time.sleep(heartbeat_timeout + 5)
         os._exit(LOST_A_PROCESS)
 
 
-def _may_be_of_others(error: BaseException) -> bool:
-    # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
-    of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-    return of_runtime and not str(error).startswith(_OWN)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
+def lost_a_peer(error: BaseException | None) -> bool:
+    """Whether a lost process may have caused an error, or one that led to it."""
     while error is not None:
-        yield error
+        # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
+        of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        if of_runtime and not str(error).startswith(_OWN):
+            return True
         error = error.__cause__ or error.__context__
+    return False

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,32 +54,6 @@ class _OpenBuckets:
         self.bucket = _Bucket()
         self._position = min(self._position + 1, len(self._limits) - 1)
         return bucket, limit
-
-
-@overload
-def assign_buckets(
-    leaves: Sequence[Any],
-    limits: Sequence[int] = ...,
-    *,
-    expect_sparse: Sequence[bool] | None = ...,
-    indices: Sequence[int] | None = ...,
-    max_buckets: int | None = ...,
-    alone_bytes: int | None = ...,
-    split_large: Literal[False] = ...,
-) -> tuple[list[list[int]], list[int]]: ...
-
-
-@overload
-def assign_buckets(
-    leaves: Sequence[Any],
-    limits: Sequence[int] = ...,
-    *,
-    expect_sparse: Sequence[bool] | None = ...,
-    indices: Sequence[int] | None = ...,
-    max_buckets: int | None = ...,
-    alone_bytes: int | None = ...,
-    split_large: Literal[True],
-) -> tuple[list[list[BucketPiece]], list[int]]: ...
 
 
 def assign_buckets(

@@ -57,6 +57,28 @@ def test_algorithms_exchange_gradients_or_parameters(algorithm):
         assert {t: sync.phase(t) for t in due} == due
 
 
+@pytest.mark.parametrize(("mib", "buckets"), [(25, 1), (0.01, 2), (0, 5)])
+def test_gradients_travel_in_buckets_of_the_size_that_is_asked_for(mib, buckets, mesh_of):
+    """Last leaf first: four of 4 KiB, then one of 1 MiB; the first bucket obeys as well."""
+    given = {"algorithm": "all_reduce", "replicas": 2, "bucket_mib": mib}
+    gradients = build_algorithm(train_config(given)).gradients
+    assert gradients is not None
+    tree = [np.zeros(2**18, np.float32), *[np.zeros(2**10, np.float32)] * 4]
+    exchange = jax.shard_map(
+        lambda g: gradients.update(jax.lax.pcast(g, "replica", to="varying"), gradients.init(g))[0],
+        mesh=mesh_of({"replica": 2}),
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    assert jax.jit(exchange).lower(tree).as_text().count("stablehlo.all_reduce") == buckets
+
+
+@pytest.mark.parametrize("mib", [-1, float("nan"), float("inf")])
+def test_a_bucket_size_that_is_none_is_refused(mib):
+    with pytest.raises(ValueError, match="--bucket-mib must be "):
+        train_config({"bucket_mib": mib})
+
+
 def test_gossip_is_built_as_configured():
     given = {
         "algorithm": "sgp",

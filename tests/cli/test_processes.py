@@ -1,16 +1,19 @@
 """What `jaxslowmo train` and `launch` know of several processes, without starting any."""
 
+import os
 import re
 
+import jax
 import pytest
 
 from jaxslowmo.cli._cluster import Cluster
 from jaxslowmo.cli._cluster_config import ClusterConfig
 from jaxslowmo.cli._config import TrainConfig
-from jaxslowmo.cli._devices import choose_mesh
+from jaxslowmo.cli._devices import ask_for_devices, choose_mesh
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli._launchers import is_one_of_several, known_processes
 from jaxslowmo.cli._lost import describe_loss
+from jaxslowmo.cli._train import lost_a_peer
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
 OMPI = {"OMPI_COMM_WORLD_SIZE": "2"}
@@ -132,3 +135,46 @@ def test_devices_that_cannot_be_divided_among_processes(replicas, devices, words
     config = TrainConfig(replicas=replicas, devices_per_replica=devices, batch=12)
     with pytest.raises(CommandError, match=re.escape(words)):
         choose_mesh(config, Cluster(0, 4))
+
+
+APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "found"),
+    [
+        (1, "", []),
+        (4, "", [APART]),
+        (None, "--a=b", [APART]),  # a launcher knows
+        (4, "--xla_disable_hlo_passes=fusion", ["--xla_disable_hlo_passes=fusion"]),
+    ],
+)
+def test_all_reduces_stay_apart_between_processes(monkeypatch, processes, before, found):
+    monkeypatch.setenv("XLA_FLAGS", before)
+    ask_for_devices(TrainConfig(), processes)
+    flags = os.environ["XLA_FLAGS"].split()
+    assert [flag for flag in flags if "disable_hlo_passes" in flag] == found
+    assert before in flags or not before
+
+
+def chained(outer: Exception, cause: Exception) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+GONE = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: task is set to ERROR")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (GONE, True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (chained(RuntimeError("the checkpoint could not be written"), GONE), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (chained(RuntimeError("the checkpoint could not be written"), OSError("full")), False),
+        (ValueError("--replicas must be >= 1"), False),
+    ],
+)
+def test_errors_that_a_lost_process_can_have_caused(error, lost):
+    assert lost_a_peer(error) is lost
