@@ -27,7 +27,7 @@ test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for
 	else echo "test: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
 
 test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
