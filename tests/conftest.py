@@ -81,6 +81,12 @@ def require_devices() -> None:
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_EMITTERS, "")
 
 
+@pytest.fixture
+def quick_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test starts compiles as quickly as the test itself; it must not load libtpu."""
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {QUICK_EMITTERS}".strip())
+
+
 @pytest.fixture(scope="session")
 def mesh_of() -> Callable[..., jax.sharding.Mesh]:
     """`mesh_of({"replica": 4, "device": 2})`: a mesh with Auto or, on request, Explicit axes."""

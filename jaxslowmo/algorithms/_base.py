@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import axis_names, axis_size, require_axes, uniform, vary_over, varying_axes
@@ -181,15 +182,24 @@ def run_one_of(
 def _alike(
     branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
 ) -> list[Callable[[PyTree], PyTree]]:
-    """Branches that agree in what their results vary over: a mean varies over less than others."""
-    types = [jax.eval_shape(branch, operand) for branch in branches]
+    """Branches that agree in what their results vary over: a mean varies over less than others.
+
+    Each is run once, and what `lax.cond` then runs is its jaxpr. Run twice per cond, branches would
+    run four times in a cond inside a cond: a fifth of the time to trace.
+    """
+    traced = [jax.make_jaxpr(branch, return_shape=True)(operand) for branch in branches]
     # Joined once: graphs can have hundreds of rounds, a branch each.
-    axes = jax.tree.map(lambda *leaves: frozenset().union(*map(varying_axes, leaves)), *types)
+    leaves = [jax.tree.leaves(shapes) for _, shapes in traced]
+    axes = [frozenset().union(*map(varying_axes, alike)) for alike in zip(*leaves, strict=True)]
 
-    def alike(branch: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return lambda x: jax.tree.map(vary_over, branch(x), axes)
+    def alike(jaxpr: ClosedJaxpr, shapes: PyTree) -> Callable[[PyTree], PyTree]:
+        def branch(x: PyTree) -> PyTree:
+            results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(x))
+            return jax.tree.unflatten(jax.tree.structure(shapes), map(vary_over, results, axes))
 
-    return [alike(branch) for branch in branches]
+        return branch
+
+    return [alike(*each) for each in traced]
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:

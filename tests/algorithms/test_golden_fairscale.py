@@ -9,6 +9,9 @@ import jaxslowmo as js
 from executions import EXECUTIONS, run
 from golden_fairscale import FLOAT16, FLOAT32, LOCAL, NAMES, GoldenRun
 
+# The others schedule on the host; `test_executions.py` has all of both.
+TRACED = ("vmap", "shard_map")
+
 
 def test_all_families_are_here():
     assert len(NAMES) == 69
@@ -28,7 +31,7 @@ def test_all_families_are_here():
 
 
 @pytest.mark.parametrize("name", LOCAL)
-@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
+@pytest.mark.parametrize("execution", TRACED)
 def test_trajectory_traced(name, execution):
     golden = GoldenRun.load(name)
     tx = golden.chain(golden.sync())
@@ -39,7 +42,7 @@ def test_trajectory_traced(name, execution):
 
 
 @pytest.mark.parametrize("name", [n for n in LOCAL if "_w2_" in n or "hier" in n])
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [e for e in EXECUTIONS if e not in TRACED])
 def test_trajectory_host_scheduled(name, execution):
     golden = GoldenRun.load(name)
     sync = golden.sync()

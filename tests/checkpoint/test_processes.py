@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from checkpoint.runs import MODEL_STATE, PARAMS, bits_by_replica, make_step
 from jaxslowmo.checkpoint import Checkpoints, load_consensus
@@ -23,8 +24,7 @@ def two_processes(folder: Path) -> list[dict[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("process.py")
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["PYTHONPATH"] = str(script.parents[1])
+    env = os.environ | {"PYTHONPATH": str(script.parents[1])}
     outputs = [folder / f"out{rank}" for rank in range(2)]
     errors = [folder / f"err{rank}" for rank in range(2)]
     with contextlib.ExitStack() as files:
@@ -55,6 +55,7 @@ def two_processes(folder: Path) -> list[dict[str, str]]:
     return [{first: rest for first, _, rest in own} for own in lines]
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_saved_by_two_processes(mesh_of, tmp_path):
     written: dict[int, int] = {}
     for rank, said in enumerate(two_processes(tmp_path)):

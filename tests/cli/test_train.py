@@ -139,6 +139,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     assert read_lines(out / "metrics.jsonl")[-1]["loss"] is None
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     out = tmp_path / "out"
     program = (

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "colab" / "slowmo_on_tpu.ipynb"
@@ -26,6 +27,7 @@ def test_it_is_committed_without_outputs():
     assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_it_learns_counts_bytes_and_resumes(monkeypatch):
     monkeypatch.setenv("SLOWMO_PRESET", "tiny")
     monkeypatch.setenv("SLOWMO_STEPS", str(STEPS))

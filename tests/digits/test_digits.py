@@ -48,6 +48,7 @@ def test_the_consensus_reads_digits(digits, algorithm, model_state, on):
     assert accuracy > 0.95
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_the_script_trains_slowmo_and_prints_its_accuracy():
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--algorithm", "slowmo"],

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -60,7 +59,6 @@ def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("process.py")
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     outputs = [folder / f"out{rank}" for rank in range(2)]
     errors = [folder / f"err{rank}" for rank in range(2)]
     with contextlib.ExitStack() as files:
@@ -70,7 +68,6 @@ def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
                 stdin=subprocess.PIPE,
                 stdout=files.enter_context(outputs[rank].open("w")),
                 stderr=files.enter_context(errors[rank].open("w")),
-                env=env,
             )
             for rank in range(2)
         ]
@@ -90,6 +87,7 @@ def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
     return [out.read_text() for out in outputs]
 
 
+@pytest.mark.usefixtures("quick_processes")
 @pytest.mark.parametrize("entry", ["init", "train"])
 def test_trees_that_differ_are_listed_on_both(entry, tmp_path):
     stack = "2," if entry == "init" else ""
@@ -103,6 +101,7 @@ def test_trees_that_differ_are_listed_on_both(entry, tmp_path):
             assert line in out
 
 
+@pytest.mark.usefixtures("quick_processes")
 def test_equal_trees_train_as_in_one_process(tmp_path):
     step = js.make_train_step(
         lambda p, batch: ((batch @ p["w"]) ** 2).mean() + p["b"].sum(),

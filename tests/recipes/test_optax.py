@@ -189,7 +189,7 @@ def test_a_condition_on_data_around_an_exchange_hangs():
 import os
 os.environ["XLA_FLAGS"] = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=4"
+    "--xla_cpu_collective_call_terminate_timeout_seconds=2"
 )
 from recipes.doc_blocks import LOOP, SETTING, fresh
 found = fresh("recipes", SETTING, LOOP)
