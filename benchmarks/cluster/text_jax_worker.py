@@ -79,7 +79,7 @@ def prepare(name: str):
     )
 
     def placed(t: int) -> jax.Array:
-        own = DATA["batches"][t].reshape(world, task.BATCH, -1)[rank]
+        own = task.own_batch(DATA["batches"], t, rank, world)
         return jax.make_array_from_process_local_data(SPLIT, own, (world * len(own), own.shape[1]))
 
     # Every program is compiled before the clock starts: a whole period on a state of its own.

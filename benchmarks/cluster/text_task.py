@@ -3,7 +3,7 @@
 import numpy as np
 
 PRESET = "demo"  # of `jaxslowmo.models`
-HOSTS, BATCH, MAX_STEPS, EVERY = 4, 2, 720, 24
+HOSTS, MAX_STEPS, EVERY = 4, 1440, 24
 PERIOD = 48  # a multiple of every period below
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, CLIP = 1e-3, 16, 0.1, 1.0
 BETAS = (0.9, 0.95)
@@ -23,8 +23,16 @@ def learning_rate(t: int) -> float:
     return LEARNING_RATE * min(1.0, t / WARMUP)
 
 
-def save(path: str, seed: int) -> dict[str, float]:
-    """Write batches, validation windows and initial parameters; the driver calls it."""
+def own_batch(batches: np.ndarray, t: int, rank: int, world: int) -> np.ndarray:
+    """(batch, window), what a host reads in its step t."""
+    return batches[t].reshape(world, -1, batches.shape[-1])[rank]
+
+
+def save(path: str, seed: int, batch: int) -> dict[str, float]:
+    """Write batches of `batch` windows per host, validation windows and initial parameters.
+
+    The driver calls it.
+    """
     import jax
 
     from jaxslowmo.data import TextBatches, read_corpus, split_corpus, validation_batches
@@ -35,7 +43,7 @@ def save(path: str, seed: int) -> dict[str, float]:
     window = config.context_length + 1
     corpus = read_corpus()
     split = split_corpus(corpus, HOSTS)
-    batches = TextBatches(split.shares, batch_size=BATCH, window=window, seed=seed)
+    batches = TextBatches(split.shares, batch_size=batch, window=window, seed=seed)
     parameters = init_gpt(config, seed)
     named = zip(leaf_names(parameters), jax.tree.leaves(parameters), strict=True)
     np.savez(

@@ -82,7 +82,7 @@ def prepare(name: str):
         for group in optimizer.param_groups:
             group["lr"] = task.learning_rate(t)
         optimizer.zero_grad()
-        loss = loss_of(model, DATA["batches"][t].reshape(world, task.BATCH, -1)[rank])
+        loss = loss_of(model, task.own_batch(DATA["batches"], t, rank, world))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), task.CLIP)
         optimizer.step()

@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the links")
     parser.add_argument("--target", type=float, default=2.4, help="validation loss, nats per byte")
+    parser.add_argument("--batch", type=int, default=2, help="windows per host and step")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="variants, with semicolons")
     parser.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
@@ -65,7 +66,7 @@ def measure(found: list[Host], args: argparse.Namespace, folder: str) -> dict:
     runs, facts = [], {}
     for seed in range(args.seeds):
         data = f"{folder}/{seed}.npz"
-        about = task.save(data, seed)
+        about = task.save(data, seed, args.batch)
         heads = str(gpt_preset(task.PRESET).num_heads)
         jax_env = {"XLA_FLAGS": f"{ONE_THREAD} {APART}"}
         for library, names, start in (
@@ -95,8 +96,8 @@ def markdown(result: dict) -> str:
         f"shaped in both directions; {machine['processor']}, {machine['cores']} cores for all "
         f"hosts; jax {machine['jax']}, torch {result['torch']['torch']}, gloo in both, one "
         f"arithmetic thread per process. A GPT of {result['model_bytes'] / 1e6:.2f} MB (float32), "
-        f"batch {task.BATCH} per host, {result['corpus_mb']} MB of Python source; AdamW, learning "
-        f"rate {task.LEARNING_RATE} after {task.WARMUP} steps of warm-up. Evaluated every "
+        f"batch {result['batch']} per host, {result['corpus_mb']} MB of Python source; AdamW, "
+        f"learning rate {task.LEARNING_RATE} after {task.WARMUP} steps of warm-up. Evaluated every "
         f"{task.EVERY} steps, outside of the measured time, at most {task.MAX_STEPS} steps. "
         f"Target: {result['target']} nats per byte. Load averages (1 minute) before and after: "
         f"{' and '.join(map(str, result['load_averages']))}.",
@@ -123,11 +124,12 @@ def main() -> None:
     begin, load = time.time(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, hosts(task.HOSTS, args.rate) as found:
         measured = measure(found, args, folder)
-    options = f"--rate {args.rate} --target {args.target} --seeds {args.seeds}"
+    options = f"--rate {args.rate} --target {args.target} --batch {args.batch} --seeds {args.seeds}"
     options += f' --only "{args.only}"' if args.only else ""
     result = {
         "command": f"benchmarks/cluster/time_to_target.py {options}",
         "target": args.target,
+        "batch": args.batch,
         "load_averages": [round(load, 1), round(os.getloadavg()[0], 1)],
         "minutes": round((time.time() - begin) / 60, 1),
         **measured,

@@ -141,14 +141,21 @@ class TrainStep:
         """The step's programs, traced: by phase name when host-scheduled, else one under None.
 
         On a `VirtualMesh` they are traced for as many devices as it has replicas: what would be
-        sent. Arguments may be `ShapeDtypeStruct`s; nothing runs.
+        sent. Arguments may be `ShapeDtypeStruct`s; nothing runs. On a `Mesh` the step's own
+        programs are traced, which its first updates then need not do again.
         """
         automatic = model_axes(state.params, self.mesh, self.axis_name)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
         batch = self._placed(batch, automatic)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
-            return self._build(phase, automatic, mesh).trace(state, batch, None)
+            # Those that will run also depend on the placement of the state where the compiler
+            # chooses it, and shapes alone need not tell.
+            if automatic or mesh is not self.mesh:
+                program = self._build(phase, automatic, mesh)
+            else:
+                program = self._program(phase, automatic, state, batch, None)
+            return program.trace(state, batch, None)
 
         sync = self._parts.sync
         if self.mode == "traced":
@@ -181,20 +188,19 @@ class TrainStep:
         batch = self._placed(batch, automatic)
         weight = self._placed_weight(weight)
         phase = self.next_phase(state) if self.mode == "host" else None
-        program = self._program(phase, automatic, self.mesh, state, batch, weight)
+        program = self._program(phase, automatic, state, batch, weight)
         return program, (state, batch, weight)
 
     def _program(
         self,
         phase: Phase | None,
         automatic: frozenset[str],
-        mesh: AnyMesh,
         state: TrainState,
         batch: PyTree,
         weight: jax.Array | None,
     ) -> Any:
         """The compiled step of a phase, made at its first use."""
-        key = (phase, automatic)
+        key, mesh = (phase, automatic), self.mesh
         if key not in self._programs:
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
