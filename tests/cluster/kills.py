@@ -28,7 +28,7 @@ TRAIN = (
     "--slow-every", "5", "--checkpoint-every", "4", "--log-every", "1", "--eval-every", "1000",
     *LIGHT,
 )  # fmt: skip
-STEPS_PER_KILL = 8
+STEPS_PER_KILL = 6
 
 
 @dataclass(frozen=True)

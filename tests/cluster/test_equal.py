@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import run
+from small_runs import QUICK_COMPILER
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 REPLICAS, STEPS = 4, 12
 NAMES = ("all_reduce", "local_sgd", "sgp", "slowmo over sgp", "slowmo", "diloco")
 # processes and devices of each
 SPREADS = {"4 x 1": (4, 1), "2 x 2": (2, 2), "1 x 4": (1, 4), "vmap": (1, 0)}
-# Most of the time goes into compiling small programs that run a few times.
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def trained(four_hosts, tmp_path_factory):
             [sys.executable, str(PROGRAM), *map(str, (rank, processes, devices, file))]
             for rank, file in enumerate(files)
         ]
-        printed = run(four_hosts, commands, folder, seconds=200, env=QUICK)
+        printed = run(four_hosts, commands, folder, seconds=200, env=QUICK_COMPILER)
         local = max(devices, 1)
         last = [text.splitlines()[-1] for text in printed]  # gloo prints before it
         assert last == [f"devices {local} of {local * processes}"] * processes
