@@ -185,17 +185,17 @@ def _alike(
     """Branches that agree in what their results vary over: a mean varies over less than others.
 
     Each is run once, and what `lax.cond` then runs is its jaxpr. Run twice per cond, branches would
-    run four times in a cond inside a cond: a fifth of the time to trace.
+    run four times in a cond inside a cond.
     """
     traced = [jax.make_jaxpr(branch, return_shape=True)(operand) for branch in branches]
     # Joined once: graphs can have hundreds of rounds, a branch each.
-    leaves = [jax.tree.leaves(shapes) for _, shapes in traced]
-    axes = [frozenset().union(*map(varying_axes, alike)) for alike in zip(*leaves, strict=True)]
+    results = zip(*(jax.tree.leaves(shapes) for _, shapes in traced), strict=True)
+    axes = [frozenset().union(*map(varying_axes, leaves)) for leaves in results]
 
     def alike(jaxpr: ClosedJaxpr, shapes: PyTree) -> Callable[[PyTree], PyTree]:
         def branch(x: PyTree) -> PyTree:
-            results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(x))
-            return jax.tree.unflatten(jax.tree.structure(shapes), map(vary_over, results, axes))
+            leaves = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(x))
+            return jax.tree.unflatten(jax.tree.structure(shapes), map(vary_over, leaves, axes))
 
         return branch
 

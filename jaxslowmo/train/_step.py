@@ -200,7 +200,8 @@ class TrainStep:
         weight: jax.Array | None,
     ) -> Any:
         """The compiled step of a phase, made at its first use."""
-        key, mesh = (phase, automatic), self.mesh
+        mesh = self.mesh
+        key = (phase, automatic)
         if key not in self._programs:
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.

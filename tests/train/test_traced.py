@@ -42,19 +42,3 @@ def test_steps_run_what_was_traced(mode, programs, shapes_alone):
     for _ in range(4):
         state, _ = step(state, BATCH)
     assert traces == programs
-
-
-def test_sharded_parameters_stay_where_they_are():
-    """Their programs are pinned to the placement of the state that runs, whatever was traced."""
-    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
-    specs = {"w": jax.P("fsdp")}
-    sync = js.local_sgd("replica", sync_every=2, param_specs=specs)
-    step = js.make_train_step(
-        lambda p, b: jnp.mean((b @ p["w"]) ** 2), optax.sgd(0.1), sync=sync, mesh=mesh
-    )
-    params = {"w": jax.device_put(PARAMS["w"], jax.NamedSharding(mesh, specs["w"]))}
-    state = step.init(params)
-    step.traced_by_phase(jax.eval_shape(lambda s: s, state), BATCH)
-    before = state.params["w"].sharding
-    state, _ = step(state, BATCH)
-    assert state.params["w"].sharding.is_equivalent_to(before, 3)
