@@ -26,6 +26,7 @@ test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for
 	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
 	else echo "test: the torch suite was NOT run: $(NO_TORCH_WHEELS)"; fi
 
+# Not reordered: tests/conftest.py puts last what loads libtpu.
 test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
