@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +66,11 @@ class OutOfSyncError(ValueError):
 
     Attributes:
       divergences: a `Divergence` for every leaf and replica beyond the tolerance.
+      tolerance: that was accepted.
     """
 
     def __init__(self, divergences: tuple[Divergence, ...], tolerance: float) -> None:
-        self.divergences = divergences
+        self.divergences, self.tolerance = divergences, tolerance
         by_leaf: dict[str, list[str]] = {}
         for divergence in divergences:
             by_leaf.setdefault(divergence.leaf, []).append(str(divergence))
@@ -79,6 +80,10 @@ class OutOfSyncError(ValueError):
             f"check_in_sync: {len(by_leaf)} leaves differ from replica 0{within} (largest absolute "
             f"difference): {listed}."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are made again from `args`, which is the message alone.
+        return type(self), (self.divergences, self.tolerance), self.__dict__
 
 
 def check_in_sync(

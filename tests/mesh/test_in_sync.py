@@ -1,5 +1,8 @@
 """Replicas that hold other values are found, wherever they differ and whatever the dtype."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +94,22 @@ def test_zeros_of_either_sign_differ_in_their_bits_only():
     with pytest.raises(js.OutOfSyncError, match="z: replica 1 by 0 in 1 of 1 elements"):
         js.check_in_sync(zeros, mesh=mesh)
     assert len(js.check_in_sync(zeros, mesh=mesh, tolerance=1e-30).divergences) == 1
+
+
+@pytest.mark.parametrize(
+    "again", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy]
+)
+def test_the_error_travels_between_processes(again):
+    """As what a worker of a pool raised does."""
+    tree = {"w": jnp.ones((2, 3)).at[1, 2].set(2.0)}
+    with pytest.raises(js.OutOfSyncError, match="by more than 0.5") as caught:
+        js.check_in_sync(tree, mesh=js.virtual_mesh({"replica": 2}), tolerance=0.5)
+    caught.value.add_note("in epoch 3")
+    found = again(caught.value)
+    assert type(found) is js.OutOfSyncError
+    assert str(found) == str(caught.value)
+    assert found.divergences == caught.value.divergences != ()
+    assert found.__notes__ == ["in epoch 3"]
 
 
 def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
