@@ -1,6 +1,5 @@
 """Checkpoints of a run in a folder."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from .._typing import PyTree
+from .._warn import warn_user
 from ..train import TrainState, TrainStep
 from ._agree import first_failure, of_first_process
 from ._arrays import first_line
@@ -230,9 +230,7 @@ class Checkpoints:
                     hint = f" `fallback=True` takes that of step {older[-1]}." if older else ""
                     raise UnreadableError(f"{error}{hint}") from error
                 self._unreadable.add(candidate)
-                warnings.warn(
-                    f"{error} Using the checkpoint of step {chosen[i + 1]} instead.", stacklevel=2
-                )
+                warn_user(f"{error} Using the checkpoint of step {chosen[i + 1]} instead.")
         raise AssertionError("there is a candidate, and the last one returns or raises")
 
     def _read(self, step: int, template: Template) -> Found:

@@ -89,7 +89,7 @@ def test_the_previous_one_is_used_if_asked(saved):
         damage(folder / "2" / "state" / "manifest.ocdbt", "half")
         with pytest.warns(UserWarning, match="damaged") as warned:
             found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-        assert len(warned) == 2
+        assert [w.filename for w in warned] == [__file__] * 2
         assert (found.step, bits(found.state)) == (1, states[1])
         # The next save sets aside what could not be read; a later resume does not meet it again.
         state = found.state

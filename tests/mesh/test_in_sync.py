@@ -102,7 +102,7 @@ def test_zeros_of_either_sign_differ_in_their_bits_only():
 def test_the_error_travels_between_processes(again):
     """As what a worker of a pool raised does."""
     tree = {"w": jnp.ones((2, 3)).at[1, 2].set(2.0)}
-    with pytest.raises(js.OutOfSyncError, match="by more than 0.5") as caught:
+    with pytest.raises(js.OutOfSyncError, match=r"by more than 0\.5") as caught:
         js.check_in_sync(tree, mesh=js.virtual_mesh({"replica": 2}), tolerance=0.5)
     caught.value.add_note("in epoch 3")
     found = again(caught.value)
