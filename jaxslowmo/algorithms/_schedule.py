@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Every:
@@ -31,10 +33,16 @@ class Every:
             raise ValueError(f'`before` must be "none" or "all", got {self.before!r}.')
 
     def __call__(self, t: Any) -> Any:
-        """Whether update `t` is due: a bool for an int, an array for an array."""
-        running = (t > self.start) & ((t - self.start - self.offset) % self.k == 0)
+        """Whether update `t` is due: a bool for an int, an array for an array of integers."""
+        start, shifted = self.start, self.start + self.offset
+        if isinstance(t, int):
+            is_met = (t - shifted) % self.k == 0
+        else:
+            start = min(start, int(np.iinfo(t.dtype).max))  # decides the same of all that t can be
+            is_met = _is_congruent(t, shifted, self.k)
+        running = (t > start) & is_met
         if self.before == "all":
-            running = running | (t <= self.start)
+            running = running | (t <= start)
         return running
 
     def times(self, t: int) -> int:
@@ -107,6 +115,20 @@ def instants(schedules: Iterable[Every]) -> list[int]:
         due = range(first, first + s.k * min(cycle // s.k + 1, _SCAN), s.k)
         found.update(t for d in due for t in (d, d + 1) if t >= 1)
     return sorted(found)
+
+
+def _is_congruent(t: Any, shift: int, k: int) -> Any:
+    """`(t - shift) % k == 0` for an array of integers and ints that it may be too narrow for."""
+    least, most = np.iinfo(t.dtype).min, np.iinfo(t.dtype).max
+    first = shift % k
+    if k <= most:
+        return t % k == first
+    # All of its values lie within one period on either side of 0.
+    found = t != t  # nowhere
+    for candidate in (first - k, first):
+        if least <= candidate <= most:
+            found = found | (t == candidate)
+    return found
 
 
 def _check_int(name: str, value: object, least: int) -> None:

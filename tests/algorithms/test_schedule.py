@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
@@ -54,6 +54,62 @@ def test_traced_count_and_host_count_agree():
         traced = jax.jit(jax.vmap(schedule))(jnp.arange(1, 40))
         assert traced.dtype == bool
         assert np.array_equal(traced, [schedule(t) for t in range(1, 40)])
+
+
+INT32 = np.iinfo(np.int32)
+HUGE = 2**40
+# At the edges of what a counter holds, and of what a period may be.
+int32s = st.integers(INT32.min, INT32.max) | st.sampled_from([0, 1, INT32.min, INT32.max])
+near_edges = st.integers(2**31 - 3, 2**31 + 3) | st.integers(2**32 - 3, 2**32 + 3)
+
+
+@given(
+    int32s,
+    st.builds(
+        js.every,
+        st.integers(1, 9) | near_edges | st.integers(1, HUGE),
+        start=st.integers(0, 9) | near_edges | st.integers(0, HUGE),
+        offset=st.integers(-9, 9) | near_edges | st.integers(-HUGE, HUGE),
+        before=st.sampled_from(["none", "all"]),
+    ),
+    st.data(),
+)
+@settings(max_examples=200)
+def test_arrays_agree_with_ints_whatever_their_size(t, schedule, data):
+    """Instants that no array reaches included: the counter stays at the largest int32."""
+    first = schedule.start + schedule.offset
+    due = first + schedule.k * data.draw(st.integers(-2, 2))  # else hardly anything would be
+    instants = [t, *(d for d in range(due - 1, due + 2) if INT32.min <= d <= INT32.max)]
+    for instant in instants:
+        expected = schedule(instant)
+        assert type(expected) is bool
+        for counter in (np.int32(instant), np.full((2,), instant, np.int32)):
+            found = schedule(counter)
+            assert found.dtype == bool
+            assert found.shape == np.shape(counter)
+            assert np.all(found == expected), (schedule, instant)
+    found = schedule(jnp.asarray(instants, jnp.int32))
+    assert found.dtype == bool
+    assert np.array_equal(found, [schedule(i) for i in instants])
+
+
+@pytest.mark.parametrize("k", [2**31, 2**31 + 1, 2**32, 2**40])
+def test_a_period_beyond_the_counter_is_never_due(k, strict_promotion):
+    """As who wants no exchange at all may write it."""
+    tx = js.local_sgd("replica", sync_every=k)
+    params = jnp.arange(2.0)
+
+    def update(params, count):
+        state = tx.init(params)._replace(count=count)
+        return tx.update(jnp.zeros_like(params), state, params)
+
+    updates, state = jax.vmap(update, axis_name="replica", in_axes=(0, None))(
+        params, jnp.int32(INT32.max)
+    )
+    assert np.array_equal(updates, np.zeros(2))
+    assert np.array_equal(state.count, [INT32.max] * 2)
+    assert js.every(k)(k)
+    assert not js.every(k)(k + 1)
 
 
 def test_examples():
