@@ -14,7 +14,7 @@ from ..mesh import axis_names, axis_size, settle, vary_over, varying_axes
 from ..tree import at_least_float32
 from ._coalesce import NOWHERE, compact, distinct_rows, nonzero_rows
 from ._cost import Path, rows_are_fewer_bytes
-from ._row_gradient import RowGradient, add_entries, inside
+from ._row_gradient import RowGradient, add_entries, inside, num_outside
 
 Table = RowGradient | jax.Array
 """A table's gradient; an array is searched for rows that are not zero."""
@@ -190,7 +190,4 @@ def _compact(gradient: Table, send: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def _invalid(gradient: Table) -> jax.Array:
-    if not isinstance(gradient, RowGradient):
-        return jnp.zeros([], jnp.int32)
-    outside = (gradient.rows < 0) | (gradient.rows > gradient.num_rows)
-    return jnp.sum(outside, dtype=jnp.int32)
+    return num_outside(gradient) if isinstance(gradient, RowGradient) else jnp.zeros([], jnp.int32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._typing import PyTree
 from ._coalesce import compact
-from ._row_gradient import RowGradient, check_capacity, inside
+from ._row_gradient import RowGradient, check_capacity, inside, row_numbers
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +42,10 @@ class TouchedRows:
 
     def positions(self, indices: Any) -> jax.Array:
         """Where in `values` each row of `indices` lies; k for one that is not there."""
-        rows = _row_numbers(indices, self.num_rows)
-        size = self.rows.shape[0]
-        place = jnp.searchsorted(self.rows, rows).astype(jnp.int32)
-        held = self.rows.at[place].get(mode="fill", fill_value=self.num_rows) == rows
+        rows, own = _looked_up(indices, self.num_rows), row_numbers(self.rows)
+        size = own.shape[0]
+        place = jnp.searchsorted(own, rows).astype(jnp.int32)
+        held = own.at[place].get(mode="fill", fill_value=self.num_rows) == rows
         return jnp.where(held & (rows < self.num_rows), place, jnp.int32(size))
 
     def __getitem__(self, indices: Any) -> jax.Array:
@@ -79,13 +79,13 @@ class GatheredRows(NamedTuple):
     overflow: jax.Array
 
 
-def _row_numbers(indices: Any, num_rows: int) -> jax.Array:
+def _looked_up(indices: Any, num_rows: int) -> jax.Array:
+    """The rows that `indices` mean, int32: from the end below 0, padding outside of the table."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(f"`indices` into a table must be integers, got {indices.dtype}.")
-    if not jnp.issubdtype(indices.dtype, jnp.signedinteger):
-        return inside(indices, num_rows)
-    return inside(jnp.where(indices < 0, indices + num_rows, indices), num_rows)
+    rows = row_numbers(indices)
+    return inside(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
 
 
 def gather_rows(
@@ -98,7 +98,7 @@ def gather_rows(
 
     Args:
       table: (num_rows, *s).
-      indices: integers of any shape; negative ones count from the end.
+      indices: integers of any type and shape; negative ones count from the end.
       capacity: rows that are gathered at most; None is as many as there can be.
 
     Returns:
@@ -123,7 +123,7 @@ def gather_rows(
     if table.ndim < 1 or table.shape[0] < 1:
         raise ValueError(f"gather_rows: `table` needs a shape (num_rows, ...), got {table.shape}.")
     num_rows = table.shape[0]
-    flat = _row_numbers(indices, num_rows).reshape(-1)
+    flat = _looked_up(indices, num_rows).reshape(-1)
     size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity
     rows, _, distinct = compact(flat, jnp.zeros((flat.shape[0], 0)), num_rows, size)
     values = table.at[rows].get(mode="fill", fill_value=0)

@@ -22,7 +22,7 @@ class RowGradient:
     too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
 
     Attributes:
-      rows: (k,) int32, row numbers.
+      rows: (k,) row numbers, of any integer type; int32 where we make them.
       values: (k, *s), what the loss's gradient is in each.
       num_rows: rows of the table; static.
     """
@@ -43,6 +43,7 @@ class RowGradient:
 
     def to_dense(self) -> jax.Array:
         """The gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
+        check_row_gradient("RowGradient.to_dense", "the gradient", self)
         wide = add_entries(table_zeros(self), inside(self.rows, self.num_rows), self.values)
         return wide.astype(self.values.dtype)
 
@@ -56,7 +57,7 @@ class RowGradient:
                 f"{self.dtype}{list(self.shape)} and {other.dtype}{list(other.shape)}."
             )
         return RowGradient(
-            jnp.concatenate([self.rows, other.rows]),
+            jnp.concatenate([row_numbers(self.rows), row_numbers(other.rows)]),
             jnp.concatenate([self.values, other.values]),
             self.num_rows,
         )
@@ -99,13 +100,37 @@ def check_capacity(owner: str, capacity: Any, argument: str = "capacity") -> Non
         )
 
 
+def row_numbers(rows: Any) -> jax.Array:
+    """Row numbers of any integer type as int32, before anything is done with them.
+
+    The size of a table need not fit their own type: as uint8, 256 would be 0. A number that int32
+    does not hold becomes the lowest one, which lies outside of every table from either end.
+    """
+    rows, ours = jnp.asarray(rows), jnp.iinfo(jnp.int32)
+    theirs = jnp.iinfo(rows.dtype)
+    narrow = rows.astype(jnp.int32)
+    if ours.min <= theirs.min and theirs.max <= ours.max:
+        return narrow
+    fits = rows <= ours.max
+    if theirs.min < ours.min:
+        fits &= rows >= ours.min
+    return jnp.where(fits, narrow, jnp.full_like(narrow, ours.min))
+
+
 def inside(rows: jax.Array, num_rows: int) -> jax.Array:
     """`rows` as int32 in which all rows outside of the table are padding.
 
     Negative numbers count from the end in jax, so without this they would change other rows.
     """
+    rows = row_numbers(rows)
     within = (rows >= 0) & (rows < num_rows)
-    return jnp.where(within, rows, jnp.full_like(rows, num_rows)).astype(jnp.int32)
+    return jnp.where(within, rows, jnp.full_like(rows, num_rows))
+
+
+def num_outside(gradient: RowGradient) -> jax.Array:
+    """() int32, how many entries lie outside of the table; padding does not count."""
+    rows = row_numbers(gradient.rows)
+    return jnp.sum((rows < 0) | (rows > gradient.num_rows), dtype=jnp.int32)
 
 
 def table_zeros(gradient: RowGradient) -> jax.Array:

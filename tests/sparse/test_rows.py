@@ -159,6 +159,10 @@ def test_overflow_of_gathered_rows_is_counted():
             "rows of `gradient` must be in",
         ),
         (
+            lambda g: jax.tree.map(lambda x: 0.5 * x, g).to_dense(),
+            "to_dense: the rows of the gradient must be integers, got float32",
+        ),
+        (
             lambda g: js.coalesce(js.RowGradient(g.rows[:1], g.values, 4)),
             r"got \(1,\) and \(2, 3\)",
         ),
