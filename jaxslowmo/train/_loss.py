@@ -7,6 +7,7 @@ from jax import lax
 from .._typing import PyTree
 from ..mesh import match_varying
 from ..tracing import FullLoss
+from ..tree import at_least_float32
 
 
 def _split(batch: PyTree, parts: int) -> PyTree:
@@ -32,7 +33,8 @@ def value_and_gradients(
 ) -> tuple[dict[str, jax.Array], PyTree, PyTree]:
     """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
 
-    Gradients are summed in the parameters' dtypes; model state is threaded through in order.
+    Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
+    state is threaded through in order.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -48,16 +50,18 @@ def value_and_gradients(
     parts, keys = _split(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
     shapes = jax.eval_shape(one, model_state, first, keys[0])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[2]))
-    totals = match_varying(zeros, (shapes[0], shapes[2]))
+    kinds = (shapes[0], shapes[2])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, at_least_float32(s.dtype)), kinds)
+    totals = match_varying(zeros, kinds)
     carried = match_varying(model_state, shapes[1])
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
         metrics, state, grads = one(state, *x)
         state = match_varying(state, carried)
-        return (jax.tree.map(jnp.add, totals, (metrics, grads)), state), None
+        totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
+        return (totals, state), None
 
     (totals, model_state), _ = lax.scan(add, (totals, carried), (parts, keys))
-    metrics, grads = jax.tree.map(lambda x: x / accumulate, totals)
+    metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
     return metrics, model_state, grads

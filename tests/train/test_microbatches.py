@@ -1,0 +1,84 @@
+"""Means over many microbatches keep what each adds, whatever the dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+PARTS = 512
+
+
+def trained(loss, params, batch, *, accumulate, model_state=None):
+    """Parameters, metrics and model state after one step of SGD at rate 1."""
+    step = js.make_train_step(
+        loss,
+        optax.sgd(1.0),
+        sync=js.local_sgd("replica", sync_every=8),
+        mesh=js.virtual_mesh({"replica": 2}),
+        accumulate=accumulate,
+    )
+    state, metrics = step(step.init(params, model_state=model_state), batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_equal_microbatches_give_the_gradient_of_one(dtype):
+    """One after the other in bfloat16, ones stop adding at 256, in float16 at 2048."""
+    params = {"w": np.zeros(2, dtype)}
+    batch = np.ones((2 * PARTS * 6, 1), dtype)
+
+    def loss(params, batch):
+        return jnp.mean(jnp.sum(params["w"] * batch, axis=1) + jnp.ones([], dtype))
+
+    state, metrics = trained(loss, params, batch, accumulate=PARTS * 6)
+    assert state.params["w"].dtype == dtype
+    np.testing.assert_array_equal(state.params["w"].astype(np.float32), -1)
+    assert metrics["loss"].dtype == dtype
+    np.testing.assert_array_equal(metrics["loss"].astype(np.float32), 1)
+
+
+def test_as_the_mean_in_float64():
+    """Of bfloat16 gradients that differ, beside float32 ones; rounded once, at the end."""
+    rng = np.random.default_rng(0)
+    params = {"half": np.zeros(3, jnp.bfloat16), "whole": np.zeros(3, np.float32)}
+    batch = rng.normal(size=(2, PARTS, 3)).astype(jnp.bfloat16)
+
+    def loss(params, batch):
+        parts = params["half"] * batch, params["whole"] * batch.astype(jnp.float32)
+        return sum(jnp.sum(x).astype(jnp.float32) for x in parts), {"first": batch[0, 0]}
+
+    state, metrics = trained(loss, params, batch.reshape(-1, 3), accumulate=PARTS)
+    wanted = batch.astype(np.float64).mean(1)
+    np.testing.assert_allclose(-state.params["whole"], wanted, rtol=1e-5, atol=1e-7)
+    # Rounded once, to 8 bits.
+    half = -np.asarray(state.params["half"]).astype(np.float64)
+    np.testing.assert_allclose(half, wanted, rtol=2**-8)
+    assert metrics["first"].dtype == jnp.float32
+    np.testing.assert_allclose(metrics["first"], wanted[:, 0], rtol=1e-5, atol=1e-7)
+
+
+def test_model_state_keeps_its_dtype_and_order():
+    def loss(params, batch, *, model_state):
+        return jnp.sum(params * batch), ({}, {"last": batch[0], "n": model_state["n"] + 1})
+
+    batch = np.arange(8, dtype=np.float32).astype(jnp.bfloat16)
+    start = {"last": np.zeros((), jnp.bfloat16), "n": np.int32(0)}
+    state, _ = trained(loss, np.zeros((), jnp.bfloat16), batch, accumulate=4, model_state=start)
+    assert state.model_state["last"].dtype == jnp.bfloat16
+    assert state.model_state["last"].tolist() == [3, 7]
+    assert state.model_state["n"].tolist() == [4, 4]
+
+
+@pytest.mark.usefixtures("strict_promotion")
+def test_float64_is_summed_in_float64():
+    with jax.enable_x64(True):
+        batch = 1 + np.arange(16.0) * 2.0**-40
+        state, metrics = trained(
+            lambda params, batch: jnp.sum(params * batch), np.zeros(()), batch, accumulate=8
+        )
+        wanted = batch.reshape(2, 8).mean(1)
+        assert state.params.dtype == metrics["loss"].dtype == jnp.float64
+        np.testing.assert_allclose(-np.asarray(state.params), wanted, rtol=1e-15)
