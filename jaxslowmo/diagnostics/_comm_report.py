@@ -5,13 +5,21 @@ from typing import Any
 
 import jax
 
-from ._find_mesh import MeshAxes, mesh_axes, meshes_of_arguments, meshes_of_jaxpr
+from ._find_mesh import (
+    MeshAxes,
+    mesh_axes,
+    meshes_of_arguments,
+    meshes_of_compiled,
+    meshes_of_jaxpr,
+)
 from ._groups import UNKNOWN_AXIS
 from ._hlo import read_hlo
 from ._kinds import kinds_of, rows_of_kind
 from ._program import Program
 from ._report import LEVELS, CommReport, CommRow
 from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
+
+AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
 
 def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
@@ -76,44 +84,81 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
 
 
 def comm_report_of(
-    lowered: jax.stages.Lowered | Mapping[str, jax.stages.Lowered],
+    lowered: AnyProgram | Mapping[str, AnyProgram],
     *,
     mesh: jax.sharding.Mesh | None = None,
     compile: bool = True,
 ) -> CommReport:
-    """Reports on programs lowered elsewhere, for example for a TPU topology ahead of time.
+    """Reports on programs made elsewhere, for example for a TPU topology ahead of time.
 
     Args:
-      lowered: a lowered program, or several by kind of step.
-      mesh: the mesh that names the axes; None takes those declared in the program. It is needed to
-        attribute transfers between TPU slices.
-      compile: whether to compile too; without, only emitted collectives are reported.
+      lowered: a program, or several by kind of step: all traced or lowered, or all compiled, as
+        `TrainStep.compiled` returns one. Those that are compiled no longer tell what was emitted:
+        they give the level "compiled" alone, and a kind of step shows where it still exchanges.
+      mesh: the mesh that names the axes; None takes those declared in the program, and of a
+        compiled one those of its arguments and results. It is needed to attribute transfers between
+        TPU slices.
+      compile: whether to compile too; without, only emitted collectives are reported. Without
+        effect on what is compiled already.
 
     Returns:
       A `CommReport`; kinds as for `comm_report`.
 
+    Raises:
+      TypeError: `lowered` is or holds something else.
+      ValueError: an empty mapping, or one of compiled programs and others.
+
     Example:
       `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
+      `comm_report_of(step.compiled(state, batch)).count(level="compiled", kind="slow")`
     """
+    _check_programs(lowered)
     return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
 
 
+def _check_programs(given: Any) -> None:
+    by_kind = given if isinstance(given, Mapping) else {None: given}
+    if not by_kind:
+        raise ValueError("`lowered` must hold at least one program, got an empty mapping.")
+    for kind, program in by_kind.items():
+        if not isinstance(program, AnyProgram) and not hasattr(program, "compiler_ir"):
+            where = "" if kind is None else f" under {kind!r}"
+            raise TypeError(
+                "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
+                f"by kind of step, got {type(program).__name__}{where}."
+            )
+    compiled = [kind for kind, p in by_kind.items() if isinstance(p, jax.stages.Compiled)]
+    if 0 < len(compiled) < len(by_kind):
+        others = [kind for kind in by_kind if kind not in compiled]
+        raise ValueError(
+            "`lowered` must hold compiled programs only, or none, since these do not tell what was "
+            f"emitted; got {compiled} compiled and {others} not."
+        )
+
+
 def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) -> CommReport:
-    """Of one program, or several by kind, each a `Lowered` or a `Traced`."""
+    """Of one program, or several by kind: `Compiled` each, or `Lowered` or `Traced`."""
     given = programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
     whole = list(given) != [None]  # each program belongs to one kind
     by_kind: dict[str, Any] = {}
     traced: list[MeshAxes] = []
-    for kind, program in given.items():
+    declared: list[MeshAxes] = []
+    modules: dict[str, Any] = {}
+    for name, program in given.items():
+        kind = str(name)
+        if isinstance(program, jax.stages.Compiled):
+            by_kind[kind] = program
+            declared += meshes_of_compiled(program)
+            continue
         if hasattr(program, "jaxpr"):
             traced += meshes_of_jaxpr(program.jaxpr)
-        by_kind[str(kind)] = program.lower() if hasattr(program, "lower") else program
-    modules = {kind: low.compiler_ir("stablehlo") for kind, low in by_kind.items()}
-    declared = [mesh for module in modules.values() for mesh in meshes_of_module(module)]
-    # What the module declares would do; without Shardy it declares nothing.
+        by_kind[kind] = program.lower() if hasattr(program, "lower") else program
+        modules[kind] = by_kind[kind].compiler_ir("stablehlo")
+        # What the module declares would do; without Shardy it declares nothing.
+        declared += meshes_of_module(modules[kind])
     all_meshes = traced + arguments + declared
     meshes = _distinct(all_meshes)
-    compile = compile and all(has_devices(module) for module in modules.values())
+    compile = not modules or (compile and all(map(has_devices, modules.values())))
 
     programs: list[tuple[str, str, Program]] = []
     for kind, module in modules.items():
@@ -121,8 +166,9 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
     if compile:
         num_devices = max((mesh.size for mesh in meshes), default=0)
         slice_major = all(mesh.slice_major for mesh in all_meshes)
-        for kind, low in by_kind.items():
-            text = low.compile().as_text() or ""
+        for kind, program in by_kind.items():
+            compiled = program if kind not in modules else program.compile()
+            text = compiled.as_text() or ""
             programs.append((kind, "compiled", read_hlo(text, num_devices, slice_major)))
 
     kinds = tuple(by_kind) if whole else kinds_of([program for _, _, program in programs])
@@ -135,7 +181,7 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
         rows=tuple(rows),
         kinds=kinds,
         axes=_axes(meshes, rows),
-        levels=LEVELS if compile else LEVELS[:1],
+        levels=(LEVELS[:1] if modules else ()) + (LEVELS[1:] if compile else ()),
     )
 
 

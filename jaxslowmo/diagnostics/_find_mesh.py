@@ -1,6 +1,6 @@
 """The meshes a program runs on, as far as needed to name the axes of its collectives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,14 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 def meshes_of_arguments(args: Any) -> list[MeshAxes]:
     """Meshes of the `NamedSharding`s of arrays and ShapeDtypeStructs in a pytree."""
-    found: dict[MeshAxes, None] = {}
-    for leaf in jax.tree.leaves(args):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            found[mesh_axes(sharding.mesh)] = None
-    return list(found)
+    return _meshes_of(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+
+
+def meshes_of_compiled(compiled: jax.stages.Compiled) -> list[MeshAxes]:
+    """Meshes of the arguments and results of a compiled program, as far as they have one."""
+    return _meshes_of(jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)))
+
+
+def _meshes_of(shardings: Iterable[Any]) -> list[MeshAxes]:
+    named = (s for s in shardings if isinstance(s, jax.sharding.NamedSharding))
+    return list(dict.fromkeys(mesh_axes(sharding.mesh) for sharding in named))

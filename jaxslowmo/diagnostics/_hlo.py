@@ -18,9 +18,12 @@ from ._program import (
     phase_of,
 )
 
-_CALLING = ("call", "fusion", "custom-call", "async-start", "conditional", "while")
+_CALLING = ("call", "fusion", "custom-call", "conditional", "while")
+# An asynchronous X is written as X-start with all that X has, X-update and X-done; these may repeat
+# it. Every X that calls something counts, but not the many copies and slices.
 _INTERESTING = re.compile(
-    rf"[ )](?:(?:{'|'.join(COLLECTIVES)})(?:-start)?|{'|'.join(_CALLING)})\(",
+    rf"[ )](?:(?:{'|'.join(COLLECTIVES + _CALLING)})(?:-start)?"
+    r"|[\w-]+-start(?=\(.*\b(?:calls|to_apply|called_computations)=))\(",
 )
 
 
@@ -58,21 +61,21 @@ class _Reader:
     def instruction(self, op: Instruction, within: Computation, phase: str | None) -> Block:
         attributes = op.attributes
         phase = phase_of(attributes.get("metadata", "")) or phase
-        name = op.opcode.removesuffix("-start")
-        if name in COLLECTIVES:
-            found = self.collective(op, name, within, phase)
+        opcode = op.opcode.removesuffix("-start")
+        if opcode in COLLECTIVES:
+            found = self.collective(op, opcode, within, phase)
             return (found,) if found else ()
-        if op.opcode == "conditional":
+        if opcode == "conditional":
             names = _names(attributes.get("branch_computations", "")) or [
                 _name(attributes[key]) for key in ("true_computation", "false_computation")
             ]
             blocks = tuple(self.branch(name, phase) for name in names)
             return (Branches(blocks),) if any(blocks) else ()
-        if op.opcode == "while":
+        if opcode == "while":
             condition, body = _name(attributes["condition"]), _name(attributes["body"])
             block = self.computation(condition, phase) + self.computation(body, phase)
             return (Loop(block, trip_count(op, within, self.module)),) if block else ()
-        if op.opcode in _CALLING:
+        if opcode in _CALLING or opcode != op.opcode:
             called = [_name(attributes[key]) for key in ("calls", "to_apply") if key in attributes]
             called += _names(attributes.get("called_computations", ""))
             nodes: list[Node] = []

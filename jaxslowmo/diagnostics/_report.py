@@ -61,7 +61,8 @@ class CommReport:
       kinds: kinds of step, also those that communicate nothing.
       axes: mesh axes of the program, then combinations of them that occur, then "?" if it occurs.
       levels: ("emitted", "compiled"), or only the first if nothing was compiled: on request, or
-        because the program was traced for an abstract mesh.
+        because the program was traced for an abstract mesh; only the second of programs that were
+        compiled already.
     """
 
     rows: tuple[CommRow, ...]
@@ -100,10 +101,12 @@ class CommReport:
         _check("kind", kind, self.kinds)
         _check("collective", collective, COLLECTIVES)
         if level in LEVELS and level not in self.levels:
-            raise ValueError(
-                f"`level` is {level!r}, but this report was made without compiling, on request or "
-                "because the mesh of the program has no devices."
-            )
+            why = {
+                "emitted": 'of compiled programs, which no longer tell: ask for level="compiled".',
+                "compiled": "without compiling, on request or because the mesh of the program has "
+                "no devices.",
+            }
+            raise ValueError(f"`level` is {level!r}, but this report was made {why[level]}")
         _check("level", level, self.levels)
         wanted = _axis_set(axis, self.axes)
         return tuple(

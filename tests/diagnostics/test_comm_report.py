@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxslowmo as js
 from jaxslowmo.diagnostics import CommReport, comm_report, comm_report_of
 
 ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
@@ -252,6 +254,95 @@ def test_comm_report_of_lowered_programs(mesh_of):
     assert report.levels == ("emitted",)
     assert report.count(kind="average", axis="replica") == 1
     assert report.count(kind="local", axis="replica") == 0
+
+
+def exchanges(mesh):
+    """A program that exchanges in a phase, and otherwise: lowered."""
+
+    def step(x, t):
+        x = lax.psum(x, "device")
+
+        def slow(x):
+            with jax.named_scope("phase:slow"):
+                return lax.psum(x, "replica")
+
+        return lax.cond(t.sum() > 0, slow, lambda x: x, x)
+
+    return jax.jit(mapped(step, mesh, inputs=2)).lower(ROWS, ROWS)
+
+
+def of_level(report, level):
+    return [row for row in report.rows if row.level == level]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_comm_report_of_a_compiled_program(mesh_of, named):
+    mesh = mesh_of({"replica": 2, "device": 4})
+    lowered = exchanges(mesh)
+    both = comm_report_of(lowered)
+    report = comm_report_of(lowered.compile(), mesh=mesh if named else None, compile=named)
+    assert report.levels == ("compiled",)
+    assert report.kinds == both.kinds == ("local", "slow")
+    assert report.axes == both.axes == ("replica", "device")
+    assert list(report.rows) == of_level(both, "compiled") != []
+    assert report.count(kind="slow", axis="replica", level="compiled") == 1
+    assert report.count(kind="local", axis="replica", level="compiled") == 0
+    assert "slow" in str(report)
+    with pytest.raises(ValueError, match=r"`level` is 'emitted', but .*ask for level=\"compiled\""):
+        report.count(kind="slow")
+
+
+def test_comm_report_of_compiled_programs_by_kind(mesh_of):
+    mesh = mesh_of({"replica": 8})
+    lowered = jax.jit(mapped(lambda x: lax.psum(x, "replica"), mesh)).lower(ROWS)
+    silent = jax.jit(mapped(lambda x: 2 * x, mesh)).lower(ROWS)
+    report = comm_report_of({"average": lowered.compile(), "local": silent.compile()})
+    assert report.kinds == ("average", "local")
+    assert report.levels == ("compiled",)
+    assert report.bytes(kind="average", axis="replica", level="compiled") == BLOCK
+    assert report.count(kind="local", axis="replica", level="compiled") == 0
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_comm_report_of_a_compiled_train_step(mesh_of, mode):
+    mesh = mesh_of({"replica": 4})
+    step = js.make_train_step(
+        lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+        optax.sgd(0.1),
+        sync=js.local_sgd("replica", sync_every=2),
+        mesh=mesh,
+        mode=mode,
+    )
+    state, batch = step.init({"w": jnp.ones(16)}), jnp.ones((8, 16))
+    local = comm_report_of(step.compiled(state, batch))
+    if mode == "traced":
+        assert local.kinds == ("local", "average")
+        assert local.bytes(kind="average", axis="replica", level="compiled") == 64
+        assert local.count(kind="local", level="compiled") == 0
+        return
+    assert (local.kinds, local.rows) == (("every",), ())
+    state, _ = step(state, batch)
+    by_phase = {"average": step.compiled(state, batch)}
+    report = comm_report_of(by_phase)
+    assert report.bytes(kind="average", axis="replica", level="compiled") == 64
+
+
+def test_comm_report_of_refuses_what_is_no_program(mesh_of):
+    mesh = mesh_of({"replica": 8})
+    fn = jax.jit(mapped(lambda x: 2 * x, mesh))
+    lowered = fn.lower(ROWS)
+    assert comm_report_of(fn.trace(ROWS)).levels == ("emitted", "compiled")
+    for wrong, message in (
+        ("step", r"`lowered` must be a jax\.stages\.Lowered, Traced or Compiled, .*got str\."),
+        (fn, r"`lowered` must be .*, got PjitFunction\."),
+        ({"slow": lowered, "local": None}, r"`lowered` must be .*, got NoneType under 'local'\."),
+    ):
+        with pytest.raises(TypeError, match=message):
+            comm_report_of(wrong)
+    with pytest.raises(ValueError, match="`lowered` must hold at least one program"):
+        comm_report_of({})
+    with pytest.raises(ValueError, match=r"got \['slow'\] compiled and \['local'\] not"):
+        comm_report_of({"slow": lowered.compile(), "local": lowered})
 
 
 def test_one_device_program_has_no_rows():

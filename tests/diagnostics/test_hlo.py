@@ -89,6 +89,86 @@ def test_async_wrapping_counts_once():
     assert read(text + entry(body)) == [("reduce-scatter", 4096, False)]
 
 
+# Printers write an asynchronous X with the suffixes -start, -update and -done, and all that X has.
+ASYNC_TYPE = "((f32[64,16]{1,0}), f32[8,16]{1,0}, s32[])"
+WRAPPED = f"""
+%wrapped (q: f32[64,16]) -> f32[8,16] {{
+  %q = f32[64,16]{{1,0}} parameter(0)
+  ROOT %rs = f32[8,16]{{1,0}} reduce-scatter(%q), {GROUPS}, to_apply=%add
+}}, execution_thread="parallel"
+"""
+
+
+@pytest.mark.parametrize(
+    ("opcode", "attributes"),
+    [
+        ("async", "calls=%wrapped"),
+        ("fusion", "kind=kCustom, calls=%wrapped"),
+        ("call", 'async_execution_thread="parallel", to_apply=%wrapped'),
+        ("custom-call", 'custom_call_target="t", called_computations={%wrapped}'),
+        ("one-to-come", "calls=%wrapped"),
+    ],
+)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_collectives_in_asynchronous_computations_count_once(opcode, attributes, repeated):
+    again = f", {attributes}" if repeated else ""
+    body = P + (
+        f"  %s = {ASYNC_TYPE} {opcode}-start(%p), {attributes}\n"
+        f"  %u = {ASYNC_TYPE} {opcode}-update(%s){again}\n"
+        f"  ROOT %d = f32[8,16]{{1,0}} {opcode}-done(%u){again}"
+    )
+    assert read(WRAPPED + entry(body)) == [("reduce-scatter", 4096, False)]
+
+
+@pytest.mark.parametrize(
+    ("opcode", "nbytes"), [("reduce-scatter", 4096), ("all-to-all", 4096), ("all-gather", 32768)]
+)
+def test_asynchronous_collectives_count_once(opcode, nbytes):
+    body = P + (
+        f"  %s = {ASYNC_TYPE} {opcode}-start(%p), {GROUPS}\n"
+        f"  %u = {ASYNC_TYPE} {opcode}-update(%s)\n"
+        f"  ROOT %d = f32[8,16]{{1,0}} {opcode}-done(%u)"
+    )
+    assert read(entry(body)) == [(opcode, nbytes, False)]
+
+
+def test_asynchronous_fusions_inside_each_other_and_two_of_one():
+    inner = (
+        "%inner (r: f32[64,16]) -> f32[8,16] {\n  %r = f32[64,16]{1,0} parameter(0)\n"
+        f"  %t = {ASYNC_TYPE} fusion-start(%r), kind=kCustom, calls=%wrapped\n"
+        "  ROOT %e = f32[8,16]{1,0} fusion-done(%t)\n}\n"
+    )
+    body = P + (
+        f"  %s = {ASYNC_TYPE} fusion-start(%p), kind=kCustom, calls=%inner\n"
+        f"  %z = {ASYNC_TYPE} fusion-start(%p), kind=kCustom, calls=%wrapped\n"
+        "  %d = f32[8,16]{1,0} fusion-done(%s)\n"
+        "  ROOT %e = f32[8,16]{1,0} fusion-done(%z)"
+    )
+    assert read(WRAPPED + inner + entry(body)) == [("reduce-scatter", 4096, False)] * 2
+
+
+def test_asynchronous_conditionals_and_loops():
+    which = "branch_computations={%wrapped, %wrapped}"
+    (node,) = read_hlo(
+        WRAPPED + entry(P + f"  ROOT %k = {ASYNC_TYPE} conditional-start(%i, %p), {which}")
+    ).block
+    assert isinstance(node, Branches)
+    loop = WHILE_TEXT.replace(" while(", " while-start(")
+    (node,) = read_hlo("HloModule f, num_partitions=8\n" + loop).block
+    assert isinstance(node, Loop)
+    assert node.trip_count == 10
+
+
+def test_what_starts_without_a_computation_moves_nothing():
+    body = P + (
+        "  %c = (f32[64,16]{1,0}, f32[64,16]{1,0}, u32[]) copy-start(%p)\n"
+        f"  %s = {ASYNC_TYPE} slice-start(%p), slice={{[0:8], [0:16]}}, "
+        'metadata={op_name="fusion(calls=%wrapped"}\n'
+        "  ROOT %d = f32[64,16]{1,0} copy-done(%c)"
+    )
+    assert read(WRAPPED + entry(body)) == []
+
+
 ALL_REDUCE_SCATTER = f"""
 %all-reduce-scatter (input: f32[16384,1024]) -> f32[2072,1024] {{
   %input = f32[16384,1024]{{1,0:T(8,128)}} parameter(0)
@@ -222,6 +302,9 @@ ENTRY %main (p: f32[64,16], n: s32[]) -> f32[64,16] {
   ROOT %w = (s32[], f32[64,16]{1,0}, s32[]) while(%init), condition=%condition, body=%bodyCONFIG
 }
 """.replace("GROUPS", GROUPS)
+WHILE_TEXT = (
+    WHILE.replace("ONE", "1").replace("BOUND", "%stop").replace("LAST", "%n").replace("CONFIG", "")
+)
 
 
 @pytest.mark.parametrize(
