@@ -34,43 +34,62 @@ def is_hook_due(hook: Hook, step: int) -> bool:
     return bool(as_schedule(hook.every, "every")(step))
 
 
-def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]:
     """Metrics averaged over replicas on the host; waits for them.
 
-    Where the step was given weights, they are in the metrics and the averages are weighted.
+    Where the step was given weights, they are in the metrics and the averages are weighted;
+    replicas of weight 0 are left out.
 
     Args:
-      metrics: arrays with a leading replica axis, as a step returns them.
+      metrics: arrays `(replicas, *s)` of floats, integers or booleans, as a step returns them.
 
     Returns:
-      One float per metric: the mean over this process's replicas.
+      The mean over this process's replicas of each metric: a float where s is (), else a NumPy
+      array of shape s, float64.
+
+    Raises:
+      ValueError: a metric of which other processes hold a part of every replica.
 
     Communication: none between replicas; device to host.
     """
-
-    def of_replicas(value: jax.Array) -> np.ndarray:
-        return np.concatenate([np.ravel(np.asarray(s.data, np.float64)) for s in _once(value)])
-
-    weights = of_replicas(metrics["weight"]) if "weight" in metrics else None
-    means = {}
+    weights = metrics.get("weight")
+    given = None if weights is None or weights.ndim != 1 else _of_replicas("weight", weights)
+    means: dict[str, float | np.ndarray] = {}
     for name, value in metrics.items():
-        each = of_replicas(value)
+        each = _of_replicas(name, value)
+        mean = np.mean(each, axis=0)
         # A replica without data reports zeros; if all here have none, so does the mean.
-        use = weights if name != "weight" and weights is not None and weights.any() else None
-        means[name] = float(np.average(each, weights=use))
+        if name != "weight" and given is not None and given.any():
+            used = given > 0
+            mean = np.tensordot(given[used] / given.sum(), each[used], axes=1)
+        means[name] = mean if mean.ndim else float(mean)
     return means
 
 
-def _once(value: jax.Array) -> list[jax.Shard]:
-    """The shards of this process, without copies of one on several devices."""
-    return list({str(shard.index): shard for shard in value.addressable_shards}.values())
+def _of_replicas(name: str, value: jax.Array) -> np.ndarray:
+    """What the replicas of this process hold, in their order: `(replicas here, *s)`."""
+    # Without copies of one block on several devices.
+    shards = list({str(shard.index): shard for shard in value.addressable_shards}.values())
+    blocks = [s.index[0].indices(value.shape[0]) for s in shards]
+    here = sorted({row for block in blocks for row in range(*block)})
+    found = np.empty((len(here), *value.shape[1:]), np.float64)
+    for shard, block in zip(shards, blocks, strict=True):
+        rows = slice(here.index(block[0]), here.index(block[0]) + len(range(*block)))
+        found[rows, *shard.index[1:]] = shard.data
+    if found.size != sum(shard.data.size for shard in shards):
+        raise ValueError(
+            f"host_mean: `metrics` must hold whole replicas on each process, and {name!r} is split "
+            f"inside them, {value.sharding}."
+        )
+    return found
 
 
 class Log:
     """Hook that writes the step's metrics, averaged over replicas, and earlier hooks' reports.
 
     Args:
-      write: called with one flat dict: step, metrics, reports.
+      write: called with one flat dict: step, metrics as of `js.host_mean`, reports. So metrics of
+        one number per replica are floats and others NumPy arrays.
       every: period in steps, or a schedule.
     """
 
