@@ -7,6 +7,7 @@ import jax
 from .._typing import AxisName, PyTree
 from ..tree import landing, updates_to
 from ._blocks import replica_mean
+from ._protocol import Others
 
 
 def updates_to_mean(
@@ -29,3 +30,11 @@ def updates_to_mean(
         y, axis_name, local_axis_name, bucket_bytes, param_specs, weight, event="average"
     )
     return updates_to(params, mean)
+
+
+def mean_of_others(others: Others, axis_name: AxisName, weight: jax.Array | None) -> Others:
+    """Means over `axis_name` of what travels with the parameters; as it is if all weigh 0.
+
+    Communication: see `replica_mean`; none for an empty list.
+    """
+    return replica_mean(others, axis_name, weight=weight) if others else others

@@ -3,10 +3,11 @@
 import optax
 
 from .._typing import AxisName, PyTree
-from .._warn import warn_once
-from ._anchor import sharded_anchor, whole_anchor
-from ._base import ParameterTransform, check_exchange_arguments
+from ._anchor import AnchorLayout, sharded_anchor, whole_anchor
+from ._checks import check_exchange_arguments
+from ._element_wise import element_wise
 from ._outer import outer_transform
+from ._protocol import ParameterTransform
 from ._schedule import Every, as_schedule
 
 
@@ -54,6 +55,7 @@ def diloco(
     """
     owner = "diloco"
     check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
+    is_default = outer_optimizer is None
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -63,18 +65,21 @@ def diloco(
             "diloco: `outer_optimizer` must be an optax gradient transform such as optax.sgd(...), "
             f"got {type(outer_optimizer).__name__}."
         )
-    layout = (sharded_anchor if shard_state else whole_anchor)(
-        axis_name, local_axis_name, param_specs, bucket_bytes
-    )
+    if shard_state and not is_default:
+        outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
+
+    def layout_for(specs: PyTree | None) -> AnchorLayout:
+        made = sharded_anchor if shard_state else whole_anchor
+        return made(axis_name, local_axis_name, specs, bucket_bytes)
+
     return outer_transform(
         owner,
         axis_name,
         base=None,
         schedule=as_schedule(sync_every),
         outer_optimizer=outer_optimizer,
-        learning_rate=optax.constant_schedule(1.0),
-        layout=layout,
+        layout_for=layout_for,
+        param_specs=param_specs,
         exact_average=True,
         local_axis_name=local_axis_name,
-        warn=warn_once(),
     )

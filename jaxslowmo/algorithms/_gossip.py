@@ -18,7 +18,7 @@ from .._typing import AxisName, Phase, PyTree
 from ..collectives import in_slices, permute
 from ..topology import ExchangeRound
 from ..tree import at_least_float32
-from ._base import phase_scope, run_one_of
+from ._due import phase_scope, run_one_of
 from ._gossip_plan import GossipPlan
 from ._packing import Flats, Packing
 
@@ -107,19 +107,29 @@ class Gossip:
         return jnp.asarray(per_node)[lax.axis_index(self.axis_name)]
 
 
+_ROUND, ANY_ROUND = "round", "any round"  # the latter: which one, the state tells
+
+
 def round_event(index: int) -> str:
     """Name of an exchange in phases and reports."""
-    return f"round {index}"
+    return f"{_ROUND} {index}"
 
 
-def round_number(owner: str, phase: Phase) -> int:
-    """The exchange that a phase of one event names.
+def any_round(phase: Phase) -> Phase:
+    """A phase that names no round, for programs that find it in the state."""
+    return tuple(ANY_ROUND if event.startswith(f"{_ROUND} ") else event for event in phase)
+
+
+def round_number(owner: str, phase: Phase, exchanges: jax.Array) -> int | jax.Array:
+    """The exchange that a phase of one event names, or the one after so many `exchanges`.
 
     Raises:
       ValueError: a phase of something else.
     """
+    if phase == (ANY_ROUND,):
+        return exchanges
     word, _, number = str(phase[0]).partition(" ")
-    if len(phase) != 1 or word != "round" or not number.isdecimal():
+    if len(phase) != 1 or word != _ROUND or not number.isdecimal():
         raise ValueError(
             f"{owner}: `phase` must come from `transform.phase(t)`, one event such as "
             f"{(round_event(0),)!r} or none, got {phase!r}."

@@ -8,25 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, Phase, PyTree
-from .._warn import warn_once
 from ..mesh import axis_names
 from ..tree import check_floating, widen_updates
-from ._averaging import updates_to_mean
-from ._base import (
-    Communicate,
-    ParameterTransform,
-    check_axes,
-    check_exchange_arguments,
-    check_update_arguments,
-    check_weight,
-    decide,
-    increment,
-    phase_scope,
-    run_if,
-    run_one_of,
-    unless_idle,
-)
+from ._averaging import mean_of_others, updates_to_mean
+from ._builder import parameter_transform
+from ._checks import check_exchange_arguments
+from ._due import Communicate, decide, increment, phase_scope, run_if, run_one_of
 from ._local_sgd import LocalSGDState
+from ._protocol import Others, ParameterTransform
 from ._schedule import Every, as_schedule
 
 _OWNER = "hierarchical_local_sgd"
@@ -70,7 +59,6 @@ def hierarchical_local_sgd(
     for axes, _ in levels:
         check_exchange_arguments(_OWNER, axes, None, bucket_bytes)
     events = tuple(f"average {','.join(axis_names(axes))}" for axes, _ in levels)
-    warn = warn_once()
 
     def phase_of(t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates
@@ -87,36 +75,35 @@ def hierarchical_local_sgd(
         check_floating(_OWNER, params)
         return LocalSGDState(jnp.zeros([], jnp.int32))
 
-    def update_fn(
+    def exchange(
         updates: PyTree,
+        others: Others,
         state: LocalSGDState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
         **extra: Any,
-    ) -> tuple[PyTree, LocalSGDState]:
+    ) -> tuple[PyTree, Others, LocalSGDState]:
         del extra
-        check_update_arguments(_OWNER, params, phase, events)
-        check_floating(_OWNER, params)
-        for axes, _ in levels:
-            check_axes(_OWNER, axes, None, warn)
-        share = check_weight(_OWNER, weight)
-        updates = unless_idle(updates, share)
         count = increment(state.count)
 
         def average(level: int):
-            def over_group(u: PyTree) -> PyTree:
+            axes = levels[level][0]
+
+            def over_group(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
+                u, o = operand
                 with phase_scope(events[level]):
-                    return updates_to_mean(
+                    mean = updates_to_mean(
                         params,
                         u,
-                        levels[level][0],
+                        axes,
                         bucket_bytes=bucket_bytes,
                         param_specs=param_specs,
-                        weight=share,
+                        weight=weight,
                     )
+                    return mean, mean_of_others(o, axes, weight)
 
             return over_group
 
@@ -129,19 +116,33 @@ def hierarchical_local_sgd(
             index = events.index(phase[0]) if phase else 0
             is_due = bool(phase)
 
-        def exchange(u: PyTree) -> PyTree:
-            return run_one_of(index, [average(i) for i in range(len(levels))], u)
+        def averaged(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
+            return run_one_of(index, [average(i) for i in range(len(levels))], operand)
 
-        moved = run_if(decide(is_due, communicate), exchange, widen_updates, updates)
-        return moved, LocalSGDState(count)
+        def alone(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
+            u, o = operand
+            return widen_updates(u), o
 
-    return ParameterTransform(
-        init_fn,
-        update_fn,
+        moved = run_if(decide(is_due, communicate), averaged, alone, (updates, others))
+        return *moved, LocalSGDState(count)
+
+    def with_specs(specs: PyTree) -> ParameterTransform:
+        if param_specs is not None:
+            return transform
+        return hierarchical_local_sgd(sync_every, param_specs=specs, bucket_bytes=bucket_bytes)
+
+    transform = parameter_transform(
+        _OWNER,
+        tuple(axes for axes, _ in levels),
+        init=init_fn,
+        exchange=exchange,
+        events=events,
         phase=phase_of,
         due=due,
         schedules=tuple(schedule for _, schedule in levels),
+        with_specs=with_specs,
     )
+    return transform
 
 
 def _nested(sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:

@@ -6,22 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, Phase, PyTree
-from .._warn import warn_once
 from ..tree import check_floating, widen_updates
-from ._averaging import updates_to_mean
-from ._base import (
-    Communicate,
-    ParameterTransform,
-    check_axes,
-    check_exchange_arguments,
-    check_update_arguments,
-    check_weight,
-    increment,
-    is_due,
-    phase_scope,
-    run_if,
-    unless_idle,
-)
+from ._averaging import mean_of_others, updates_to_mean
+from ._builder import parameter_transform
+from ._checks import check_exchange_arguments
+from ._due import Communicate, increment, is_due, phase_scope, run_if
+from ._protocol import Others, ParameterTransform
 from ._schedule import Every, as_schedule
 
 AVERAGE = "average"
@@ -74,7 +64,6 @@ def local_sgd(
     owner = "local_sgd"
     check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
     schedule = as_schedule(sync_every)
-    warn = warn_once()
 
     def phase_of(t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates
@@ -84,39 +73,62 @@ def local_sgd(
         check_floating(owner, params)
         return LocalSGDState(jnp.zeros([], jnp.int32))
 
-    def update_fn(
+    def exchange(
         updates: PyTree,
+        others: Others,
         state: LocalSGDState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
         **extra: Any,
-    ) -> tuple[PyTree, LocalSGDState]:
+    ) -> tuple[PyTree, Others, LocalSGDState]:
         del extra
-        check_update_arguments(owner, params, phase, (AVERAGE,))
-        check_floating(owner, params)
-        check_axes(owner, axis_name, local_axis_name, warn)
-        share = check_weight(owner, weight)
-        updates = unless_idle(updates, share)
         count = increment(state.count)
 
-        def averaged(u: PyTree) -> PyTree:
+        def averaged(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
+            u, o = operand
             with phase_scope(AVERAGE):
-                return updates_to_mean(
+                mean = updates_to_mean(
                     params,
                     u,
                     axis_name,
                     local_axis_name=local_axis_name,
                     bucket_bytes=bucket_bytes,
                     param_specs=param_specs,
-                    weight=share,
+                    weight=weight,
                 )
+                return mean, mean_of_others(o, axis_name, weight)
+
+        def alone(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
+            u, o = operand
+            return widen_updates(u), o
 
         due = is_due(AVERAGE, schedule, count, communicate, phase)
-        return run_if(due, averaged, widen_updates, updates), LocalSGDState(count)
+        return *run_if(due, averaged, alone, (updates, others)), LocalSGDState(count)
 
-    return ParameterTransform(
-        init_fn, update_fn, phase=phase_of, due=schedule, schedules=(schedule,)
+    def with_specs(specs: PyTree) -> ParameterTransform:
+        if param_specs is not None:
+            return transform
+        return local_sgd(
+            axis_name,
+            sync_every=schedule,
+            local_axis_name=local_axis_name,
+            param_specs=specs,
+            bucket_bytes=bucket_bytes,
+        )
+
+    transform = parameter_transform(
+        owner,
+        (axis_name,),
+        init=init_fn,
+        exchange=exchange,
+        events=(AVERAGE,),
+        local_axis_name=local_axis_name,
+        phase=phase_of,
+        due=schedule,
+        schedules=(schedule,),
+        with_specs=with_specs,
     )
+    return transform

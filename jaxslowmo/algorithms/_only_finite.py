@@ -1,26 +1,22 @@
 """Exchanges that do not take place while a replica holds NaN or infinity."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName, Phase, PyTree
-from ..mesh import vary_over, varying_axes
+from .._typing import Phase, PyTree
 from ..tree import landing
-from ._base import (
-    Communicate,
-    ParameterTransform,
-    check_axis_argument,
-    check_update_arguments,
-    decide,
-    increment,
-    run_if,
-)
+from ._builder import inside, parameter_transform
 from ._carry import Carried, Placement, carry_leaf
+from ._due import Communicate, decide, increment, run_if
+from ._gossip import any_round
+from ._protocol import Others, ParameterTransform
+
+_OWNER = "only_finite"
 
 
 class OnlyFiniteState(NamedTuple):
@@ -31,81 +27,98 @@ class OnlyFiniteState(NamedTuple):
     inner: PyTree  # state of the transform inside
 
 
-def only_finite(inner: ParameterTransform, axis_name: AxisName) -> ParameterTransform:
+def only_finite(inner: ParameterTransform) -> ParameterTransform:
     """Skips an exchange where a replica's parameters are not finite, and counts what it skipped.
 
     One replica that diverges would make all others NaN by the next average. Here it stays alone,
     and `state.refused > 0` tells it: stop then, or go back to a checkpoint. Training on is
-    possible, but nothing is exchanged until the replica recovers; and gossip scheduled on the host
-    (`mode="host"`) would take other rounds than its state, which does not rotate when it skips.
+    possible, but nothing is exchanged until the replica recovers. Model state that
+    `js.make_train_step` averages with the parameters (`model_state="sync_mean"`) must be finite
+    too, and is not averaged either (`"broadcast"` is no part of the exchange and not looked at).
 
     With y = params + updates, before an update in which `inner` is due all replicas learn whether y
-    is finite everywhere.
+    is finite everywhere. What an idle replica's batch (weight 0) made of its updates does not
+    count. As the `base` of an exact `js.slowmo` it looks before the slow step, too, and refuses it.
 
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
-      axis_name: the axis, or all axes, over which it does.
 
     Returns:
-      A `js.ParameterTransform`, to be used in its place; also as a `base`.
+      A `js.ParameterTransform`, to be used in its place; also as a `base`. Its phases name no round
+      of gossip: which one is next depends on what was refused, so programs decide it.
 
     Raises:
-      ValueError: `inner` that is no `js.ParameterTransform`.
+      ValueError: `inner` that is no `js.ParameterTransform`, or one of your own that does not tell
+        its `axes`.
 
-    Communication: `inner`'s, and before each of its exchanges one all-reduce of 4 bytes over
-      `axis_name`, which waits for the gradients: `js.sgp(overlap=1)` no longer overlaps.
+    Communication: `inner`'s, and before each of its exchanges one all-reduce of 4 bytes over all of
+      its axes (those of the largest group, in `js.hierarchical_local_sgd`), which waits for the
+      gradients: `js.sgp(overlap=1)` no longer overlaps.
     """
-    owner = "only_finite"
-    check_axis_argument(owner, "axis_name", axis_name)
     if not isinstance(inner, ParameterTransform):
         raise ValueError(
-            f"{owner}: `inner` must be a js.ParameterTransform such as js.local_sgd(...), got "
+            f"{_OWNER}: `inner` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(inner).__name__}."
+        )
+    if not inner.axes:
+        raise ValueError(
+            f"{_OWNER}: `inner` must tell its `axes`, the names of all axes over which it "
+            "exchanges, got a ParameterTransform without."
         )
 
     def init_fn(params: PyTree) -> OnlyFiniteState:
         zero = jnp.zeros([], jnp.int32)
         return OnlyFiniteState(zero, zero, inner.init(params))
 
-    def update_fn(
+    def permit(
+        state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
+    ) -> tuple[jax.Array, OnlyFiniteState]:
+        poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
+        refused = state.refused + (poisoned > 0).astype(jnp.int32)
+        return poisoned == 0, state._replace(refused=refused)
+
+    def exchange(
         updates: PyTree,
+        others: Others,
         state: OnlyFiniteState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
         **extra: Any,
-    ) -> tuple[PyTree, OnlyFiniteState]:
-        check_update_arguments(owner, params, phase, None)
-        count = increment(state.count)
+    ) -> tuple[PyTree, Others, OnlyFiniteState]:
+        state = state._replace(count=increment(state.count))
 
-        def poisoned_replicas(y: PyTree) -> jax.Array:
+        def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
+            u, o = operand
             with jax.named_scope("phase:*"):  # part of whichever exchange is due
-                return lax.psum((~_is_finite(y)).astype(jnp.int32), axis_name)
+                return permit(state, landing(params, u), o, inner.axes)
 
-        def nobody_asks(y: PyTree) -> jax.Array:
-            del y
-            return jnp.zeros([], jnp.int32)
+        def nobody_asks(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
+            del operand
+            return jnp.ones([], bool), state
 
-        due = decide(inner.due(count) if phase is None else bool(phase), communicate)
-        poisoned = run_if(due, poisoned_replicas, nobody_asks, landing(params, updates))
-        updates, inner_state = inner.update(
-            updates,
-            state.inner,
-            params,
-            communicate=decide(due, poisoned == 0),
-            weight=weight,
-            phase=phase,
-            **extra,
-        )
-        refused = state.refused + vary_over(
-            (poisoned > 0).astype(jnp.int32), varying_axes(state.refused)
-        )
-        return updates, OnlyFiniteState(count, refused, inner_state)
+        due = decide(inner.due(state.count) if phase is None else bool(phase), communicate)
+        allowed, state = run_if(due, ask, nobody_asks, (updates, others))
+        with inside(inner.axes):
+            updates, others, inner_state = inner.exchange(
+                updates,
+                others,
+                state.inner,
+                params,
+                communicate=decide(due, allowed),
+                weight=weight,
+                phase=phase,
+                **extra,
+            )
+        return updates, others, state._replace(inner=inner_state)
+
+    def phase_of(t: int, skipped: int = 0) -> Phase:
+        return any_round(inner.phase(t, skipped))
 
     def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        return only_finite(inner.sized(axis_sizes), axis_name)
+        return only_finite(inner.sized(axis_sizes))
 
     def carry(state: OnlyFiniteState, params: PyTree, old: Placement, new: Placement) -> Carried:
         found = inner.carry(state.inner, params, old, new)
@@ -116,16 +129,22 @@ def only_finite(inner: ParameterTransform, axis_name: AxisName) -> ParameterTran
         )
 
     anchor = inner.anchor
-    return ParameterTransform(
-        init_fn,
-        update_fn,
-        phase=inner.phase,
+    return parameter_transform(
+        _OWNER,
+        (inner.axes,),
+        init=init_fn,
+        exchange=exchange,
+        events=None,
+        phase=phase_of,
+        skipped=lambda state: inner.skipped(state.inner),
         due=inner.due,
         schedules=inner.schedules,
         numerator=lambda state, y: inner.numerator(state.inner, y),
         reset=lambda state: state._replace(inner=inner.reset(state.inner)),
+        permit=permit,
         anchor=None if anchor is None else lambda state, params: anchor(state.inner, params),
         sized=sized,
+        with_specs=lambda specs: only_finite(inner.with_specs(specs)),
         carry=carry,
         shares=lambda state: inner.shares(state.inner),
     )

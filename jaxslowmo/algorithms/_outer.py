@@ -4,7 +4,7 @@ SlowMo and DiLoCo are this machinery with different outer optimizers.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,25 +14,14 @@ import optax
 
 from .._typing import AxisName, Phase, PyTree
 from ..collectives import all_mean, quotient, scaled
-from ..mesh import require_axes
+from ..mesh import axis_names, require_axes
 from ..tree import check_floating, landing, updates_to, widen_updates
 from ._anchor import AnchorLayout
-from ._base import (
-    Communicate,
-    ParameterTransform,
-    base_over,
-    check_axes,
-    check_update_arguments,
-    check_weight,
-    decide,
-    either,
-    increment,
-    is_due,
-    phase_scope,
-    run_if,
-    unless_idle,
-)
+from ._averaging import mean_of_others
+from ._builder import inside, parameter_transform
 from ._carry import Carried, Placement, carry_leaf
+from ._due import Communicate, decide, either, increment, is_due, phase_scope, run_if
+from ._protocol import Others, ParameterTransform
 from ._schedule import Every
 
 SLOW = "slow"
@@ -47,6 +36,9 @@ class OuterState(NamedTuple):
     base: PyTree  # state of the base transform; () without one
 
 
+Operand = tuple[PyTree, Others, OuterState]  # updates, what travels along, state
+
+
 def outer_transform(
     owner: str,
     axis_name: AxisName,
@@ -54,16 +46,18 @@ def outer_transform(
     base: ParameterTransform | None,
     schedule: Every,
     outer_optimizer: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
-    layout: AnchorLayout,
+    layout_for: Callable[[PyTree | None], AnchorLayout],
+    param_specs: PyTree | None,
     exact_average: bool,
     local_axis_name: AxisName | None,
-    warn: Callable[[str], None],
+    learning_rate: optax.Schedule | None = None,
+    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer,
 ) -> ParameterTransform:
     """Assemble the parameter transform; arguments are checked by its callers.
 
     When due: D = anchor - average, one step of `outer_optimizer` on the anchor with gradient D, and
-    params = anchor. With an exact average the base's own exchange is skipped in that update.
+    params = anchor. With an exact average the base's own exchange is skipped in that update. With a
+    `learning_rate` that step is given its value, and `observe(outer, rate)` the one of each update.
     """
     build = functools.partial(
         outer_transform,
@@ -71,12 +65,13 @@ def outer_transform(
         axis_name,
         schedule=schedule,
         outer_optimizer=outer_optimizer,
-        learning_rate=learning_rate,
-        layout=layout,
+        layout_for=layout_for,
         exact_average=exact_average,
         local_axis_name=local_axis_name,
-        warn=warn,
+        learning_rate=learning_rate,
+        observe=observe,
     )
+    layout = layout_for(param_specs)
     outer_optimizer = optax.with_extra_args_support(outer_optimizer)
 
     def base_phase(phase: Phase | None) -> Phase | None:
@@ -93,8 +88,20 @@ def outer_transform(
     def due(t: Any) -> Any:
         return schedule(t) if base is None else either(base.due(t), schedule(t))
 
+    def skipped(state: OuterState) -> Any:
+        if base is None:
+            return 0
+        slow = schedule.times(int(state.count)) if exact_average else 0
+        return base.skipped(state.base) - slow
+
     def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        return build(base=None if base is None else base.sized(axis_sizes))
+        return build(base=None if base is None else base.sized(axis_sizes), param_specs=param_specs)
+
+    def with_specs(specs: PyTree) -> ParameterTransform:
+        return build(
+            base=None if base is None else base.with_specs(specs),
+            param_specs=specs if param_specs is None else param_specs,
+        )
 
     def init_fn(params: PyTree) -> OuterState:
         check_floating(owner, params)
@@ -110,93 +117,112 @@ def outer_transform(
             base=() if base is None else base.init(params),
         )
 
-    def update_fn(
+    def exchange(
         updates: PyTree,
+        others: Others,
         state: OuterState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
         **extra: Any,
-    ) -> tuple[PyTree, OuterState]:
-        events = (SLOW,) if base is None else None  # a base checks its own part of the phase
-        check_update_arguments(owner, params, phase, events)
-        check_floating(owner, params)
-        check_axes(owner, axis_name, local_axis_name, warn)
-        share = check_weight(owner, weight)
-        updates = unless_idle(updates, share)
-        count = increment(state.count)
-        gamma = learning_rate(state.count)
+    ) -> tuple[PyTree, Others, OuterState]:
+        rate: dict[str, Any] = {}
+        if learning_rate is not None:
+            gamma = jnp.asarray(learning_rate(state.count))
+            rate["learning_rate"] = gamma
+            state = state._replace(outer=observe(state.outer, gamma))
+        state = state._replace(count=increment(state.count))
 
-        def step_base(updates: PyTree, base_state: PyTree, talk: Communicate):
+        def step_base(operand: Operand, talk: Communicate) -> Operand:
+            u, o, s = operand
             if base is None:
-                return widen_updates(updates), base_state
-            with base_over(axis_name):
-                return base.update(
-                    updates,
-                    base_state,
+                return widen_updates(u), o, s
+            with inside(own_axes):
+                u, o, base_state = base.exchange(
+                    u,
+                    o,
+                    s.base,
                     params,
                     communicate=talk,
-                    weight=share,
+                    weight=weight,
                     phase=base_phase(phase),
                     **extra,
                 )
+            return u, o, s._replace(base=base_state)
 
-        def mean_of(y: PyTree, base_state: PyTree, anchor: PyTree) -> PyTree:
-            """What the replicas' parameters y amount to, in the anchor's form."""
-            if not exact_average:
-                return layout.average(y)
+        def mass_of(y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
+            """The weighted parameters of this replica, and their weight; None where all weigh 1."""
             x, mass = (y, None) if base is None else base.numerator(base_state, y)
-            if share is not None:
-                alive = share  # for the type checker, which forgets that it is one
-                x = jax.tree.map(lambda leaf: scaled(leaf, alive), x)
-                mass = share if mass is None else scaled(mass, share)
+            if weight is None:
+                return x, mass
+            share = weight  # for the type checker, which forgets that it is one
+            x = jax.tree.map(lambda leaf: scaled(leaf, share), x)
+            return x, share if mass is None else scaled(mass, share)
+
+        def mean_of(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
+            """What the replicas' weighted parameters amount to, in the anchor's form."""
             average = layout.average(x)
             if mass is None:
                 return average
             total = all_mean(mass, axis_name)
-            if share is None:
+            if weight is None:
                 return jax.tree.map(lambda leaf: leaf / total, average)
             # Where all replicas have run out, the anchor stays.
             return jax.tree.map(
                 lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, anchor
             )
 
-        def slow_step(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
-            u, s = operand
-            base_state = s.base
-            if exact_average:  # the base only counts on: its exchange would be wasted
-                u, base_state = step_base(u, base_state, False)
-            with phase_scope(SLOW):
-                average = mean_of(landing(params, u), base_state, s.anchor)
-                displacement = jax.tree.map(jnp.subtract, s.anchor, average)
-                step, outer = outer_optimizer.update(
-                    displacement, s.outer, s.anchor, learning_rate=gamma
-                )
-                anchor = jax.tree.map(jnp.add, s.anchor, step)
-                target = layout.restore(anchor, params)
-                rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
-                if base is not None and exact_average:
-                    base_state = base.reset(base_state)
-                return updates_to(params, rounded), OuterState(count, anchor, outer, base_state)
-
-        def base_step(
-            operand: tuple[PyTree, OuterState], talk: Communicate
-        ) -> tuple[PyTree, OuterState]:
-            u, s = operand
-            u, base_state = step_base(u, s.base, talk)
-            return u, s._replace(count=count, base=base_state)
-
-        def exchange(operand: tuple[PyTree, OuterState]) -> tuple[PyTree, OuterState]:
-            slow_due = is_due(SLOW, schedule, count, communicate, phase)
+        def outer_step(operand: Operand) -> Operand:
+            u, o, s = operand
+            y, base_state = landing(params, u), s.base
             if exact_average:
-                return run_if(slow_due, slow_step, lambda o: base_step(o, communicate), operand)
-            return run_if(slow_due, slow_step, lambda o: o, base_step(operand, communicate))
+                x, mass = mass_of(y, base_state)
+                average = mean_of(x, mass, s.anchor)
+                o = mean_of_others(o, axis_name, mass)
+                if base is not None:
+                    base_state = base.reset(base_state)
+            else:
+                average = layout.average(y)
+            displacement = jax.tree.map(jnp.subtract, s.anchor, average)
+            step, outer = outer_optimizer.update(displacement, s.outer, s.anchor, **rate)
+            anchor = jax.tree.map(jnp.add, s.anchor, step)
+            target = layout.restore(anchor, params)
+            rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
+            moved = OuterState(s.count, anchor, outer, base_state)
+            return updates_to(params, rounded), o, moved
+
+        def slow_step(operand: Operand) -> Operand:
+            if not exact_average:
+                with phase_scope(SLOW):
+                    return outer_step(operand)
+            u, o, s = step_base(operand, False)  # it only counts on: its exchange would be wasted
+            with phase_scope(SLOW):
+                if ask_base is None:
+                    return outer_step((u, o, s))
+                allowed, s = permit(s, landing(params, u), o, all_axes)
+                return run_if(allowed, outer_step, lambda operand: operand, (u, o, s))
+
+        def any_step(operand: Operand) -> Operand:
+            slow_due = is_due(SLOW, schedule, state.count, communicate, phase)
+            if exact_average:
+                return run_if(slow_due, slow_step, lambda o: step_base(o, communicate), operand)
+            return run_if(slow_due, slow_step, lambda o: o, step_base(operand, communicate))
 
         # One conditional around all, so that a local step passes its updates through only one.
-        any_due = decide(due(count) if phase is None else bool(phase), communicate)
-        return run_if(any_due, exchange, lambda o: base_step(o, False), (updates, state))
+        any_due = decide(due(state.count) if phase is None else bool(phase), communicate)
+        operand = updates, others, state
+        return run_if(any_due, any_step, lambda o: step_base(o, False), operand)
+
+    ask_base = None if base is None else base.permit
+
+    def permit(
+        state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
+    ) -> tuple[Any, OuterState]:
+        assert ask_base is not None
+        allowed, base_state = ask_base(state.base, y, others, axes)
+        return allowed, state._replace(base=base_state)
 
     def carry(state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
         moved = functools.partial(_moved, layout, state.anchor, params=params, old=old, new=new)
@@ -215,15 +241,25 @@ def outer_transform(
         )
         return Carried(fresh, (note, *carried.notes))
 
-    schedules = (schedule, *(base.schedules if base is not None else ()))
-    return ParameterTransform(
-        init_fn,
-        update_fn,
+    own_axes = axis_names(axis_name)
+    base_axes = () if base is None else base.axes
+    all_axes = tuple(dict.fromkeys((*own_axes, *base_axes)))
+    return parameter_transform(
+        owner,
+        (axis_name,),
+        init=init_fn,
+        exchange=exchange,
+        events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
+        local_axis_name=local_axis_name,
+        inner_axes=base_axes,
         phase=phase_of,
+        skipped=skipped,
         due=due,
-        schedules=schedules,
+        schedules=(schedule, *(base.schedules if base is not None else ())),
+        permit=None if ask_base is None else permit,
         anchor=lambda state, params: layout.restore(state.anchor, params),
         sized=sized,
+        with_specs=with_specs,
         carry=carry,
         shares=None if base is None else lambda state: base.shares(state.base),
     )

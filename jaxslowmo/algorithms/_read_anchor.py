@@ -4,7 +4,7 @@ import jax
 
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, model_axes
-from ._base import ParameterTransform
+from ._protocol import ParameterTransform
 
 
 def read_anchor(

@@ -12,27 +12,19 @@ import numpy as np
 
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
-from ..mesh import axis_names, axis_size
+from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, npeer_directed_exponential
 from ..topology._callables import described, takes
 from ..topology._mixing import check_mixing
 from ..tree import check_floating, landing, widen_updates
-from ._base import (
-    Communicate,
-    ParameterTransform,
-    check_axes,
-    check_exchange_arguments,
-    check_update_arguments,
-    check_weight,
-    decide,
-    increment,
-    run_if,
-    unless_idle,
-)
+from ._builder import parameter_transform
 from ._carry import Carried, Placement, carry_leaf, stacked
+from ._checks import check_exchange_arguments
+from ._due import Communicate, decide, increment, run_if
 from ._gossip import Arrival, Gossip, round_event, round_number
 from ._gossip_plan import GossipPlan, gossip_plan
 from ._packing import Packing
+from ._protocol import Others, ParameterTransform
 from ._push_sum import over, pulled, total_mass
 from ._schedule import every
 
@@ -118,6 +110,19 @@ def sgp(
     overlap = _check_arguments(graph, mixing, push_sum, overlap)
     warn = warn_once()
 
+    def like(**other: Any) -> ParameterTransform:
+        """The same transform but for some arguments."""
+        given: dict[str, Any] = {
+            "graph": graph,
+            "mixing": mixing,
+            "push_sum": push_sum,
+            "overlap": overlap,
+            "local_axis_name": local_axis_name,
+            "param_specs": param_specs,
+            "bucket_bytes": bucket_bytes,
+        }
+        return sgp(axis_name, **{**given, **other})
+
     def graph_for(num_nodes: int) -> Graph:
         if isinstance(graph, Graph):
             return graph
@@ -160,75 +165,77 @@ def sgp(
         if isinstance(graph, Graph):
             plan_for(num_nodes)  # refuses another size
             return transform
-        chosen = sgp(
-            axis_name,
-            graph=graph_for(num_nodes),
-            mixing=mixing,
-            push_sum=push_sum,
-            overlap=overlap,
-            local_axis_name=local_axis_name,
-            param_specs=param_specs,
-            bucket_bytes=bucket_bytes,
-        )
-        return chosen.sized(axis_sizes)
+        return like(graph=graph_for(num_nodes)).sized(axis_sizes)
+
+    def with_specs(specs: PyTree) -> ParameterTransform:
+        return transform if param_specs is not None else like(param_specs=specs)
 
     def init_fn(params: PyTree) -> SGPState:
         check_floating(_OWNER, params)
         # Arrays of their own, so that all of a state can be donated.
         in_flight = tuple(
-            Arrival(jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
+            Arrival(jax.tree.map(jnp.zeros_like, params), differing(jnp.zeros([], jnp.float32)))
             for _ in range(overlap - 1)
         )
         return SGPState(
             count=jnp.zeros([], jnp.int32),
             exchanges=jnp.zeros([], jnp.int32),
-            weight=jnp.ones([], jnp.float32),
+            weight=differing(jnp.ones([], jnp.float32)),
             in_flight=in_flight,
         )
 
-    def update_fn(
+    def differing(weight: jax.Array) -> jax.Array:
+        """Equal on all nodes at first, and typed as what it will be."""
+        return vary_over(weight, filter(is_bound, axis_names(axis_name)))
+
+    def exchange(
         updates: PyTree,
+        others: Others,
         state: SGPState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
         **extra: Any,
-    ) -> tuple[PyTree, SGPState]:
-        del extra
-        check_update_arguments(_OWNER, params, phase, None)
-        check_floating(_OWNER, params)
-        check_axes(_OWNER, axis_name, local_axis_name, warn)
+    ) -> tuple[PyTree, Others, SGPState]:
+        del weight, extra  # an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
-        updates = widen_updates(unless_idle(updates, check_weight(_OWNER, weight)))
+        updates = widen_updates(updates)
         plan = plan_for(axis_size(axis_name))
-        number = round_number(_OWNER, phase) if phase else state.exchanges
+        number = round_number(_OWNER, phase, state.exchanges) if phase else state.exchanges
         if not plan.rounds or phase == ():
             communicate = False
         gossip = Gossip(axis_name, local_axis_name, plan)
         # The numerator x = w * params moves by the updates, so the parameters move by u / w.
         moves = plan.weight_moves
 
-        def alone(operand: tuple[PyTree, SGPState]) -> tuple[PyTree, SGPState]:
-            u, s = operand
-            return over(u, s.weight) if moves else u, s
+        def alone(
+            operand: tuple[PyTree, Others, SGPState],
+        ) -> tuple[PyTree, Others, SGPState]:
+            u, o, s = operand
+            return over(u, s.weight) if moves else u, o, s
 
-        def exchanged(operand: tuple[PyTree, SGPState]) -> tuple[PyTree, SGPState]:
-            u, s = operand
+        def exchanged(
+            operand: tuple[PyTree, Others, SGPState],
+        ) -> tuple[PyTree, Others, SGPState]:
+            u, o, s = operand
             own = params if overlap else landing(params, alone(operand)[0])
             before = s.weight if moves else jnp.ones([], jnp.float32)
             packing = Packing(params, param_specs, bucket_bytes)
             arrival, kept = gossip.exchange(number, own, before, packing)
+            if o:
+                o = _mixed(gossip, number, o, before, kept)
             if overlap > 1:
                 (arrival, *late), fresh = s.in_flight, arrival
                 s = s._replace(in_flight=(*late, fresh))
             after = kept * before + arrival.weight if moves else before
             u = over(u, after if overlap else before) if moves else u
             u = pulled(u, own, arrival, arrival.weight / after)
-            return u, s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
+            s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
+            return u, o, s
 
-        return run_if(decide(True, communicate), exchanged, alone, (updates, state))
+        return run_if(decide(True, communicate), exchanged, alone, (updates, others, state))
 
     def numerator(state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
         plan = plan_for(axis_size(axis_name))
@@ -270,19 +277,45 @@ def sgp(
         return [(state.weight, None), *((a.weight, a.mean) for a in state.in_flight)]
 
     rotation = () if known is None else (every(max(1, len(known.rounds))),)
-    transform = ParameterTransform(
-        init_fn,
-        update_fn,
+    transform = parameter_transform(
+        _OWNER,
+        (axis_name,),
+        init=init_fn,
+        exchange=exchange,
+        events=None,
+        local_axis_name=local_axis_name,
         phase=phase_of,
+        skipped=lambda state: state.count - state.exchanges,
         due=lambda t: known is None or bool(known.rounds),
         schedules=(every(1), *rotation),
         numerator=numerator,
         reset=reset,
         sized=sized,
+        with_specs=with_specs,
         carry=carry,
         shares=shares,
     )
     return transform
+
+
+def _mixed(
+    gossip: Gossip,
+    number: int | jax.Array,
+    others: Others,
+    weight: jax.Array,
+    kept: jax.Array,
+) -> Others:
+    """What travels with the parameters, mixed with the weights of this exchange, never later.
+
+    An exchange of its own: with `overlap` that of the parameters waits for no forward pass, of
+    which these are results.
+
+    Communication: as an exchange of the parameters.
+    """
+    arrival, _ = gossip.exchange(number, others, weight, Packing(others, None, None))
+    share = arrival.weight / (kept * weight + arrival.weight)
+    moved = pulled(others, others, arrival, share)
+    return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
 
 def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:

@@ -14,6 +14,8 @@ class SlowMomentumState(NamedTuple):
 
     velocity: PyTree  # like the anchor, float32: v = gamma * m
     learning_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
+    made_at: jax.Array  # () float32, gamma at which `velocity` was made (r); 0 before the first
+    since: jax.Array  # () float32, largest gamma since the last slow step; 0 where not observed
 
 
 def slow_momentum(
@@ -29,6 +31,13 @@ def slow_momentum(
 
     v = gamma * m is stored, its carried part rescaled by gamma_now / gamma_before (1 where
     gamma_before is 0), so a learning rate of 0 makes neither inf nor NaN.
+
+    What is carried is momentum * (that factor) * v, and where the rate has grown again the product
+    is at most gamma_now / r, r the rate at which v was made: the largest gamma since the slow step
+    before, or momentum times the r of then, where that is more. So no displacement comes back
+    larger than the rate now would have made it. Rates that only fall, or only grow, are not
+    touched. A rate that falls to a small floor and restarts would diverge without: D, made at high
+    rates, is divided by the floor, and would come back larger by peak / floor.
 
     Args:
       momentum: in [0, 1).
@@ -59,6 +68,8 @@ def slow_momentum(
         return SlowMomentumState(
             velocity=jax.tree.map(jnp.zeros_like, params),
             learning_rate=jnp.ones([], jnp.float32),
+            made_at=jnp.zeros([], jnp.float32),
+            since=jnp.zeros([], jnp.float32),
         )
 
     def update_fn(
@@ -70,10 +81,11 @@ def slow_momentum(
         **extra: Any,
     ) -> tuple[PyTree, SlowMomentumState]:
         del params, extra
-        now = jnp.asarray(learning_rate, jnp.float32)
-        before = state.learning_rate
-        rescale = jnp.where(before == 0, 1.0, now / jnp.where(before == 0, 1.0, before))
-        carried = momentum * rescale
+        now = _rate(learning_rate)
+        carried = jnp.minimum(
+            momentum * _ratio(now, state.learning_rate),
+            jnp.maximum(momentum, _ratio(now, state.made_at)),
+        )
         velocity = jax.tree.map(
             lambda v, d: carried.astype(d.dtype) * v + d, state.velocity, updates
         )
@@ -82,6 +94,22 @@ def slow_momentum(
         else:
             ahead = velocity
         step = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
-        return step, SlowMomentumState(velocity, now)
+        made_at = jnp.maximum(momentum * state.made_at, jnp.maximum(state.since, now))
+        return step, SlowMomentumState(velocity, now, made_at, jnp.zeros_like(state.since))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def observe_rate(state: SlowMomentumState, learning_rate: jax.Array) -> SlowMomentumState:
+    """The state after an update at this rate, slow or not: what it moved, velocity will hold."""
+    return state._replace(since=jnp.maximum(state.since, _rate(learning_rate)))
+
+
+def _rate(learning_rate: jax.Array | float) -> jax.Array:
+    """() float32 >= 0: a schedule that ends at 0 may miss it by a rounding error, below it too."""
+    return jnp.maximum(jnp.asarray(learning_rate, jnp.float32), 0.0)
+
+
+def _ratio(now: jax.Array, before: jax.Array) -> jax.Array:
+    """`now / before`, 1 where `before` is 0."""
+    return jnp.where(before > 0, now / jnp.where(before > 0, before, 1.0), 1.0)

@@ -5,10 +5,11 @@ import optax
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ._anchor import AnchorLayout, own_anchor, sharded_anchor, whole_anchor
-from ._base import ParameterTransform, check_exchange_arguments
+from ._checks import check_exchange_arguments
 from ._outer import outer_transform
+from ._protocol import ParameterTransform
 from ._schedule import Every, as_schedule
-from ._slow_momentum import slow_momentum
+from ._slow_momentum import observe_rate, slow_momentum
 
 LearningRate = float | optax.Schedule | None
 
@@ -88,25 +89,26 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
-    exchange = (axis_name, local_axis_name, param_specs, bucket_bytes)
+
+    def layout_for(specs: PyTree | None) -> AnchorLayout:
+        if not exact_average:
+            return own_anchor()
+        made = whole_anchor if shard_state is False else sharded_anchor
+        return made(axis_name, local_axis_name, specs, bucket_bytes)
+
     return outer_transform(
         owner,
         axis_name,
         base=base,
         schedule=schedule,
         outer_optimizer=slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        learning_rate=_as_learning_rate(learning_rate),
-        layout=_layout(exchange, exact_average, shard_state is not False),
+        layout_for=layout_for,
+        param_specs=param_specs,
         exact_average=exact_average,
         local_axis_name=local_axis_name,
-        warn=warn_once(),
+        learning_rate=_as_learning_rate(learning_rate),
+        **({"observe": observe_rate} if callable(learning_rate) else {}),
     )
-
-
-def _layout(exchange: tuple, exact_average: bool, shard_state: bool) -> AnchorLayout:
-    if not exact_average:
-        return own_anchor()
-    return sharded_anchor(*exchange) if shard_state else whole_anchor(*exchange)
 
 
 def _as_learning_rate(learning_rate: LearningRate) -> optax.Schedule:

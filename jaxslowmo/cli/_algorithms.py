@@ -53,7 +53,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
                 "--check-parameters is for algorithms that exchange parameters; all_reduce "
                 "exchanges gradients, and its loss tells"
             )
-        sync = js.only_finite(sync, ("replica", "device") if two_levels else "replica")
+        sync = js.only_finite(sync)
     return Algorithm(
         schedule=schedule,
         optimizer=_optimizer(config.optimizer, schedule),

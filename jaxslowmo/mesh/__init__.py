@@ -3,6 +3,7 @@
 from ._axes import axis_names as axis_names
 from ._axes import axis_size as axis_size
 from ._axes import checks_varying as checks_varying
+from ._axes import is_bound as is_bound
 from ._axes import match_varying as match_varying
 from ._axes import require_axes as require_axes
 from ._axes import settle as settle
@@ -13,6 +14,7 @@ from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh
+from ._collective_axes import collective_axes as collective_axes
 from ._fingerprint import FINGERPRINT_SEEDS as FINGERPRINT_SEEDS
 from ._fingerprint import fingerprint as fingerprint
 from ._in_sync import Divergence as Divergence

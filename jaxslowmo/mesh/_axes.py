@@ -5,10 +5,12 @@
 thing, often nothing, in each of these.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import jax
-from jax import custom_batching, lax
+import jax.numpy as jnp
+from jax import lax
 
 from .._typing import AxisName, PyTree
 
@@ -34,15 +36,22 @@ def require_axes(owner: str, argument: str, axis_name: AxisName) -> None:
     A misspelt axis would otherwise die in a collective with an empty AssertionError.
     """
     for name in axis_names(axis_name):
-        try:
-            lax.axis_size(name)
-        except NameError:
+        if not is_bound(name):
             bound = ", ".join(repr(a) for a in _bound_axes()) or "none"
             raise ValueError(
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
                 "by `js.init(tx, stacked_params, mesh=mesh, axis_name=...)`."
-            ) from None
+            )
+
+
+def is_bound(name: str) -> bool:
+    """Whether `name` is a mapped axis here."""
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -50,9 +59,10 @@ def axis_size(axis_name: AxisName) -> int:
     return lax.axis_size(axis_name)
 
 
-def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Axes that the type of `x` says it varies over; empty where nothing is tracked."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+def varying_axes(x: Any) -> frozenset[str]:
+    """Axes that an array or type `x` is typed as varying over; empty where nothing is tracked."""
+    is_type = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    aval = x if is_type else jax.typeof(x)
     tracked = getattr(aval, "manual_axis_type", None)
     return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
 
@@ -64,13 +74,20 @@ def checks_varying(name: str) -> bool:
 
 def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark every leaf as varying over `axes`, where that is tracked and not yet so."""
-    tracked = [a for a in axes if checks_varying(a)]
+    wanted = tuple(axes)
+    leaves, treedef = jax.tree.flatten(tree)
+    lacking = [{a for a in wanted if a not in has} for has in map(varying_axes, leaves)]
+    # Asked once per axis and tree, and not at all where nothing is lacking: asking is an equation.
+    tracked = {a for a in wanted if any(a in each for each in lacking) and checks_varying(a)}
+    return treedef.unflatten(
+        [cast_varying(x, each & tracked) for x, each in zip(leaves, lacking, strict=True)]
+    )
 
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(a for a in tracked if a not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+def cast_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """`x`, which does not vary over any of `axes` yet, as varying there; types must be tracked."""
+    # In an order that does not change from process to process, as that of a set does.
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -84,22 +101,24 @@ def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 def match_varying(tree: PyTree, like: PyTree) -> PyTree:
     """Mark each leaf of `tree` as varying at least over the axes its partner in `like` does."""
-    return jax.tree.map(lambda x, ref: vary_over(x, varying_axes(ref)), tree, like)
+    # What a partner varies over is tracked.
+    return jax.tree.map(
+        lambda x, ref: cast_varying(x, varying_axes(ref) - varying_axes(x)), tree, like
+    )
 
 
-@custom_batching.custom_vmap
-def uniform(predicate: jax.Array) -> jax.Array:
-    """Identity on a predicate that is equal on all replicas, which keeps `lax.cond` a cond.
+def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """A predicate or index that is equal along `axes`, typed so that `lax.cond` stays one.
 
-    Under `vmap` a cond with a batched predicate becomes a select that computes both branches.
-    Replicas count alike, so the batching rule takes the first one's value, unbatched. So a further
-    `vmap` over runs whose counters differ is not possible.
+    Under `vmap` a cond with a batched predicate becomes a select that computes both branches. The
+    largest value along those of `axes` that `vmap` maps is unbatched there. A further `vmap`, over
+    runs whose values differ, still makes a select, which is what is right for them.
+
+    Communication: none; along axes of devices the value is taken as it is.
     """
-    return predicate
-
-
-@uniform.def_vmap
-def _uniform_vmap(axis_size: int, in_batched: list[bool], predicate: jax.Array):
-    del axis_size
-    # Again through `uniform`, so that the next vmap out does the same.
-    return uniform(predicate[0] if in_batched[0] else predicate), False
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mapped = tuple(sorted(a for a in axes if a not in manual))
+    if not mapped:
+        return value
+    largest = lax.pmax(value.astype(jnp.int32), mapped)
+    return largest > 0 if value.dtype == jnp.bool_ else largest

@@ -21,17 +21,42 @@ def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
 
 
+class Statistics:
+    """The leaves of model state that are averaged with the parameters: floating ones, or none.
+
+    Attributes:
+      leaves: those, in flattening order.
+    """
+
+    def __init__(self, model_state: PyTree, *, averaged: bool = True) -> None:
+        self._all, self._treedef = jax.tree.flatten(model_state)
+        self._positions = [i for i, x in enumerate(self._all) if averaged and _floating(x)]
+        self.leaves: list[jax.Array] = [self._all[i] for i in self._positions]
+
+    def replaced(self, leaves: list[jax.Array]) -> PyTree:
+        """The model state with other values for these leaves."""
+        new = list(self._all)
+        for i, leaf in zip(self._positions, leaves, strict=True):
+            new[i] = leaf
+        return self._treedef.unflatten(new)
+
+    def averaged_over(self, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
+        """The model state with their means over `axis_name`; as it is if all weigh 0.
+
+        Communication: one all-reduce over `axis_name` per dtype, and with a weight, before, one of
+        8 bytes; none without such leaves.
+        """
+        if not self.leaves:
+            return self.replaced([])
+        return self.replaced(replica_mean(self.leaves, axis_name, weight=weight))
+
+
 def mean_over(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Mean of the floating leaves over `axis_name`; other leaves stay as they are.
 
     Communication: one all-reduce over `axis_name` per floating dtype; none for a tree without.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    floating = [i for i, x in enumerate(leaves) if _floating(x)]
-    means = replica_mean([leaves[i] for i in floating], axis_name)
-    for i, mean in zip(floating, means, strict=True):
-        leaves[i] = mean
-    return treedef.unflatten(leaves)
+    return Statistics(tree).averaged_over(axis_name)
 
 
 def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:

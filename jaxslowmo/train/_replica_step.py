@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, Phase, PyTree
-from ..algorithms import ParameterTransform, increment, run_if, unless_idle
+from ..algorithms import ParameterTransform, increment, unless_idle
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
 from ..reducer import mean_gradients
 from ..tracing import FullLoss, ready_order
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients
-from ._model_state import ModelStateMode, agree_inside, mean_over, vary_statistics
+from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
 from ._state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -29,6 +29,7 @@ class StepParts:
     gradients: optax.GradientTransformationExtraArgs | None
     optimizer: optax.GradientTransformationExtraArgs
     sync: ParameterTransform | None
+    apart: bool  # replicas were said to train apart
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
@@ -99,11 +100,15 @@ class StepParts:
         if weight is not None and self.sync is not None:
             optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
         _check_reduced(updates, inner_axes)
-        model_state = self._synchronised(model_state, sync_state, phase)
-        if self.sync is not None:
-            updates, sync_state = self.sync.update(
-                updates, sync_state, state.params, phase=phase, **extra
+        statistics = Statistics(model_state, averaged=self.model_state == "sync_mean")
+        if self.sync is None:
+            with jax.named_scope("phase:*"):  # part of whichever exchange is due
+                model_state = statistics.averaged_over(self.axis_name, weight)
+        else:
+            updates, means, sync_state = self.sync.exchange(
+                updates, statistics.leaves, sync_state, state.params, phase=phase, **extra
             )
+            model_state = statistics.replaced(means)
         new = TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),
@@ -126,23 +131,6 @@ class StepParts:
     def _kept_if_idle(self, weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         old = match_varying(old, new)
         return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
-
-    def _synchronised(self, model_state: PyTree, sync_state: PyTree, phase: Phase | None):
-        """Model state averaged over replicas in updates that synchronise the parameters too."""
-        if self.model_state != "sync_mean" or not jax.tree.leaves(model_state):
-            return model_state
-        if self.sync is None:
-            due = True
-        elif phase is None:
-            due = self.sync.due(increment(sync_state.count))
-        else:
-            due = bool(phase)
-
-        def average(tree: PyTree) -> PyTree:
-            with jax.named_scope("phase:*"):  # part of whichever exchange is due
-                return mean_over(tree, self.axis_name)
-
-        return run_if(due, average, lambda tree: tree, model_state)
 
 
 def _type_only(x: Any) -> jax.ShapeDtypeStruct:

@@ -44,7 +44,7 @@ TRANSFORMS = {
     "local_sgd scheduled": lambda: js.local_sgd(
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
     ),
-    "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2), "replica"),
+    "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
     "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
     "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
     "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),

@@ -35,7 +35,7 @@ def trained(sync, mesh, mode, steps=8):
     ids=["virtual", "devices"],
 )
 def test_only_finite(name, mesh, mode):
-    step, state = trained(js.only_finite(INNER[name](), "replica"), mesh, mode)
+    step, state = trained(js.only_finite(INNER[name]()), mesh, mode)
     _, plain = trained(INNER[name](), mesh, mode)
     # Another program may round differently.
     np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-6)
@@ -57,7 +57,7 @@ def test_what_it_sends():
         return js.comm_report_of(programs, mesh=step.mesh, compile=False)
 
     plain, checked = (
-        report(sync) for sync in (INNER["diloco"](), js.only_finite(INNER["diloco"](), "replica"))
+        report(sync) for sync in (INNER["diloco"](), js.only_finite(INNER["diloco"]()))
     )
     for kind, more in {"local": 0, "slow": 1}.items():
         assert checked.count(kind=kind) == plain.count(kind=kind) + more
@@ -66,6 +66,4 @@ def test_what_it_sends():
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"`inner` must be a js.ParameterTransform"):
-        js.only_finite(optax.sgd(0.1), "replica")
-    with pytest.raises(ValueError, match=r"`axis_name` must be the name of a mapped axis"):
-        js.only_finite(js.local_sgd("replica"), 3)
+        js.only_finite(optax.sgd(0.1))

@@ -1,5 +1,7 @@
 """`uniform` keeps a cond a cond, and values get the types that branches need."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,19 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh import checks_varying, match_varying, uniform, vary_over, varying_axes
+from jaxslowmo.mesh import (
+    checks_varying,
+    collective_axes,
+    match_varying,
+    uniform,
+    vary_over,
+    varying_axes,
+)
 
 
-def step(x, t):
-    return lax.cond(uniform(t == 4), lambda v: lax.pmean(v, "replica"), lambda v: v + 1.0, x)
+def step(x, t, axes=("replica",)):
+    due = uniform(t == 4, axes)
+    return lax.cond(due, lambda v: lax.pmean(v, "replica"), lambda v: v + 1.0, x)
 
 
 def lowered(fn, *args) -> str:
@@ -21,9 +31,9 @@ def lowered(fn, *args) -> str:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_cond_stays_a_cond_under_vmap(depth):
-    fn, shape = step, (2,) * depth
-    for level in range(depth):
-        name = "replica" if level == 0 else f"outer{level}"
+    names = ["replica", "node", "slice"][:depth]
+    fn, shape = functools.partial(step, axes=names), (2,) * depth
+    for name in names:
         fn = jax.vmap(fn, axis_name=name)
     x, t = jnp.ones((*shape, 3)), jnp.zeros(shape, jnp.int32)
     text = lowered(fn, x, t)
@@ -46,11 +56,59 @@ def test_without_it_the_cond_becomes_a_select():
 
 
 def test_values_under_nested_vmap():
-    fn = jax.jit(jax.vmap(jax.vmap(step, axis_name="inner"), axis_name="replica"))
+    both = functools.partial(step, axes=("replica", "inner"))
+    fn = jax.jit(jax.vmap(jax.vmap(both, axis_name="inner"), axis_name="replica"))
     x = jnp.arange(12.0).reshape(2, 2, 3)
     mean = np.broadcast_to(np.asarray(x).mean(0), (2, 2, 3))
     assert np.array_equal(fn(x, jnp.full((2, 2), 4)), mean)
     assert np.array_equal(fn(x, jnp.full((2, 2), 3)), x + 1)
+
+
+@pytest.mark.parametrize("name", [None, "run"])
+def test_runs_that_differ_under_an_outer_vmap(name):
+    """Each run decides for itself: one is at its fourth update, the other is not."""
+    fn = jax.jit(jax.vmap(jax.vmap(step, axis_name="replica"), axis_name=name))
+    x = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    counts = jnp.array([[4, 4], [2, 2]])
+    expected = np.stack([np.broadcast_to(x[0].mean(0), (2, 3)), x[1] + 1])
+    assert np.array_equal(fn(x, counts), expected)
+
+
+@pytest.mark.parametrize("execution", ["shard_map", "unchecked", "pmap"])
+def test_nothing_is_sent_for_it_on_devices(execution, mesh_of):
+    fn = lambda x: uniform(x[0] > 0, ("replica",))[None]  # noqa: E731
+    if execution == "pmap":
+        mapped = jax.pmap(fn, axis_name="replica", devices=jax.devices()[:4])
+        args = jnp.ones((4, 1))
+    else:
+        mapped = jax.shard_map(
+            fn,
+            mesh=mesh_of({"replica": 4}),
+            in_specs=P("replica"),
+            out_specs=P("replica"),
+            check_vma=execution == "shard_map",
+        )
+        args = jnp.ones(4)
+    assert "all_reduce" not in lowered(mapped, args)
+
+
+def test_axes_of_the_collectives_in_a_program():
+    def program(x):
+        inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
+        y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
+        z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
+        return z.sum() + lax.axis_index("slice")
+
+    seen = []
+
+    def one(x):
+        seen.append(collective_axes(jax.make_jaxpr(program)(x).jaxpr))
+        return x
+
+    for name in ("replica", "node", "slice"):
+        one = jax.vmap(one, axis_name=name)
+    jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
+    assert seen == [{"replica", "node"}]
 
 
 def test_in_a_scan_under_vmap():

@@ -1,0 +1,184 @@
+"""What updates of parameter transforms are checked for."""
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import AxisName, PyTree
+from ..mesh import axis_names, axis_size, checks_varying, require_axes, varying_axes
+from ..tree import leaf_names
+
+
+def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
+    """`updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
+    if weight is None:
+        return updates
+    return jax.tree.map(lambda u: jnp.where(weight > 0, u, jnp.zeros_like(u)), updates)
+
+
+def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
+    """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise ValueError(
+            f"{owner}: `{argument}` must be the name of a mapped axis or a tuple of names, "
+            f"got {axis_name!r}."
+        )
+    if len(set(names)) != len(names):
+        raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
+
+
+def check_exchange_arguments(
+    owner: str,
+    axis_name: object,
+    local_axis_name: object | None,
+    bucket_bytes: int | None,
+) -> None:
+    """At construction: the arguments that all parameter transforms share; `ValueError` if bad."""
+    check_axis_argument(owner, "axis_name", axis_name)
+    if local_axis_name is not None:
+        check_axis_argument(owner, "local_axis_name", local_axis_name)
+    if bucket_bytes is not None and bucket_bytes < 0:
+        raise ValueError(
+            f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
+        )
+
+
+def check_axes(
+    owner: str,
+    axis_name: AxisName,
+    local_axis_name: AxisName | None,
+    warn: Callable[[str], None],
+    warned_about: frozenset[str] = frozenset(),
+) -> None:
+    """At trace time: both axes are bound and distinct; warn about a replica axis of size 1.
+
+    `warned_about`: axes of which a transform around this one warns.
+    """
+    require_axes(owner, "axis_name", axis_name)
+    if local_axis_name is not None:
+        require_axes(owner, "local_axis_name", local_axis_name)
+        both = set(axis_names(axis_name)) & set(axis_names(local_axis_name))
+        if both:
+            raise ValueError(
+                f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
+            )
+    if axis_size(axis_name) == 1 and not set(axis_names(axis_name)) <= warned_about:
+        names = axis_names(axis_name)
+        axis = repr(names[0] if len(names) == 1 else names)
+        warn(f"{owner}: axis {axis} has size 1, so there is nothing to communicate.")
+
+
+def check_update_arguments(
+    owner: str,
+    params: PyTree | None,
+    phase: object,
+    events: tuple[str, ...] | None,
+) -> None:
+    """Raise `ValueError` for missing parameters, or a phase of something else.
+
+    `events` are the names that a phase may hold; None leaves that to a base transform.
+    """
+    if params is None:
+        raise ValueError(
+            f"{owner} moves parameters and needs them: call `update(updates, state, params)`."
+        )
+    if phase is None:
+        return
+    if not isinstance(phase, tuple) or (events is not None and not set(phase) <= set(events)):
+        raise ValueError(
+            f"{owner}: `phase` must come from `transform.phase(t)`, a tuple of event names"
+            f"{'' if events is None else f' out of {list(events)}'}, got {phase!r}."
+        )
+
+
+def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
+    """At trace time: the new parameters differ between replicas, by their types.
+
+    Where they do not, the gradients were summed over the replicas by jax: `shard_map` with its
+    default check does that for parameters that are equal over an axis.
+    """
+    tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
+    if not tracked:
+        return
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
+    missing = [
+        (i, [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+        for i, (p, u) in enumerate(pairs)
+    ]
+    names = leaf_names(params) if any(axes for _, axes in missing) else []
+    wrong = [f"{names[i]} (over {', '.join(map(repr, axes))})" for i, axes in missing if axes]
+    if wrong:
+        raise ValueError(
+            f"{owner}: parameters and updates must differ between replicas, and by their types "
+            f"these do not, so jax has summed their gradients over the replicas already: "
+            f"{', '.join(wrong)}. Give every replica its own parameters (`js.replicate`, in_specs "
+            "P(axis_name)), or mark them before differentiating: `jax.lax.pcast(params, axis_name, "
+            'to="varying")`.'
+        )
+
+
+class StateCheck:
+    """Whether a state is what `init` makes: each kind of parameters is looked at once."""
+
+    def __init__(self, owner: str, init: Callable[[PyTree], PyTree]) -> None:
+        self._owner, self._init = owner, init
+        self._known: dict[Hashable, _Form] = {}
+
+    def __call__(self, state: PyTree, params: PyTree, axes: AxisName) -> None:
+        """At trace time: raise `ValueError` for the state of another transform or configuration."""
+        key = (_form(params), axis_size(axes))
+        if key not in self._known:
+            self._known[key] = _form(jax.eval_shape(self._init, params))
+        wanted, found = self._known[key], _form(state)
+        if found != wanted:
+            raise ValueError(
+                f"{self._owner}: `state` must be what this transform's `init` makes for these "
+                f"parameters, {_described(wanted)}, got {_described(found)}: was it made by "
+                "another transform, or with other arguments?"
+            )
+
+
+_Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
+"""Structure of a tree, and shape and dtype of every leaf."""
+
+
+def _form(tree: PyTree) -> _Form:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+
+_NUM_LISTED = 6
+
+
+def _described(form: _Form) -> str:
+    treedef, types = form
+    tree = treedef.unflatten([f"{dtype}{list(shape)}" for shape, dtype in types])
+    lines = [
+        f"{name}: {what}"
+        for name, what in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    ]
+    more = f", and {len(lines) - _NUM_LISTED} more" if len(lines) > _NUM_LISTED else ""
+    return f"{type(tree).__name__}({', '.join(lines[:_NUM_LISTED])}{more})"
+
+
+def check_weight(owner: str, weight: Any) -> jax.Array | None:
+    """`weight` as a () float32 array, or None.
+
+    Raises:
+      ValueError: not a real scalar; a number below 0 or not finite, where that is known.
+    """
+    if weight is None:
+        return None
+    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
+        raise ValueError(
+            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
+            f"{dtype}{list(shape)}."
+        )
+    if isinstance(weight, int | float) and not 0 <= weight < math.inf:
+        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
+    return jnp.asarray(weight).astype(jnp.float32)

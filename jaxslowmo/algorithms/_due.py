@@ -1,0 +1,102 @@
+"""Whether an exchange runs: from the counter, inside the program or fixed by a phase."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from .._typing import Phase, PyTree
+from ..mesh import collective_axes, uniform, vary_over, varying_axes
+from ._schedule import Every
+
+Communicate = bool | jax.Array
+
+
+def increment(count: jax.Array) -> jax.Array:
+    """`count + 1`, staying at the largest int32."""
+    return jnp.asarray(optax.safe_increment(count))
+
+
+def phase_scope(event: str) -> Any:
+    """Named scope around the exchange of `event`, by which `js.comm_report` knows it."""
+    return jax.named_scope(f"phase:{event}")
+
+
+def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
+    """`a or b`, a bool where that is static."""
+    return True if a is True or b is True else a | b
+
+
+def is_due(
+    event: str,
+    schedule: Every,
+    count: jax.Array,
+    communicate: Communicate,
+    phase: Phase | None,
+) -> bool | jax.Array:
+    """Whether `event` runs in this update: a bool where that is static, else a () bool array."""
+    return decide(schedule(count) if phase is None else event in phase, communicate)
+
+
+def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
+    """`due and communicate`, a bool where that is static."""
+    if communicate is True or due is False:
+        return due
+    return False if communicate is False else jnp.logical_and(due, communicate)
+
+
+def run_if(
+    due: bool | jax.Array,
+    exchange: Callable[[PyTree], PyTree],
+    otherwise: Callable[[PyTree], PyTree],
+    operand: PyTree,
+) -> PyTree:
+    """`exchange(operand)` if `due` else `otherwise(operand)`, as a `lax.cond` where undecided.
+
+    The predicate is equal on all replicas, since it comes from the counter, so it is safe to have
+    collectives in a branch; under vmap it stays a cond.
+    """
+    if isinstance(due, bool):
+        return exchange(operand) if due else otherwise(operand)
+    (run, leave), axes = _alike([exchange, otherwise], operand)
+    return lax.cond(uniform(due, axes), run, leave, operand)
+
+
+def run_one_of(
+    index: int | jax.Array, branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
+) -> PyTree:
+    """`branches[index](operand)`, as a `lax.switch` where that is undecided; see `run_if`."""
+    if len(branches) == 1:
+        index = 0
+    if isinstance(index, int):
+        return branches[index](operand)
+    alike, axes = _alike(branches, operand)
+    return lax.switch(uniform(index, axes), alike, operand)
+
+
+def _alike(
+    branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
+) -> tuple[list[Callable[[PyTree], PyTree]], frozenset[str]]:
+    """Branches that agree in what their results vary over, and the axes over which they exchange.
+
+    A mean varies over less than others. Each branch is run once, and what `lax.cond` then runs is
+    its jaxpr. Run twice per cond, branches would run four times in a cond inside a cond.
+    """
+    traced = [jax.make_jaxpr(branch, return_shape=True)(operand) for branch in branches]
+    exchanged = frozenset[str]().union(*(collective_axes(jaxpr.jaxpr) for jaxpr, _ in traced))
+    # Joined once: graphs can have hundreds of rounds, a branch each.
+    results = zip(*(jax.tree.leaves(shapes) for _, shapes in traced), strict=True)
+    axes = [frozenset().union(*map(varying_axes, leaves)) for leaves in results]
+
+    def alike(jaxpr: ClosedJaxpr, shapes: PyTree) -> Callable[[PyTree], PyTree]:
+        def branch(x: PyTree) -> PyTree:
+            leaves = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(x))
+            return jax.tree.unflatten(jax.tree.structure(shapes), map(vary_over, leaves, axes))
+
+        return branch
+
+    return [alike(*each) for each in traced], exchanged

@@ -1,0 +1,128 @@
+"""Does an optimizer treat every element by itself? Then it may be given shards of flat buffers."""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import optax
+
+from .._typing import PyTree
+
+_SHAPES = {"matrix": (2, 3), "vector": (4,)}
+_SHARD = (1, 5)  # two of them hold all elements
+# Of gradients: below and above any sensible threshold. The last ones have a NaN in one element.
+_SCALES = (1e-3, 1.0, 1e4, 1e8, np.nan)
+
+
+def element_wise(
+    owner: str, argument: str, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """`optimizer`, which was seen to treat every element by itself.
+
+    A few steps are tried on a small tree, whole and split: now, or when a state is made where jax
+    has no device yet (taking one would end the chance to call `jax.distributed.initialize`).
+
+    Raises:
+      ValueError: the results differ, or it can't be applied to flat shards.
+
+    Communication: none.
+    """
+    refusal = (
+        f"{owner}: `{argument}` must treat every element by itself where `shard_state` is True, "
+        "since it is given flat shards and no whole leaves (no global norm, no scaling by leaf, no "
+        "masks or labels by leaf, no check that all is finite, no noise): pass shard_state=False "
+        "for this one."
+    )
+
+    @functools.cache
+    def check() -> None:
+        try:
+            # Another thread is outside of what is being traced in this one.
+            with ThreadPoolExecutor(1) as pool:
+                whole, split = pool.submit(_whole_and_split, optimizer).result()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{refusal} It can't be applied to them: {what}") from error
+        largest = np.max(np.abs(whole), axis=1, keepdims=True, where=np.isfinite(whole), initial=0)
+        near = np.abs(whole - split) <= 1e-4 * np.abs(whole) + 1e-6 * largest
+        if not np.all(near | (whole == split) | (np.isnan(whole) & np.isnan(split))):
+            raise ValueError(f"{refusal} On a small tree the two give different results.")
+
+    def init_fn(params: PyTree) -> PyTree:
+        check()
+        return optimizer.init(params)
+
+    if _has_devices():
+        check()
+    return optax.GradientTransformationExtraArgs(
+        init_fn, optax.with_extra_args_support(optimizer).update
+    )
+
+
+def _whole_and_split(optimizer: optax.GradientTransformation) -> tuple[np.ndarray, np.ndarray]:
+    """All updates of a few steps, flat, of the tree as it is and in shards."""
+    random = np.random.default_rng(0)
+    size = sum(int(np.prod(shape)) for shape in _SHAPES.values())
+    start = random.normal(size=size).astype(np.float32)
+    gradients = []
+    for scale in _SCALES:
+        gradient = random.normal(size=size)
+        if np.isnan(scale):
+            gradient[0] = scale
+        gradients.append(np.float32(gradient if np.isnan(scale) else scale * gradient))
+    halves = range(0, size, size // 2)
+    return (
+        _flat([_updates(optimizer, _as_tree(start), [_as_tree(g) for g in gradients])]),
+        _flat(
+            [
+                _updates(optimizer, _as_shard(start, i), [_as_shard(g, i) for g in gradients])
+                for i in halves
+            ]
+        ),
+    )
+
+
+def _updates(
+    optimizer: optax.GradientTransformation, params: PyTree, gradients: list[PyTree]
+) -> list[PyTree]:
+    def run(params: PyTree, gradients: list[PyTree]) -> list[PyTree]:
+        state, found = optimizer.init(params), []
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            found.append(updates)
+        return found
+
+    return jax.device_get(jax.jit(run)(params, gradients))
+
+
+def _as_tree(flat: np.ndarray) -> PyTree:
+    tree, start = {}, 0
+    for name, shape in _SHAPES.items():
+        stop = start + int(np.prod(shape))
+        tree[name], start = flat[start:stop].reshape(shape), stop
+    return tree
+
+
+def _as_shard(flat: np.ndarray, start: int) -> PyTree:
+    return (flat[start : start + int(np.prod(_SHARD))].reshape(_SHARD),)
+
+
+def _flat(parts: list[list[PyTree]]) -> np.ndarray:
+    """`(steps, elements)` of updates per part and step."""
+    return np.concatenate(
+        [
+            np.stack([np.concatenate([x.ravel() for x in jax.tree.leaves(u)]) for u in steps])
+            for steps in parts
+        ],
+        axis=1,
+    )
+
+
+def _has_devices() -> bool:
+    try:  # No public way asks without starting the backends.
+        from jax._src.xla_bridge import backends_are_initialized
+    except ImportError:
+        return False
+    return backends_are_initialized()
