@@ -41,6 +41,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jax.monitoring  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -104,6 +105,24 @@ def mesh_of() -> Callable[..., jax.sharding.Mesh]:
         )
 
     return build
+
+
+class Compilations:
+    """Counts what was compiled since it was made: `count`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, event: str, duration: float, **kwargs: object) -> None:
+        self.count += event.endswith("backend_compile_duration")
+
+
+@pytest.fixture(scope="session")
+def compilations() -> Compilations:
+    """Its `count` grows by one for each program that is compiled."""
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    return counter
 
 
 @pytest.fixture

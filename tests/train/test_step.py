@@ -1,7 +1,6 @@
 """The training step against loops written by hand with optax."""
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -323,21 +322,6 @@ def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
         ):
             assert np.array_equal(a, b)
         assert np.array_equal(resumed.step, state.step)
-
-
-class Compilations:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, event, duration, **kwargs):
-        self.count += event.endswith("backend_compile_duration")
-
-
-@pytest.fixture(scope="module")
-def compilations():
-    counter = Compilations()
-    jax.monitoring.register_event_duration_secs_listener(counter)
-    return counter
 
 
 @pytest.mark.parametrize(
