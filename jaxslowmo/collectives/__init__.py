@@ -16,6 +16,7 @@ from ._quantised import Quantised as Quantised
 from ._quantised import quantised_mean as quantised_mean
 from ._reduce import all_mean as all_mean
 from ._reduce import all_mean_in_slices as all_mean_in_slices
+from ._reduce import scaled as scaled
 from ._scatter import all_gather_shards as all_gather_shards
 from ._scatter import mean_to_shards as mean_to_shards
 from ._scatter import own_shard as own_shard
@@ -25,6 +26,5 @@ from ._sparsified import top_k_mean as top_k_mean
 from ._weighted import TotalWeight as TotalWeight
 from ._weighted import quotient as quotient
 from ._weighted import relative_weight as relative_weight
-from ._weighted import scaled as scaled
 from ._weighted import total_weight as total_weight
 from ._weighted import weighted_means as weighted_means

@@ -6,6 +6,7 @@ from jax import lax
 
 from .._typing import AxisName
 from ..mesh import axis_size, settle
+from ..tree import at_least_float32
 from ._local import in_slices
 
 
@@ -14,12 +15,21 @@ def _overflows_when_summed(dtype: jnp.dtype) -> bool:
     return dtype == jnp.float16
 
 
-def all_mean(flat: jax.Array, axis_name: AxisName) -> jax.Array:
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite there."""
+    wide = at_least_float32(x.dtype)
+    product = factor.astype(wide) * x.astype(wide)
+    return jnp.where(factor > 0, product, jnp.zeros_like(product)).astype(x.dtype)
+
+
+def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None = None) -> jax.Array:
     """Mean of `flat` over `axis_name`, in its dtype.
 
     Args:
       flat: any shape.
       axis_name: mapped axis, or several.
+      factor: () float, what this replica's `flat` is multiplied with; 0 leaves it out, whatever it
+        holds. None: 1.
 
     Returns:
       The mean, equal (and typed as unvarying) over `axis_name`. The sum is divided, so 2 or 4
@@ -30,10 +40,21 @@ def all_mean(flat: jax.Array, axis_name: AxisName) -> jax.Array:
     """
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0:
-        return settle(flat, axis_name)
+        return settle(flat if factor is None else scaled(flat, factor), axis_name)
     if _overflows_when_summed(flat.dtype):
-        return lax.psum(flat / count, axis_name)
-    return lax.psum(flat, axis_name) / count
+        part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
+        return lax.psum(part, axis_name)
+    return _divided(lax.psum(flat if factor is None else scaled(flat, factor), axis_name), count)
+
+
+def _divided(x: jax.Array, count: int) -> jax.Array:
+    """`x / count` in x's dtype, by way of float32 where that might not hold the count.
+
+    In bfloat16, 257 is 256.
+    """
+    if count <= 2 ** (jnp.finfo(x.dtype).nmant + 1):
+        return x / count
+    return (x.astype(at_least_float32(x.dtype)) / count).astype(x.dtype)
 
 
 def all_mean_in_slices(

@@ -9,7 +9,8 @@ from jax import lax
 
 from .._typing import AxisName
 from ..mesh import axis_size, settle
-from ._reduce import all_mean
+from ..tree import at_least_float32
+from ._reduce import all_mean, scaled
 
 
 class TotalWeight(NamedTuple):
@@ -28,36 +29,43 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> TotalWeight:
     return TotalWeight(*_sum(own, axis_name))
 
 
-def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite there."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    product = factor.astype(wide) * x.astype(wide)
-    return jnp.where(factor > 0, product, jnp.zeros_like(product)).astype(x.dtype)
+def relative_weight(
+    weight: jax.Array, total: TotalWeight, axis_name: AxisName, *, idle_as_zeros: bool = False
+) -> jax.Array:
+    """The factor that turns a plain mean over replicas into the weighted one; 0 if all weigh 0.
 
-
-def relative_weight(weight: jax.Array, total: TotalWeight, axis_name: AxisName) -> jax.Array:
-    """The factor that turns a plain mean over replicas into the weighted one; 0 if all weigh 0."""
-    return axis_size(axis_name) * quotient(_positive(weight), total.weight)
+    With `idle_as_zeros` the mean is that in which replicas of weight 0 had sent zeros.
+    """
+    own = _positive(weight).astype(_precise())
+    count = total.active.astype(own.dtype) if idle_as_zeros else axis_size(axis_name)
+    return quotient(count * own, total.weight)
 
 
 def quotient(x: jax.Array, total: jax.Array) -> jax.Array:
-    """`x / total` for a scalar total in x's dtype; 0 where the total is 0."""
-    total = total.astype(x.dtype)
-    return jnp.where(total > 0, x / jnp.where(total > 0, total, 1), jnp.zeros_like(x))
+    """`x / total` for a scalar total, in x's dtype; 0 where the total is 0.
+
+    Divided in at least float32: a total of 257 would be 256 in bfloat16.
+    """
+    wide = at_least_float32(x.dtype)
+    total = total.astype(wide)
+    found = x.astype(wide) / jnp.where(total > 0, total, 1)
+    return jnp.where(total > 0, found, jnp.zeros_like(found)).astype(x.dtype)
 
 
 def weighted_means(
-    flats: Sequence[jax.Array], weight: jax.Array, axis_name: AxisName
-) -> tuple[list[jax.Array], TotalWeight]:
+    flats: Sequence[jax.Array], weight: jax.Array, axis_name: AxisName, *, idle_as_zeros: bool
+) -> list[jax.Array]:
     """Means of flat buffers over replicas, each replica with its weight.
 
     Args:
       flats: 1-D, of any floating dtypes.
       weight: () float32 >= 0; what a replica of weight 0 holds is ignored, NaN included.
       axis_name: mapped axis, or several.
+      idle_as_zeros: make the means smaller by the share of replicas of weight 0, as if these had
+        sent zeros.
 
     Returns:
-      `(means, total)`, equal over the axis; all means are 0 where every weight is.
+      The means, equal over the axis; all are 0 where every weight is.
 
     Communication: one all-reduce per buffer over `axis_name`. The weights travel in the first
       float32 (or wider) buffer, which grows by two elements. Where there is none, or a float16
@@ -66,16 +74,23 @@ def weighted_means(
     carriers = [i for i, flat in enumerate(flats) if flat.dtype.itemsize >= 4 and flat.size]
     if not carriers or any(flat.dtype == jnp.float16 for flat in flats):
         total = total_weight(weight, axis_name)
-        factor = relative_weight(weight, total, axis_name)
-        return [all_mean(scaled(flat, factor), axis_name) for flat in flats], total
+        factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
+        return [all_mean(flat, axis_name, factor=factor) for flat in flats]
     own = jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
     parts = [scaled(flat, weight) for flat in flats]
     carrier = carriers[0]
     parts[carrier] = jnp.concatenate([parts[carrier], own.astype(parts[carrier].dtype)])
     sums = [_sum(part, axis_name) for part in parts]
-    total = TotalWeight(*sums[carrier][-2:].astype(weight.dtype))
+    total, active = sums[carrier][-2:].astype(_precise())
     sums[carrier] = sums[carrier][:-2]
-    return [quotient(x, total.weight) for x in sums], total
+    if idle_as_zeros:
+        total = quotient(total * axis_size(axis_name), active)
+    return [quotient(x, total) for x in sums]
+
+
+def _precise() -> jnp.dtype:
+    """The default float dtype: under x64 it serves float64 leaves too."""
+    return jnp.dtype(jnp.result_type(float))
 
 
 def _positive(weight: jax.Array) -> jax.Array:

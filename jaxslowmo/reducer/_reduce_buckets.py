@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
-from ..mesh import axis_size
 from ..tree import BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 from ._order import Order, leaf_positions
@@ -96,11 +95,7 @@ def reduce_plainly(
             with jax.named_scope(f"bucket_{i}"):
                 means.append(all_mean(flat, axis_name))
         return plan.unpack(means)
-    means, total = weighted_means(flats, weight, axis_name)
-    if divide_by_initial:
-        share = total.active / axis_size(axis_name)
-        means = [share.astype(mean.dtype) * mean for mean in means]
-    return plan.unpack(means)
+    return plan.unpack(weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial))
 
 
 def reduce_with_hook(
@@ -121,9 +116,7 @@ def reduce_with_hook(
     flats = plan.pack(grads)
     if weight is not None:
         total = total_weight(weight, axis_name)
-        factor = relative_weight(weight, total, axis_name)
-        if divide_by_initial:
-            factor = factor * total.active / axis_size(axis_name)
+        factor = relative_weight(weight, total, axis_name, idle_as_zeros=divide_by_initial)
         flats = [scaled(flat, factor) for flat in flats]
     reduced, after = [], []
     names = leaf_names(grads)

@@ -31,7 +31,7 @@ class Facts(NamedTuple):
 class _Gathered(NamedTuple):
     rows: jax.Array  # (replicas, send) int32, distinct in each replica
     values: jax.Array  # (replicas, send, *s)
-    shares: jax.Array | None  # (replicas,) float32, what each counts in the mean; None: 1 / R
+    shares: jax.Array | None  # (replicas,), what each counts in the mean; None: 1 / R each
     facts: Facts
 
 
@@ -98,7 +98,8 @@ class TableReduction:
         needed = jnp.max(head[:, send])
         shares = None
         if weight is not None:
-            shares = self._shares(lax.bitcast_convert_type(head[:, send + 2], jnp.float32))
+            weights = lax.bitcast_convert_type(head[:, send + 2], jnp.float32)
+            shares = self._shares(weights.astype(at_least_float32(gradient.dtype)))
         return _Gathered(
             rows=head[:, :send],
             values=self._all_gather(values),
