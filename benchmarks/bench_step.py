@@ -64,7 +64,7 @@ def variants() -> dict[str, dict]:
         "slowmo": slowmo(NEVER, NEVER),
         "diloco": js.diloco("replica", sync_every=NEVER),
     }
-    found: dict[str, dict] = {"optimizer alone": {}}
+    found: dict[str, dict] = {"optimizer alone": {"sync": "none"}}
     for name, sync in local.items():
         for mode in ("traced", "host"):
             found[f"{name}: local step, {mode}"] = {"sync": sync, "mode": mode}

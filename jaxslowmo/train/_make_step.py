@@ -1,7 +1,7 @@
 """Build a training step from a loss function, an optimizer and what to exchange."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
@@ -10,6 +10,7 @@ from ..algorithms import ParameterTransform
 from ..mesh import AnyMesh, replica_count
 from ..tracing import as_full_loss
 from ._model_state import ModelStateMode
+from ._ours import check_gradients
 from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
 
@@ -18,7 +19,7 @@ def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    sync: ParameterTransform | None = None,
+    sync: ParameterTransform | Literal["none"] | None = None,
     gradients: optax.GradientTransformation | None = None,
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
@@ -37,11 +38,12 @@ def make_train_step(
       optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
         and parameter transforms included, works too in `"traced"` mode.
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
-        None where gradients are averaged over the replicas. Without any of these, in `optimizer`
-        or here, the replicas train apart.
+        None where gradients are averaged over the replicas. Several replicas that are given
+        neither, here, as `gradients` or in a chain of ours as `optimizer`, are refused; `"none"`
+        says that they train apart, and exchange no model state either.
       gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
         parallelism. None averages them over the inner axes of the mesh, if it has any; pass
-        `optax.identity()` where `optimizer` is a chain that does so itself.
+        `optax.identity()` where `optimizer` averages gradients by itself.
       mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
         replica's batch, or `js.virtual_mesh`. Axes over which parameters are sharded are left to
         the compiler.
@@ -61,10 +63,11 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state or order; accumulate < 1; `sync` that is no
-        `ParameterTransform`; at `init`, host-scheduled with a parameter transform elsewhere; at
-        trace time batches that do not split evenly and gradients that were not averaged over the
-        inner axes.
+      ValueError: unknown axis, mode, model_state or order; accumulate < 1; `sync` that is neither a
+        `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`; a parameter
+        transform as `gradients`. At `init`, or at the first step, one inside `gradients` or,
+        host-scheduled, inside `optimizer`; replicas that would train apart. At trace time batches
+        that do not split evenly and gradients that were not averaged over the inner axes.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
@@ -81,19 +84,29 @@ def make_train_step(
         raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
-    if sync is not None and not isinstance(sync, ParameterTransform):
+    apart = isinstance(sync, str) and sync == "none"
+    if not apart and sync is not None and not isinstance(sync, ParameterTransform):
         raise ValueError(
-            "`sync` must be a js.ParameterTransform such as js.local_sgd(...), got "
-            f"{type(sync).__name__}; other transforms go into `optimizer` or `gradients`."
+            '`sync` must be a js.ParameterTransform such as js.local_sgd(...), None, or "none" for '
+            f"replicas that train apart, got {sync!r}; other transforms go into `optimizer` or "
+            "`gradients`."
         )
+    if apart and model_state == "broadcast":
+        raise ValueError(
+            '`sync`="none" says that replicas train apart, and `model_state`="broadcast" gives all '
+            "of them replica 0's before every forward pass: leave one of the two out."
+        )
+    check_gradients(gradients)
+    own_sync = sync if isinstance(sync, ParameterTransform) else None
     parts = StepParts(
         loss=as_full_loss(loss_fn),
         gradients=None if gradients is None else optax.with_extra_args_support(gradients),
         optimizer=optax.with_extra_args_support(optimizer),
-        sync=None if sync is None else sync.sized(dict(mesh.shape)),
+        sync=None if own_sync is None else own_sync.sized(dict(mesh.shape)),
+        apart=apart,
         axis_name=axis_name,
         accumulate=accumulate,
-        model_state=model_state,
+        model_state="local" if apart else model_state,
         order=order,
     )
     return TrainStep(parts, mesh, mode, donate)

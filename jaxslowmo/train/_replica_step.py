@@ -15,6 +15,7 @@ from ..tracing import FullLoss, ready_order
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
+from ._ours import holds_gradient_transform, holds_parameter_transform
 from ._state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -97,8 +98,11 @@ class StepParts:
             updates, optimizer_after = self.optimizer.update(
                 grads, optimizer_state, state.params, **extra
             )
-        if weight is not None and self.sync is not None:
+        alone = self._trains_alone(optimizer_state)
+        if weight is not None and (self.sync is not None or alone):
             optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
+        if alone:
+            updates = unless_idle(updates, weight)
         _check_reduced(updates, inner_axes)
         statistics = Statistics(model_state, averaged=self.model_state == "sync_mean")
         if self.sync is None:
@@ -126,6 +130,15 @@ class StepParts:
             jax.tree.map(_type_only, batch),
             rng=key,
             model_state=jax.tree.map(_type_only, state.model_state),
+        )
+
+    def _trains_alone(self, optimizer_state: PyTree) -> bool:
+        """Whether nothing brings replicas together, so that an idle one has nobody to follow."""
+        return (
+            self.sync is None
+            and (self.gradients is None or self.apart)
+            and not holds_gradient_transform(optimizer_state)
+            and not holds_parameter_transform(optimizer_state)
         )
 
     def _kept_if_idle(self, weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -10,18 +10,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import Phase, PyTree
-from ..algorithms import (
-    LocalSGDState,
-    OnlyFiniteState,
-    OuterState,
-    ParameterTransform,
-    SGPState,
-    phase_name,
-)
+from ..algorithms import ParameterTransform, phase_name
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
 from ..tracing import ready_order
 from ..tree import leaf_names
 from ._in_flight import StepsInFlight
+from ._ours import check_transforms
 from ._replica_step import Metrics, StepParts
 from ._state import TrainState
 
@@ -61,11 +55,7 @@ class TrainStep:
             model_state=model_state,
             seed=seed,
         )
-        if self.mode == "host" and _holds_parameter_transform(state.opt_state[:2]):
-            raise ValueError(
-                '`mode`="host" schedules `sync` alone, and `optimizer` or `gradients` holds a '
-                'parameter transform too: pass that one as `sync`, or use mode="traced".'
-            )
+        self._check_transforms(state)
         return state
 
     def phase(self, t: int) -> Phase:
@@ -144,6 +134,7 @@ class TrainStep:
         sent. Arguments may be `ShapeDtypeStruct`s; nothing runs. On a `Mesh` the step's own
         programs are traced, which its first updates then need not do again.
         """
+        self._check_transforms(state)
         automatic = model_axes(state.params, self.mesh, self.axis_name)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
         batch = self._placed(batch, automatic)
@@ -175,6 +166,17 @@ class TrainStep:
             self._counted = (array, int(np.asarray(local).reshape(-1)[0]))
         return self._counted[1]
 
+    def _check_transforms(self, state: TrainState) -> None:
+        """What could not be seen before there was a state: which transforms chains consist of."""
+        parts = self._parts
+        check_transforms(
+            state.opt_state,
+            mode=self.mode,
+            axis_name=self.axis_name,
+            num_replicas=math.prod(self.mesh.shape[name] for name in axis_names(self.axis_name)),
+            exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
+        )
+
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
         skip = {*axis_names(self.axis_name), *automatic}
@@ -203,6 +205,7 @@ class TrainStep:
         mesh = self.mesh
         key = (phase, automatic)
         if key not in self._programs:
+            self._check_transforms(state)
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
                 jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch, weight)
@@ -294,12 +297,6 @@ def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
         f"`batch`: the leading dimension of every leaf must be a positive multiple of {parts}, the "
         f"size of axes {axes} together, got {', '.join(wrong)}."
     )
-
-
-def _holds_parameter_transform(state: PyTree) -> bool:
-    kinds = (LocalSGDState, OnlyFiniteState, OuterState, SGPState)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds) for x in leaves)
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

@@ -102,7 +102,10 @@ def test_counters_that_differ_between_replicas_are_kept_alike():
 
 def test_a_loss_that_takes_no_model_state():
     step = js.make_train_step(
-        lambda p, b: jnp.sum(p["w"] * b), optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 2})
+        lambda p, b: jnp.sum(p["w"] * b),
+        optax.sgd(0.1),
+        sync=js.local_sgd("replica"),
+        mesh=js.virtual_mesh({"replica": 2}),
     )
     state = step.init({"w": np.ones(3, np.float32)}, model_state={"s": np.zeros(2, np.float32)})
     with pytest.raises(ValueError, match=r"`loss_fn` must take `model_state` as a keyword"):

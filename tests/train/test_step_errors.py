@@ -18,7 +18,11 @@ def loss(params, batch):
 
 def test_batches_that_do_not_split():
     step = js.make_train_step(
-        loss, optax.sgd(0.1), mesh=js.make_mesh({"replica": 2, "device": 2}), accumulate=3
+        loss,
+        optax.sgd(0.1),
+        sync="none",
+        mesh=js.make_mesh({"replica": 2, "device": 2}),
+        accumulate=3,
     )
     state = step.init(PARAMS)
     for batch, shape in (
@@ -40,7 +44,13 @@ def test_batches_that_do_not_split():
         ({"model_state": "mean"}, r"`model_state` must be .* got 'mean'"),
         ({"accumulate": 0}, r"`accumulate` counts microbatches and must be >= 1, got 0"),
         ({"accumulate": 1.5}, r"`accumulate` .* got 1\.5"),
-        ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got \w+"),
+        ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got Gradient\w+"),
+        ({"sync": "all"}, r"`sync` must be .*None, or \"none\" for .* apart, got 'all'"),
+        (
+            {"sync": "none", "model_state": "broadcast"},
+            r'`sync`="none" .*`model_state`="broadcast" .*leave one',
+        ),
+        ({"gradients": js.local_sgd("replica")}, r"`gradients` must .* pass it as `sync`"),
         ({"loss_fn": 3}, r"`loss_fn` must be callable, got int"),
     ],
 )
@@ -59,7 +69,8 @@ def test_bad_arguments(arguments, message):
     ],
 )
 def test_bad_results_of_the_loss(bad, message):
-    step = js.make_train_step(bad, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 2}))
+    mesh = js.virtual_mesh({"replica": 2})
+    step = js.make_train_step(bad, optax.sgd(0.1), sync="none", mesh=mesh)
     with pytest.raises(ValueError, match=message):
         step(step.init(PARAMS), BATCH)
 

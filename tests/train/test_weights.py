@@ -116,7 +116,7 @@ def test_no_weight_is_weight_one():
     ],
 )
 def test_wrong_weights(weight, said):
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh_of("virtual"))
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync="none", mesh=mesh_of("virtual"))
     batch = np.zeros((8, 3), np.float32)
     with pytest.raises(ValueError, match=f"`weight` must .*{said}"):
         step(step.init(START), batch, weight)

@@ -1,0 +1,150 @@
+"""Replicas that train apart: refused, unless someone said so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+PARAMS = {"b": np.zeros(3, np.float32), "w": np.ones((8, 3), np.float32)}
+BATCHES = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)
+KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
+VIRTUAL = js.virtual_mesh({"replica": 2})
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def step_of(optimizer=None, mesh=VIRTUAL, **options):
+    return js.make_train_step(loss, optimizer or optax.sgd(0.1), mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_neither_sync_nor_gradients(mode):
+    step = step_of(mode=mode)
+    said = (
+        r"`sync` and `gradients` are both None .*the 2 replicas would train apart.*"
+        r"gradients=js\.all_reduce_gradients\('replica'\).*sync=js\.local_sgd\('replica'\).*"
+        r'gradients=optax\.identity\(\).*sync="none"'
+    )
+    with pytest.raises(ValueError, match=said):
+        step.init(PARAMS)
+    # A state that the step did not make is looked at when its program is built.
+    state = js.TrainState.create(PARAMS, step.tx, mesh=VIRTUAL)
+    for use in (step, step.compiled, step.traced_by_phase):
+        with pytest.raises(ValueError, match=said):
+            use(state, BATCHES[0])
+
+
+def test_the_message_names_all_axes():
+    mesh = js.virtual_mesh({"node": 2, "device": 2})
+    with pytest.raises(ValueError, match=r"the 4 .*all_reduce_gradients\(\('node', 'device'\)\)"):
+        step_of(mesh=mesh, axis_name=("node", "device")).init(PARAMS)
+
+
+def own_average(axis):
+    """A user's optimizer that averages gradients by itself."""
+
+    def update(updates, state, params=None):
+        return jax.lax.pmean(updates, axis), state
+
+    return optax.chain(optax.GradientTransformation(optax.init_empty_state, update), optax.sgd(0.1))
+
+
+average = js.all_reduce_gradients("replica")
+local = js.local_sgd("replica")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": js.virtual_mesh({"replica": 1})},
+        {"mesh": js.virtual_mesh({"replica": 1, "device": 2})},
+        {"gradients": average},
+        {"gradients": optax.identity(), "optimizer": own_average("replica")},
+        {"optimizer": optax.chain(average, optax.sgd(0.1))},
+        {"optimizer": optax.chain(optax.sgd(0.1), local)},
+        {"optimizer": optax.masked(optax.chain(optax.sgd(0.1), local), {"b": True, "w": True})},
+        {"optimizer": optax.chain(optax.sgd(0.1), js.only_finite(local))},
+        {"optimizer": optax.chain(optax.sgd(0.1), js.sgp("replica"))},
+        {"optimizer": optax.chain(optax.sgd(0.1), js.diloco("replica"))},
+        {"optimizer": js.accumulate(optax.chain(average, optax.sgd(0.1)), every=2)},
+        {"optimizer": js.skip_unused(optax.chain(average, optax.sgd(0.1)), "replica")},
+        {"optimizer": optax.chain(js.all_reduce_rows("replica"), optax.sgd(0.1))},
+        {
+            "optimizer": optax.chain(
+                js.post_local_gradients(js.every(2, start=4), average), optax.sgd(0.1)
+            )
+        },
+        {"optimizer": optax.chain(average, optax.sgd(0.1)), "sync": "none"},
+        {"sync": "none"},
+    ],
+)
+def test_what_is_no_silence(options):
+    step = step_of(**options)
+    state = jax.eval_shape(step.init, PARAMS)
+    assert step.traced_by_phase(state, BATCHES[0])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameter_transforms_among_the_gradients(wrapped):
+    hidden = optax.masked(local, {"b": True, "w": True}) if wrapped else local
+    step = step_of(gradients=optax.chain(average, hidden))
+    said = r"`gradients` must be .*chain that holds a parameter transform.* pass it as `sync`"
+    with pytest.raises(ValueError, match=said):
+        step.init(PARAMS)
+    state = js.TrainState.create(PARAMS, step.tx, mesh=VIRTUAL)
+    with pytest.raises(ValueError, match=said):
+        step(state, BATCHES[0])
+
+
+@pytest.mark.parametrize("inner", [None, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_that_are_said_to_train_apart(kind, inner):
+    """Each as if it were alone: parameters, optimizer and model state; nothing is exchanged."""
+
+    def stateful(params, batch, *, model_state):
+        return loss(params, batch), ({}, {"mean": 0.5 * model_state["mean"] + batch.mean()})
+
+    def run(mesh, batches, sync):
+        step = js.make_train_step(stateful, optax.adam(0.1), sync=sync, mesh=mesh)
+        assert step.sync is None
+        state = step.init(PARAMS, model_state={"mean": np.float32(0)})
+        for batch in batches:
+            state, _ = step(state, batch)
+        return state
+
+    devices = {} if inner is None else {"device": inner}
+    mesh = KINDS[kind]({"replica": 2} | devices)
+    together = run(mesh, BATCHES, "none")
+    for replica, share in enumerate(np.split(BATCHES, 2, axis=1)):
+        alone = run(js.virtual_mesh({"replica": 1}), share, None)
+        for name in ("params", "opt_state", "model_state"):
+            found, expected = getattr(together, name), getattr(alone, name)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a[replica], b[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("gradients", [None, optax.identity()])
+def test_a_replica_apart_stops_when_it_has_run_out(gradients):
+    step = step_of(optax.sgd(0.1, momentum=0.9), sync="none", gradients=gradients, donate=False)
+    before, _ = step(step.init(PARAMS), BATCHES[0])
+    poisoned = BATCHES[1].copy()
+    poisoned[4:] = np.nan
+    after, _ = step(before, poisoned, [4, 0])
+    moved, kept = (
+        [
+            np.array_equal(a[replica], b[replica])
+            for part in ("params", "opt_state")
+            for a, b in zip(
+                *(jax.tree.leaves(getattr(s, part)) for s in (before, after)), strict=True
+            )
+        ]
+        for replica in (0, 1)
+    )
+    assert all(kept)
+    assert not any(moved)
+    assert np.isfinite(after.params["w"]).all()
