@@ -1,5 +1,6 @@
 """Assignment of leaves to buckets by size, dtype and label, as torch's reducer does."""
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -209,21 +210,41 @@ def _merge(
             f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
             f"leaf, got {max_buckets}."
         )
-    closed = list(closed)
-    while len(closed) > max_buckets:
-        last: dict[Any, int] = {}
-        pairs = []
-        for i, (bucket, _) in enumerate(closed):
-            if kind(bucket) in last:
-                j = last[kind(bucket)]
-                pairs.append((closed[j][0].size_bytes + bucket.size_bytes, j, i))
-            last[kind(bucket)] = i
-        size, j, i = min(pairs)
-        merged = _Bucket()
-        merged.pieces, merged.size_bytes = closed[j][0].pieces + closed[i][0].pieces, size
-        closed[j] = (merged, max(closed[j][1], closed[i][1]))
-        del closed[i]
-    return closed
+    # Neighbours of one kind, linked by their places; a merged bucket has the place of the first.
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
+    last: dict[Any, int] = {}
+    for i, (bucket, _) in enumerate(closed):
+        own = kind(bucket)
+        if own in last:
+            before[i], after[last[own]] = last[own], i
+        last[own] = i
+    left = dict(enumerate(closed))
+
+    def pair(j: int) -> tuple[int, int]:
+        """What neighbours come to together, and the place of the first."""
+        return left[j][0].size_bytes + left[after[j]][0].size_bytes, j
+
+    # Pairs that have changed since stay in the heap, and are known by their size. (One that grew by
+    # nothing is in it twice, and the same.)
+    pairs = [pair(j) for j in after]
+    heapq.heapify(pairs)
+    while len(left) > max_buckets:
+        size, j = heapq.heappop(pairs)
+        if j not in after or pair(j)[0] != size:
+            continue
+        i = after.pop(j)
+        (bucket, limit), (joined, other) = left[j], left.pop(i)
+        bucket.pieces += joined.pieces
+        bucket.size_bytes = size
+        left[j] = bucket, max(limit, other)
+        if i in after:
+            after[j] = after.pop(i)
+            before[after[j]] = j
+            heapq.heappush(pairs, pair(j))
+        if j in before:
+            heapq.heappush(pairs, pair(before[j]))
+    return list(left.values())
 
 
 def _check_limits(limits: Sequence[int]) -> None:

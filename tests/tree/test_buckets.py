@@ -1,6 +1,7 @@
 """Bucket assignment equals torch's on every recorded case."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -121,6 +122,75 @@ def test_a_maximum_number_of_buckets(found, limits, most):
     assert len(buckets) == len(reported) == min(most, len(free))
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(leaves)))
     assert all(len({leaves[i].dtype for i in bucket}) == 1 for bucket in buckets)
+
+
+def merged_one_by_one(buckets, sizes, kinds, most):
+    """What `max_buckets` says, looking at all buckets for each that it joins."""
+    joined = [(list(b), s, k) for b, s, k in zip(buckets, sizes, kinds, strict=True)]
+    while len(joined) > most:
+        pairs = []
+        for i, (_, size, kind) in enumerate(joined):
+            earlier = [j for j in range(i) if joined[j][2] == kind]
+            pairs += [(joined[earlier[-1]][1] + size, earlier[-1], i)] if earlier else []
+        size, j, i = min(pairs)  # of those that are equal the first
+        joined[j] = (joined[j][0] + joined[i][0], size, joined[j][2])
+        del joined[i]
+    return [bucket for bucket, _, _ in joined]
+
+
+@given(
+    # Few sizes, so that many are equal, and leaves without elements.
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 2, 3, 4, 7, 100]), st.sampled_from(["float32", "int8"])),
+        max_size=40,
+    ),
+    st.sampled_from([(0,), (8,), (0, 64)]),
+    st.integers(2, 20),
+    st.sets(st.integers(0, 39), max_size=2),
+)
+def test_joined_as_if_all_were_looked_at_each_time(found, limits, most, sparse):
+    leaves = leaves_of(found)
+    flags = [i in sparse for i in range(len(leaves))]
+    options = {"expect_sparse": flags or None}
+    free, free_limits = js.assign_buckets(leaves, limits, **options)
+    sizes = [sum(leaves[i].size * leaves[i].dtype.itemsize for i in bucket) for bucket in free]
+    kinds = [b[0] if flags[b[0]] else leaves[b[0]].dtype.name for b in free]
+    most = max(most, len(set(kinds)))
+    buckets, reported = js.assign_buckets(leaves, limits, max_buckets=most, **options)
+    assert buckets == merged_one_by_one(free, sizes, kinds, most)
+    limit_of = {bucket[0]: limit for bucket, limit in zip(free, free_limits, strict=True)}
+    assert reported == [
+        max(limit_of[i] for i in bucket if i in limit_of) for bucket in buckets
+    ]  # the largest of those that were joined
+
+
+def lines_run(function):
+    """How many lines of the module that plans buckets run in a call: its work, on any machine."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return trace if Path(frame.f_code.co_filename).name == "_buckets.py" else None
+
+    others = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(others)
+    return count
+
+
+@pytest.mark.parametrize("max_buckets", [None, 4])
+def test_four_times_the_leaves_are_about_four_times_the_work(max_buckets):
+    def work(count):
+        rng = np.random.default_rng(0)
+        leaves = leaves_of((int(n), "float32") for n in rng.integers(0, 9000, count))
+        return lines_run(lambda: js.assign_buckets(leaves, (0,), max_buckets=max_buckets))
+
+    few, many = work(100), work(400)
+    assert 100 < few < many < 5 * few
 
 
 def test_the_smallest_neighbours_become_one():
