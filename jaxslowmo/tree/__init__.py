@@ -17,3 +17,9 @@ from ._note_buffers import noted_buffers as noted_buffers
 from ._plan import Buffer as Buffer
 from ._plan import BufferPlan as BufferPlan
 from ._plan import plan_buffers as plan_buffers
+from ._primitives import added as added
+from ._primitives import cast as cast
+from ._primitives import kept_if as kept_if
+from ._primitives import reshaped as reshaped
+from ._primitives import subtracted as subtracted
+from ._primitives import zeros_like as zeros_like

@@ -9,16 +9,17 @@ import jax
 
 from .._typing import PyTree
 from ._leaves import at_least_float32
+from ._primitives import added, cast, subtracted
 
 
 def _wide(x: jax.Array) -> jax.Array:
     """`x` in at least float32."""
-    return x.astype(at_least_float32(x.dtype))
+    return cast(x, at_least_float32(x.dtype))
 
 
 def landing(params: PyTree, updates: PyTree) -> PyTree:
     """`params + updates` leaf by leaf, in at least float32 and not rounded to the leaf's dtype."""
-    return jax.tree.map(lambda p, u: _wide(p) + _wide(u), params, updates)
+    return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
 
 
 def widen_updates(updates: PyTree) -> PyTree:
@@ -32,9 +33,9 @@ def updates_to(params: PyTree, target: PyTree) -> PyTree:
     `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32; leaves
     in half precision land exactly where `params` is not over 2**12 times `target`.
     """
-    return jax.tree.map(lambda p, t: _wide(t) - _wide(p), params, target)
+    return jax.tree.map(lambda p, t: subtracted(_wide(t), _wide(p)), params, target)
 
 
 def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
     """`optax.apply_updates` with explicit promotion, so strict dtype promotion holds too."""
-    return jax.tree.map(lambda p, y: y.astype(p.dtype), params, landing(params, updates))
+    return jax.tree.map(lambda p, y: cast(y, p.dtype), params, landing(params, updates))

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._typing import PyTree
 from ._buckets import BucketPiece, assign_pieces, check_explicit_buckets
+from ._primitives import cast, reshaped, split
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,25 @@ class BufferPlan:
         """One 1-D array per buffer, in the buffer's dtype."""
         leaves = self.treedef.flatten_up_to(tree)
 
-        def part(piece: BucketPiece) -> jax.Array:
-            flat = leaves[piece.label].reshape(-1)
-            whole = piece.stop - piece.start == flat.size
-            return flat if whole else flat[piece.start : piece.stop]
+        def part(piece: BucketPiece, dtype: np.dtype) -> Any:
+            size = math.prod(self.shapes[piece.label])
+            flat = reshaped(leaves[piece.label], (size,))
+            whole = piece.stop - piece.start == size
+            return cast(flat if whole else flat[piece.start : piece.stop], dtype)
 
         return [
-            jnp.concatenate([part(piece).astype(b.dtype) for piece in b.pieces])
-            for b in self.buffers
+            lax.concatenate([part(piece, b.dtype) for piece in b.pieces], 0) for b in self.buffers
         ]
 
     def unpack(self, packed: Sequence[Any]) -> PyTree:
         """The tree whose leaves lie in `packed` (longer buffers: padding is dropped)."""
         parts: list[list[tuple[int, Any]]] = [[] for _ in self.shapes]
         for buffer, flat in zip(self.buffers, packed, strict=True):
-            offset = 0
-            for label, start, stop in buffer.pieces:
-                parts[label].append((start, flat[offset : offset + stop - start]))
-                offset += stop - start
+            sizes = [piece.stop - piece.start for piece in buffer.pieces]
+            for piece, part in zip(buffer.pieces, split(flat, sizes), strict=True):
+                parts[piece.label].append((piece.start, part))
         return self.treedef.unflatten(
-            [_joined(own).reshape(shape) for own, shape in zip(parts, self.shapes, strict=True)]
+            [reshaped(_joined(own), shape) for own, shape in zip(parts, self.shapes, strict=True)]
         )
 
 

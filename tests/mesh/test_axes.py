@@ -155,3 +155,41 @@ def test_types_of_varying_values(check_vma):
         "twice": replica,
         "matched": replica,
     }
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_tree_asks_once_per_axis(check_vma):
+    """To ask whether types are tracked is an equation, which stays in the program."""
+
+    def asked(fn) -> int:
+        found = []
+
+        def per_device(x):
+            tree = {str(i): x + i for i in range(10)} | {"mean": lax.pmean(x, "replica")}
+            jaxpr = jax.make_jaxpr(lambda t: fn(t))(tree)
+            found.append(sum(e.primitive.name == "axis_index" for e in jaxpr.jaxpr.eqns))
+            return x
+
+        mesh = js.make_mesh({"replica": 4, "device": 2})
+        specs = {"in_specs": P("replica"), "out_specs": P("replica")}
+        mapped = jax.shard_map(per_device, mesh=mesh, check_vma=check_vma, **specs)
+        jax.eval_shape(mapped, jnp.ones(4))
+        return found[0]
+
+    without = {str(i) for i in range(10)}
+    assert asked(lambda t: vary_over(t, ("replica", "device"))) == 2
+    assert asked(lambda t: match_varying(t, {**t, "mean": t["1"]})) == 0
+    varying = asked(lambda t: vary_over({k: t[k] for k in without}, ("replica",)))
+    assert varying == (0 if check_vma else 1)
+
+
+def test_types_of_what_a_traced_program_returns():
+    def per_device(x):
+        jaxpr = jax.make_jaxpr(lambda v: (v, lax.pmean(v, "replica")))(x).jaxpr
+        assert [varying_axes(v.aval) for v in jaxpr.outvars] == [{"replica"}, frozenset()]
+        return x
+
+    specs = {"in_specs": P("replica"), "out_specs": P("replica")}
+    jax.eval_shape(
+        jax.shard_map(per_device, mesh=js.make_mesh({"replica": 4}), **specs), jnp.ones(4)
+    )
