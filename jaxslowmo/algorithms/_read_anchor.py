@@ -1,9 +1,11 @@
 """The anchor as a tree, read from a train state."""
 
+from collections.abc import Callable
+
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas, model_axes
+from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
 from ._protocol import ParameterTransform
 
 
@@ -35,11 +37,17 @@ def read_anchor(
     """
     if sync.anchor is None:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
-    mapped = map_replicas(
-        sync.anchor,
-        mesh=mesh,
-        axis_name=axis_name,
-        in_roles=("stacked", "stacked"),
-        automatic=model_axes(stacked_params, mesh, axis_name),
-    )
-    return jax.jit(mapped)(state, stacked_params)
+    automatic = model_axes(stacked_params, mesh, axis_name)
+
+    def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+        return jax.jit(
+            map_replicas(
+                anchor,
+                mesh=mesh,
+                axis_name=axis_name,
+                in_roles=("stacked", "stacked"),
+                automatic=automatic,
+            )
+        )
+
+    return kept_with(sync.anchor, (mesh, axis_name, automatic), made)(state, stacked_params)

@@ -2,6 +2,7 @@
 
 from ._axes import axis_names as axis_names
 from ._axes import axis_size as axis_size
+from ._axes import cast_varying as cast_varying
 from ._axes import checks_varying as checks_varying
 from ._axes import is_bound as is_bound
 from ._axes import match_varying as match_varying
@@ -21,6 +22,7 @@ from ._in_sync import Divergence as Divergence
 from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
+from ._kept import kept_with as kept_with
 from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas
 from ._mapped import model_axes as model_axes

@@ -1,6 +1,7 @@
 """One copy of a tree to stacked replicas and back, and stacked states of transforms."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +17,9 @@ from ..tree import at_least_float32, leaf_names
 from ._axes import axis_names, vary_over, varying_axes
 from ._broadcast import from_first
 from ._build import VirtualMesh
+from ._kept import kept_with
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
-from ._sharded_like import sharded_like
+from ._sharded_like import Layouts, layouts_of, sharded_like
 from ._verify import check_same_tree
 
 
@@ -175,20 +177,35 @@ def init(
 
     placed = on_mesh(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
+    layouts = layouts_of(placed) if automatic else ()
 
+    def made(tx_init: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+        return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
+
+    return kept_with(tx.init, (mesh, axis_name, automatic, layouts), made)(placed)
+
+
+def _init_fn(
+    tx_init: Callable[[PyTree], PyTree],
+    mesh: AnyMesh,
+    axis_name: AxisName,
+    automatic: frozenset[str],
+    layouts: Layouts,
+) -> Callable[[PyTree], PyTree]:
     def per_replica(params: PyTree) -> PyTree:
-        state = jax.tree.map(jnp.copy, tx.init(params))
+        state = jax.tree.map(jnp.copy, tx_init(params))
         _check_equal_inside(state, {*axis_names(axis_name), *automatic})
-        return sharded_like(state, placed) if automatic else state
+        return sharded_like(state, layouts)
 
-    mapped = map_replicas(
-        per_replica,
-        mesh=mesh,
-        axis_name=axis_name,
-        in_roles=("stacked",),
-        automatic=automatic,
+    return jax.jit(
+        map_replicas(
+            per_replica,
+            mesh=mesh,
+            axis_name=axis_name,
+            in_roles=("stacked",),
+            automatic=automatic,
+        )
     )
-    return jax.jit(mapped)(placed)
 
 
 def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:

@@ -1,5 +1,7 @@
 """Optimizer state laid out as the parameters it belongs to."""
 
+from typing import Any
+
 import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -7,8 +9,20 @@ from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
 
+Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
+"""Path, shape and layout inside a replica of each parameter that has one."""
 
-def sharded_like(state: PyTree, stacked_params: PyTree) -> PyTree:
+
+def layouts_of(stacked_params: PyTree) -> Layouts:
+    """How parameters `(replicas, *s)` lie inside a replica."""
+    return tuple(
+        (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
+        if isinstance(leaf.sharding, NamedSharding)
+    )
+
+
+def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
     """`state` with the leaves that mirror a parameter sharded as it is inside a replica.
 
     Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
@@ -17,18 +31,13 @@ def sharded_like(state: PyTree, stacked_params: PyTree) -> PyTree:
 
     Args:
       state: one replica's state, under the replica axis.
-      stacked_params: the parameters as they lie on the mesh, leaves `(replicas, *s)`.
+      layouts: of the parameters.
 
     Communication: none.
     """
-    params = [
-        (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
-        if isinstance(leaf.sharding, NamedSharding)
-    ]
 
     def place(path: tuple, x: jax.Array) -> jax.Array:
-        for suffix, shape, spec in params:
+        for suffix, shape, spec in layouts:
             if x.shape == shape and path[len(path) - len(suffix) :] == suffix:
                 return lax.with_sharding_constraint(x, spec)
         return x
