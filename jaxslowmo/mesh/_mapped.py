@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
@@ -86,7 +86,7 @@ def map_replicas(
             return _add_axis(out, out_roles)
         return tuple(map(_add_axis, out, out_roles))
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         per_device,
         mesh=mesh,
         in_specs=tuple(specs[r] for r in in_roles),
@@ -95,6 +95,18 @@ def map_replicas(
         ),
         axis_names={*replicas, *inner},
     )
+    if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
+        return mapped
+    return lambda *args: jax.tree.map(_as_typed, mapped(*args))
+
+
+def _as_typed(x: jax.Array) -> jax.Array:
+    """`x` laid out over Explicit axes as its type says.
+
+    Where other axes are Auto, jax 0.10 leaves the results of a `shard_map` whole, whatever theirs.
+    """
+    sharding = jax.typeof(x).sharding
+    return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
 def _drop_axis(tree: PyTree, role: Role) -> PyTree:
