@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._typing import AxisName, PyTree
 from ..collectives import (
@@ -129,6 +130,14 @@ def sharded_anchor(
             ]
         )
 
+    def zero_blocks(blocks: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """Zeros like the shards of `store_blocks`, without packing anything."""
+        plan, layouts = plan_of(blocks)
+        return tuple(
+            jnp.zeros((layout.rows, layout.lanes), buffer.dtype)
+            for buffer, layout in zip(plan.buffers, layouts, strict=True)
+        )
+
     def into_shards(fn: Callable[..., Any], tree: PyTree) -> list[tuple[jax.Array, ...]]:
         """Shards of each group of leaves."""
         return [
@@ -149,7 +158,7 @@ def sharded_anchor(
         return tuple(shard for found in shards for shard in found)
 
     def by_group(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        return jax.eval_shape(lambda p: into_shards(store_blocks, p), params)
+        return jax.eval_shape(lambda p: into_shards(zero_blocks, p), params)
 
     def restore(anchor: tuple[jax.Array, ...], params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)

@@ -136,31 +136,38 @@ def replica_mean(
     Communication: one all-reduce per buffer over `axis_name`; with `local_axis_name` 1/L of each
     per device, and an all-gather over that axis; with a weight, before, one of 8 bytes.
     """
+    whole: list[jax.Array] = []  # this replica's factor, and whether any replica weighs more than 0
     if weight is not None:
         total = total_weight(weight, axis_name)
-        factor = relative_weight(weight, total, axis_name)
-        weighted = jax.tree.map(lambda x: scaled(x, factor), tree)
-        mean = replica_mean(
-            weighted, axis_name, local_axis_name, bucket_bytes, param_specs, event=event
-        )
-        anyone = total.weight > 0
-        return jax.tree.map(lambda m, x: jnp.where(anyone, m, x), mean, tree)
+        whole = [relative_weight(weight, total, axis_name), total.weight > 0]
 
-    def mean_of_blocks(names: list[str], blocks: list[jax.Array]) -> list[jax.Array]:
+    def mean_of_blocks(
+        names: list[str], blocks: list[jax.Array], whole: list[jax.Array]
+    ) -> list[jax.Array]:
         plan = plan_buffers(blocks, limits=bucket_limits(bucket_bytes))
         if event is not None:
             note_buffers(event, plan, names)
-        packed = plan.pack(blocks)
+        return plan.unpack([mean_of(flat, *whole) for flat in plan.pack(blocks)])
+
+    def mean_of(
+        flat: jax.Array, factor: jax.Array | None = None, anyone: jax.Array | None = None
+    ) -> jax.Array:
+        weighted = flat if factor is None else scaled(flat, factor)
         if local_axis_name is None:
-            return plan.unpack([all_mean(flat, axis_name) for flat in packed])
-        return plan.unpack(
-            [all_mean_in_slices(flat, axis_name, local_axis_name) for flat in packed]
-        )
+            mean = all_mean(weighted, axis_name)
+        else:
+            mean = all_mean_in_slices(weighted, axis_name, local_axis_name)
+        return mean if anyone is None else jnp.where(anyone, mean, flat)
 
     leaves, treedef = jax.tree.flatten(tree)
     for group in block_groups(tree, param_specs):
-        mean_of = functools.partial(mean_of_blocks, group.names(tree))
-        means = group.on_blocks(mean_of, group.take(tree), kinds=("leaves",), out="leaves")
+        means = group.on_blocks(
+            functools.partial(mean_of_blocks, group.names(tree)),
+            group.take(tree),
+            whole,
+            kinds=("leaves", "whole"),
+            out="leaves",
+        )
         for i, mean in zip(group.indices, means, strict=True):
             leaves[i] = mean
     return treedef.unflatten(leaves)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._typing import Phase, PyTree
-from ..mesh import collective_axes, uniform, vary_over, varying_axes
+from ..mesh import cast_varying, collective_axes, uniform, varying_axes
 from ._schedule import Every
 
 Communicate = bool | jax.Array
@@ -83,20 +82,27 @@ def _alike(
 ) -> tuple[list[Callable[[PyTree], PyTree]], frozenset[str]]:
     """Branches that agree in what their results vary over, and the axes over which they exchange.
 
-    A mean varies over less than others. Each branch is run once, and what `lax.cond` then runs is
-    its jaxpr. Run twice per cond, branches would run four times in a cond inside a cond.
+    A mean varies over less than others. Each branch is run once: the conditional finds it in the
+    cache of `jax.jit`. Run twice per cond, branches would run four times in a cond inside a cond.
     """
-    traced = [jax.make_jaxpr(branch, return_shape=True)(operand) for branch in branches]
-    exchanged = frozenset[str]().union(*(collective_axes(jaxpr.jaxpr) for jaxpr, _ in traced))
+    jitted = [jax.jit(branch, inline=True) for branch in branches]
+    jaxprs = [branch.trace(operand).jaxpr for branch in jitted]
+    exchanged = frozenset[str]().union(*(collective_axes(jaxpr.jaxpr) for jaxpr in jaxprs))
+    types = [[varying_axes(aval) for aval in jaxpr.out_avals] for jaxpr in jaxprs]
     # Joined once: graphs can have hundreds of rounds, a branch each.
-    results = zip(*(jax.tree.leaves(shapes) for _, shapes in traced), strict=True)
-    axes = [frozenset().union(*map(varying_axes, leaves)) for leaves in results]
+    axes = [frozenset[str]().union(*each) for each in zip(*types, strict=True)]
 
-    def alike(jaxpr: ClosedJaxpr, shapes: PyTree) -> Callable[[PyTree], PyTree]:
-        def branch(x: PyTree) -> PyTree:
-            leaves = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(x))
-            return jax.tree.unflatten(jax.tree.structure(shapes), map(vary_over, leaves, axes))
+    def alike(
+        branch: Callable[[PyTree], PyTree], own: list[frozenset[str]]
+    ) -> Callable[[PyTree], PyTree]:
+        missing = [wanted - has for wanted, has in zip(axes, own, strict=True)]
+        if not any(missing):
+            return branch
 
-        return branch
+        def cast(x: PyTree) -> PyTree:
+            leaves, treedef = jax.tree.flatten(branch(x))
+            return treedef.unflatten(map(cast_varying, leaves, missing))
 
-    return [alike(*each) for each in traced], exchanged
+        return cast
+
+    return [alike(*each) for each in zip(jitted, types, strict=True)], exchanged

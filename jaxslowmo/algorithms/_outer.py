@@ -15,7 +15,7 @@ import optax
 from .._typing import AxisName, Phase, PyTree
 from ..collectives import all_mean, quotient, scaled
 from ..mesh import axis_names, require_axes
-from ..tree import check_floating, landing, updates_to, widen_updates
+from ..tree import added, check_floating, landing, subtracted, updates_to, widen_updates
 from ._anchor import AnchorLayout
 from ._averaging import mean_of_others
 from ._builder import inside, parameter_transform
@@ -185,9 +185,9 @@ def outer_transform(
                     base_state = base.reset(base_state)
             else:
                 average = layout.average(y)
-            displacement = jax.tree.map(jnp.subtract, s.anchor, average)
+            displacement = jax.tree.map(subtracted, s.anchor, average)
             step, outer = outer_optimizer.update(displacement, s.outer, s.anchor, **rate)
-            anchor = jax.tree.map(jnp.add, s.anchor, step)
+            anchor = jax.tree.map(added, s.anchor, step)
             target = layout.restore(anchor, params)
             rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
             moved = OuterState(s.count, anchor, outer, base_state)

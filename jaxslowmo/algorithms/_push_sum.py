@@ -1,18 +1,21 @@
 """The algebra of push-sum: values with weights, and parameters as their quotient."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
-from ..tree import at_least_float32
+from ..tree import added, at_least_float32, cast, subtracted
 from ._gossip import Arrival
 
 
 def over(tree: PyTree, weight: jax.Array) -> PyTree:
-    """`tree / weight` leaf by leaf, for a scalar weight > 0, in the leaves' dtypes."""
-    return jax.tree.map(lambda x: x / weight.astype(x.dtype), tree)
+    """`tree / weight` leaf by leaf, for a scalar weight > 0, in the leaves' dtypes (not half)."""
+    in_dtype = _casts(weight)
+    return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
 def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
@@ -21,13 +24,19 @@ def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> 
     With share = (weight that arrived) / (weight afterwards) this is push-sum's new estimate: the
     mean of own and received values, each with its weight. Where both are equal nothing moves.
     """
+    in_dtype = _casts(share)
 
     def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
         wide = at_least_float32(u.dtype)
-        away = theirs.astype(wide) - mine.astype(wide)
-        return u.astype(wide) + share.astype(wide) * away
+        away = subtracted(cast(theirs, wide), cast(mine, wide))
+        return added(cast(u, wide), in_dtype(wide) * away)
 
     return jax.tree.map(pull, updates, own, arrival.mean)
+
+
+def _casts(scalar: jax.Array) -> Callable[[Any], jax.Array]:
+    """The scalar in a dtype, cast once for each."""
+    return functools.cache(lambda dtype: scalar.astype(dtype))
 
 
 def total_mass(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
+from ..mesh import match_varying
 
 
 class SlowMomentumState(NamedTuple):
@@ -95,7 +96,8 @@ def slow_momentum(
             ahead = velocity
         step = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
         made_at = jnp.maximum(momentum * state.made_at, jnp.maximum(state.since, now))
-        return step, SlowMomentumState(velocity, now, made_at, jnp.zeros_like(state.since))
+        after = SlowMomentumState(velocity, now, made_at, jnp.zeros_like(state.since))
+        return step, match_varying(after, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,0 +1,85 @@
+"""Every public transform, and a tree for it to work on."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+
+def over_local(**options):
+    base = js.local_sgd("replica", sync_every=2)
+    return js.slowmo("replica", base=base, sync_every=4, momentum=0.5, **options)
+
+
+IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
+
+TRANSFORMS = {
+    "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
+    "all_reduce_gradients merged": lambda: js.all_reduce_gradients(
+        "replica", bucket_bytes=8, split_large=True, max_buckets=3
+    ),
+    "all_reduce_gradients int8": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.int8(block_size=4, stochastic_rounding=True)
+    ),
+    "all_reduce_gradients fp8": lambda: js.all_reduce_gradients("replica", hook=js.hooks.fp8()),
+    "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.top_k(0.2)
+    ),
+    "post_local_gradients": lambda: js.post_local_gradients(
+        js.every(2, start=3), js.all_reduce_gradients("replica")
+    ),
+    "accumulate": lambda: js.accumulate(js.all_reduce_gradients("replica"), every=2),
+    "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
+    "all_reduce_rows": lambda: js.all_reduce_rows(
+        "replica", dense=js.all_reduce_gradients("replica")
+    ),
+    "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
+    "local_sgd scheduled": lambda: js.local_sgd(
+        "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
+    ),
+    "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
+    "only_finite around slowmo": lambda: js.only_finite(over_local()),
+    "slowmo over only_finite": lambda: js.slowmo(
+        "replica", base=js.only_finite(js.local_sgd("replica", sync_every=2)), sync_every=4
+    ),
+    "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
+    "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
+    "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
+    "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
+    "skip_unused": lambda: js.skip_unused(
+        optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
+    ),
+    "slowmo": lambda: over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
+    "slowmo whole": lambda: over_local(shard_state=False),
+    "slowmo inexact": lambda: over_local(exact_average=False),
+    "slowmo nesterov": lambda: over_local(nesterov=True, learning_rate=0.1),
+    "slowmo in buckets": lambda: over_local(bucket_bytes=8),
+    "slowmo over sgp": lambda: js.slowmo(
+        "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
+    ),
+    "slowmo over sgp inexact": lambda: js.slowmo(
+        "replica", base=js.sgp("replica", graph=IRREGULAR), sync_every=4, exact_average=False
+    ),
+    "diloco": lambda: js.diloco("replica", sync_every=2),
+    "diloco adam": lambda: js.diloco(
+        "replica", sync_every=2, outer_optimizer=optax.adam(0.1), shard_state=False
+    ),
+    "slow_momentum": lambda: js.slow_momentum(),
+}
+PARAMETER = [name for name, make in TRANSFORMS.items() if isinstance(make(), js.ParameterTransform)]
+SIZES = {"a": (3, 5), "empty": (0, 2), "half": (5,), "scalar": (), "short": (7,)}
+DTYPES = {"half": jnp.bfloat16, "short": jnp.float16}
+
+
+def stacked(replicas: int = 4, scale: float = 1.0) -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "layer": {
+            name: jnp.asarray(
+                scale * rng.normal(size=(replicas, *shape)), DTYPES.get(name, "float32")
+            )
+            for name, shape in SIZES.items()
+        },
+        "none": {},
+    }
