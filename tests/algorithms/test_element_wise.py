@@ -1,0 +1,94 @@
+"""Outer optimizers on flat shards: those that need whole leaves are refused."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+ELEMENT_WISE = {
+    "sgd": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1),
+    "lion": lambda: optax.lion(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9),
+    "clip": lambda: optax.chain(optax.clip(0.5), optax.sgd(0.1)),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+    "every second": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "slow momentum": lambda: js.slow_momentum(0.5),
+}
+WHOLE = {
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.7)),
+    "far global norm": lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.7)),
+    "block rms": lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.7)),
+    "adaptive clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.7)),
+    "lamb": lambda: optax.lamb(0.1),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "muon": lambda: optax.contrib.muon(0.1),
+    "matrices only": lambda: optax.masked(
+        optax.sgd(0.1), lambda tree: jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] > 1, tree)
+    ),
+    "masks by name": lambda: optax.masked(optax.sgd(0.1), {"w": True, "b": False}),
+    "all finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 5),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+def test_these_are_taken(name):
+    js.diloco("replica", outer_optimizer=ELEMENT_WISE[name]())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_these_are_refused(name):
+    with pytest.raises(ValueError, match=r"`outer_optimizer` must treat .*shard_state=False"):
+        js.diloco("replica", outer_optimizer=WHOLE[name]())
+    js.diloco("replica", outer_optimizer=WHOLE[name](), shard_state=False)
+
+
+def test_made_inside_of_a_mapped_program():
+    def one(p):
+        tx = js.diloco("replica", outer_optimizer=optax.adam(0.1))
+        return tx.update(p, tx.init(p), p)[0]
+
+    jax.eval_shape(jax.vmap(one, axis_name="replica"), jnp.ones((4, 3)))
+
+
+def test_before_jax_has_a_device_it_waits_for_one():
+    """Else `jax.distributed.initialize` could no longer be called."""
+    program = """
+import jax, jax.numpy as jnp, optax, jaxslowmo as js
+from jax._src.xla_bridge import backends_are_initialized
+tx = js.diloco("replica", outer_optimizer=optax.lamb(0.1))
+assert not backends_are_initialized()
+try:
+    jax.vmap(tx.init, axis_name="replica")({"w": jnp.ones((2, 3))})
+except ValueError as error:
+    assert "`outer_optimizer` must treat every element by itself" in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_outer_optimizer_keeps_its_own_learning_rate():
+    """`slow_momentum` and injected rates take `learning_rate`; diloco has none to give."""
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra)
+        return jax.tree.map(lambda u: -0.25 * u, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = js.diloco("replica", sync_every=1, outer_optimizer=optimizer)
+    params, updates = np.full((4, 1), 4, np.float32), -np.arange(4, dtype=np.float32)[:, None]
+    step = lambda p, u: tx.update(u, tx.init(p), p)[0]  # noqa: E731
+    moved = params + jax.vmap(step, axis_name="replica")(params, updates)
+    assert seen
+    assert not any("learning_rate" in extra for extra in seen)
+    np.testing.assert_allclose(moved, np.full((4, 1), 4 - 0.25 * 1.5))
