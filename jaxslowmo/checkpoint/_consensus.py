@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, consensus
+from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays
 from ._errors import CheckpointError
@@ -29,6 +29,7 @@ def export_consensus(
     *,
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
+    shares: Shares | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the mean of the replicas' parameters as one model.
@@ -41,17 +42,19 @@ def export_consensus(
       params: stacked tree, leaves `(replicas, *s)`: `state.params`.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
+      shares: as for `js.consensus`: `sync.shares(state.opt_state[-1])`.
       extra: plain JSON to save with it.
 
     Raises:
       ValueError: as `js.consensus`, and `extra` that is no JSON.
       CheckpointError: the folder holds something else, or cannot be written.
 
-    Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`.
+    Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, with
+    weights one of 4 bytes besides.
     """
     quiet_orbax()
     path, beside = resolved(folder), checked_json("export_consensus", extra)
-    placed = consensus(params, mesh=mesh, axis_name=axis_name)
+    placed = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
     if path.exists():
         _record(path)  # refuses to replace what is no export
     prints = prints_of(jax.tree.leaves(placed))

@@ -145,11 +145,16 @@ class Job:
                 else:
                     if saves and config.checkpoint.resume:
                         reporter.say(f"There is no checkpoint in {out}: from scratch.")
-                    recorder.start(self.evaluate(self._consensus(state)))
+                    # All replicas start alike.
+                    recorder.start(
+                        self.evaluate(js.consensus(state.params, mesh=self.placement.mesh))
+                    )
                 session = Session(
                     config=config,
                     step=measured or self.step,
-                    evaluate=js.Evaluate(self.evaluate, mesh=self.placement.mesh),
+                    evaluate=js.Evaluate(
+                        self.evaluate, mesh=self.placement.mesh, sync=self.step.sync
+                    ),
                     batches=batches,
                     recorder=recorder,
                     keeper=keeper if saves else None,
@@ -174,7 +179,5 @@ class Job:
     def _export(self, folder: Path, state: js.TrainState) -> None:
         from jaxslowmo.checkpoint import export_consensus
 
-        export_consensus(folder, state.params, mesh=self.placement.mesh)
-
-    def _consensus(self, state: js.TrainState) -> Any:
-        return js.consensus(state.params, mesh=self.placement.mesh)
+        shares = None if self.step.sync is None else self.step.sync.shares(state.opt_state[-1])
+        export_consensus(folder, state.params, mesh=self.placement.mesh, shares=shares)

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..tree import at_least_float32, leaf_names
+from ..tree import leaf_names
 from ._axes import axis_names, vary_over, varying_axes
-from ._broadcast import from_first
 from ._build import VirtualMesh
 from ._kept import kept_with
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
@@ -98,49 +96,6 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     return _replicate_fn(mesh, axis_name, automatic)(placed)
-
-
-@functools.lru_cache(maxsize=64)
-def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
-    def average(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return from_first(x, axis_name)
-        wide = x.astype(at_least_float32(x.dtype))
-        return (lax.psum(wide, axis_name) / lax.axis_size(axis_name)).astype(x.dtype)
-
-    return jax.jit(
-        map_replicas(
-            lambda tree: jax.tree.map(average, tree),
-            mesh=mesh,
-            axis_name=axis_name,
-            in_roles=("stacked",),
-            out_roles="shared",
-            automatic=automatic,
-        )
-    )
-
-
-def consensus(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica") -> PyTree:
-    """The mean over replicas as one exact copy: the model to evaluate, export or save.
-
-    Args:
-      params: stacked tree, leaves `(replicas, *s)`.
-      mesh: mesh with `axis_name`, or a `VirtualMesh`.
-      axis_name: the replica axis, or several.
-
-    Returns:
-      Tree of `s`, in the leaves' dtypes, summed in at least float32, the same bits on all devices.
-      Leaves of other dtypes (counters and PRNG keys in model state) are replica 0's.
-
-    Raises:
-      ValueError: unknown axis, or leaves without the leading axis (all named).
-
-    Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge
-    the leaves).
-    """
-    check_stacked("consensus", params, mesh, axis_name)
-    placed = on_mesh(params, mesh, axis_name)
-    return _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(placed)
 
 
 def init(

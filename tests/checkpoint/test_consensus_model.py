@@ -32,6 +32,18 @@ def test_it_comes_back_and_others_can_read_it(tmp_path):
     same(dict(ocp.PyTreeCheckpointer().restore(path / "state")), MEAN)
 
 
+def test_shares_weigh_the_replicas(tmp_path):
+    mesh = js.virtual_mesh({"replica": 2})
+    shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
+    export_consensus(tmp_path / "model", PARAMS, mesh=mesh, shares=shares)
+    weights = np.array([3, 5]) / 8
+    expected = {
+        "layers": [{"w": np.tensordot(weights, PARAMS["layers"][0]["w"], 1).astype(np.float32)}],
+        "scale": np.array([2.25, 3.875], jax.numpy.bfloat16),
+    }
+    same(load_consensus(tmp_path / "model"), expected)
+
+
 def test_what_is_refused(tmp_path):
     mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
     with pytest.raises(CheckpointError, match="no model that export_consensus wrote"):

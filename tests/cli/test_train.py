@@ -7,7 +7,13 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
+
+import jaxslowmo as js
+from jaxslowmo.checkpoint import load_consensus
+from jaxslowmo.cli import _run
 
 # SGD compiles faster than AdamW, and most of these tests' time is compilation.
 DEMO = (
@@ -77,6 +83,41 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     config = json.loads((out / "config.json").read_text())
     assert config["algorithm"]["algorithm"] == algorithm
     assert (config["steps"], config["optimizer"]["learning_rate"]) == (9, 0.2)
+
+
+def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
+    out, masses = tmp_path / "out", []
+
+    class Watched(js.Evaluate):
+        def __call__(self, result):
+            params, gossip = result.state.params, result.state.opt_state[-1]
+            terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
+            masses.append(jax.tree.map(lambda x: np.asarray(x, np.float64), terms))
+            return super().__call__(result)
+
+    evaluated = []
+
+    def evaluate(job, params, model_state=None):
+        evaluated.append(jax.tree.leaves(jax.tree.map(np.asarray, params)))
+        return {"validation_loss": 0.0}
+
+    monkeypatch.setattr(js, "Evaluate", Watched)
+    monkeypatch.setattr(_run.Job, "evaluate", evaluate)
+    outcome = call(
+        *DEMO, "--algorithm", "sgp", "--overlap", 2, "--data", text, "--out", out, "--steps", 3,
+        "--learning-rate", 0.5, "--replicas", 2, "--checkpoint-every", 3, "--export",
+    )  # fmt: skip
+    assert (outcome.code, outcome.err) == (0, "")
+    terms = masses[-1]
+    total = sum(w.sum() for w, _ in terms)
+    model = jax.tree.leaves(load_consensus(out / "model"))
+    by_leaf = zip(*(jax.tree.leaves(x) for _, x in terms), strict=True)
+    for found, exported, parts in zip(evaluated[-1], model, by_leaf, strict=True):
+        exact = sum(np.tensordot(w, x, 1) for (w, _), x in zip(terms, parts, strict=True)) / total
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-7)
+        assert np.array_equal(exported, found)
+    plain = jax.tree.map(lambda x: x.mean(0), jax.tree.leaves(terms[0][1]))
+    assert max(np.abs(a - b).max() for a, b in zip(plain, model, strict=True)) > 1e-3
 
 
 def test_statistics(call, text, tmp_path):

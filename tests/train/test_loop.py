@@ -146,3 +146,39 @@ def test_evaluation_sees_the_consensus(mesh):
     np.testing.assert_allclose(w, stacked.mean(0), atol=1e-7)
     np.testing.assert_allclose(s, np.asarray(result.state.model_state["s"]).mean(), atol=1e-7)
     assert result.reports == {"eval": 1.0}
+
+
+def test_evaluation_of_gossip_weighs_the_replicas():
+    """After a few steps a part of the parameters is on its way."""
+    mesh = js.virtual_mesh({"replica": 4})
+    step = js.make_train_step(
+        lambda p, b: jnp.vdot(p["w"], b.mean(0)),  # the gradient is the mean of the batch
+        optax.sgd(0.1),
+        sync=js.sgp("replica", overlap=3),
+        mesh=mesh,
+    )
+    seen = []
+
+    def evaluate(params, model_state):
+        assert model_state == {}
+        seen.append(np.asarray(params["w"]))
+        return {}
+
+    hooks = [js.Evaluate(evaluate, mesh=mesh, every=6, sync=sync) for sync in (step.sync, None)]
+    *_, result = js.train_loop(step, start(step), BATCHES, hooks=hooks)
+    exact = 1 - 0.1 * BATCHES.mean(1).sum(0)
+    np.testing.assert_allclose(seen[0], exact, rtol=1e-5)
+    np.testing.assert_allclose(seen[1], np.asarray(result.state.params["w"]).mean(0), rtol=1e-6)
+    assert np.abs(seen[1] - exact).max() > 1e-3
+
+
+def test_evaluation_with_a_transform_that_counts_replicas_alike(step):
+    seen = []
+
+    def evaluate(params, model_state):
+        seen.append(np.asarray(params["w"]))
+        return {}
+
+    hooks = [js.Evaluate(evaluate, mesh=MESH, every=3, sync=sync) for sync in (step.sync, None)]
+    list(js.train_loop(step, start(step), BATCHES[:3], hooks=hooks))
+    assert np.array_equal(*seen)

@@ -1,0 +1,162 @@
+"""The consensus of replicas that do not count alike, or of which a part is in flight."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.algorithms import Placement
+from jaxslowmo.checkpoint._resize import _consensus as host_consensus
+from jaxslowmo.mesh._consensus import _consensus_fn
+
+REPLICAS, RATE, STEPS = 4, 0.25, 7
+STAR = js.topology.star(REPLICAS)
+SYNCS = {
+    "star": js.sgp("replica", graph=STAR),
+    "overlap": js.sgp("replica", overlap=3),
+    "star, overlap": js.sgp("replica", graph=STAR, overlap=3),
+    "slowmo over star": js.slowmo("replica", base=js.sgp("replica", graph=STAR), sync_every=4),
+    "only finite, overlap": js.only_finite(js.sgp("replica", overlap=3)),
+}
+START = {"h": np.ones(2, jnp.bfloat16), "w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+RNG = np.random.default_rng(0)
+BATCHES = {
+    "h": RNG.integers(-2, 3, size=(STEPS, REPLICAS, 2)).astype(np.float32),
+    "w": RNG.normal(np.arange(4.0)[:, None, None], size=(STEPS, 4, 2, 3)).astype(np.float32),
+}
+
+
+def linear(params, batch):
+    """Its gradient is the batch, whatever the parameters, so their mean is known at any time."""
+    return sum(jnp.vdot(params[name].astype(jnp.float32), batch[name][0]) for name in params)
+
+
+EXACT = START["w"] - RATE * BATCHES["w"].astype(np.float64).mean(1).sum(0)
+
+
+@functools.cache
+def trained(name):
+    """On virtual replicas, as NumPy arrays: the parameters and their shares."""
+    step = js.make_train_step(
+        linear, optax.sgd(RATE), sync=SYNCS[name], mesh=js.virtual_mesh({"replica": REPLICAS})
+    )
+    state = step.init(START)
+    for t in range(STEPS):
+        state, _ = step(state, {key: jnp.asarray(x[t]) for key, x in BATCHES.items()})
+    shares = step.sync.shares(state.opt_state[-1])
+    return jax.tree.map(np.asarray, (state.params, shares))
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+@pytest.fixture(params=["virtual", "devices", "explicit", "inner axis"])
+def mesh(request, mesh_of):
+    axes = {"replica": REPLICAS}
+    if request.param == "virtual":
+        return js.virtual_mesh(axes)
+    if request.param == "inner axis":
+        return mesh_of({**axes, "device": 2})
+    return mesh_of(axes, explicit=request.param == "explicit")
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_of_gossip_is_the_mean_of_all_there_is(name, mesh):
+    params, shares = trained(name)
+    one = js.consensus(params, mesh=mesh, shares=shares)
+    np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
+    assert np.abs(params["w"].mean(0) - EXACT).max() > 0.01  # the plain mean is another model
+    # A run that is resumed on another number of replicas starts from the same.
+    at, alone = Placement(REPLICAS, {"replica": REPLICAS}), Placement(1, {"replica": 1})
+    again = host_consensus(params, shares, at, alone)
+    np.testing.assert_allclose(one["w"], again["w"][0], rtol=1e-6)
+    assert one["h"].dtype == again["h"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide(one["h"]), wide(again["h"][0]), rtol=2.0**-8)
+    if not isinstance(mesh, js.VirtualMesh):
+        for leaf in one.values():
+            copies = [np.asarray(s.data) for s in leaf.addressable_shards]
+            assert len(copies) == mesh.size
+            assert all(np.array_equal(c, copies[0]) for c in copies)
+
+
+def test_of_replicas_that_count_alike_is_the_plain_mean_to_the_bit(mesh):
+    rng = np.random.default_rng(1)
+    params = {
+        "h": rng.normal(size=(REPLICAS, 50)).astype(jnp.bfloat16),
+        "w": rng.normal(size=(REPLICAS, 50)).astype(np.float32),
+    }
+    plain = js.consensus(params, mesh=mesh)
+    default = js.local_sgd("replica").shares(None)
+    for shares in (default, [(np.ones(REPLICAS, np.float32), None)]):
+        one = js.consensus(params, mesh=mesh, shares=shares)
+        for key, x in plain.items():
+            assert np.array_equal(np.asarray(one[key]), np.asarray(x))
+
+
+def test_any_shares(mesh):
+    """One number for all, own parameters twice, and leaves that are not averaged."""
+    rng = np.random.default_rng(2)
+    own = {"n": np.arange(4, dtype=np.int32) + 3, "w": rng.normal(size=(4, 5)).astype(np.float32)}
+    late = {"n": np.zeros(4, np.int32), "w": rng.normal(size=(4, 5)).astype(np.float32)}
+    weights = np.array([0, 1, 2, 5], np.float32)
+    one = js.consensus(own, mesh=mesh, shares=[(weights, None), (0.5, late), (2, None)])
+    mass = (weights + 2) @ own["w"].astype(np.float64) + 0.5 * late["w"].sum(0)
+    np.testing.assert_allclose(one["w"], mass / (8 + 4 * 2.5), rtol=1e-5)
+    assert int(one["n"]) == 3
+
+
+def test_large_weights_and_small_leaves_keep_their_digits(strict_promotion):
+    """A total of 257 is no bfloat16."""
+    params = {"h": np.array([[1], [2]], jnp.bfloat16), "w": np.array([[1], [2]], np.float32)}
+    shares = [(np.array([256, 1], np.float32), None)]
+    one = js.consensus(params, mesh=js.virtual_mesh({"replica": 2}), shares=shares)
+    np.testing.assert_allclose(one["w"], [258 / 257], rtol=1e-7)
+    assert float(one["h"][0]) == 1.0
+
+
+def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
+    placed = {"w": jax.device_put(x, NamedSharding(mesh, P("replica", "fsdp")))}
+    weights = np.array([1, 3], np.float32)
+    one = js.consensus(placed, mesh=mesh, shares=[(weights, None), (weights, placed)])
+    assert one["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 1)
+    assert np.array_equal(one["w"], weights @ x / 4)
+
+
+def test_what_is_sent(mesh_of):
+    mesh = mesh_of({"replica": REPLICAS})
+    params, shares = trained("overlap")
+    weights, values = zip(*shares, strict=True)
+    lowered = _consensus_fn(mesh, "replica", frozenset()).lower(weights, (params, *values[1:]))
+    report = js.comm_report_of(lowered, compile=False)
+    assert report.count(axis="replica", collective="all-reduce") == report.count() == 3
+    assert report.bytes() == 4 * 6 + 4 * 2 + 4  # float32 of all leaves and of the total weight
+
+
+PARAMS = {"w": np.ones((2, 3), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([], r"got \[\]\."),
+        (lambda state: [], r"got <function"),
+        ([1.0], r"got a float as number 0\."),
+        ([(1.0, None), (1.0, None, None)], r"got a tuple as number 1\."),
+        ([(np.ones(3), None)], r"got weights of shape \(3,\) as number 0\."),
+        ([(1.0, None), (1.0, {"v": PARAMS["w"]})], r"parameters of other names .* as number 1\."),
+        ([(1.0, {"w": np.ones((2, 4))})], r"got parameters of other .*shapes as number 0\."),
+    ],
+)
+def test_other_shares_are_refused(shares, message):
+    expected = r"`shares` must be pairs of weights of shape \(2,\).*" + message
+    with pytest.raises(ValueError, match=expected):
+        js.consensus(PARAMS, mesh=js.virtual_mesh({"replica": 2}), shares=shares)
