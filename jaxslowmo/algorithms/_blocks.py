@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, all_mean_in_slices, relative_weight, scaled, total_weight
+from ..mesh import typed_specs
 from ..tree import leaf_names, note_buffers, plan_buffers
 
 Kind = Literal["leaves", "flat", "whole"]
@@ -76,10 +77,14 @@ class BlockGroup:
 def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
     """Group the leaves of `tree` by the automatic axes that `param_specs` shards them over.
 
+    Without specs, by Explicit axes: their types tell.
+
     Raises:
       ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
     """
     count = len(jax.tree.leaves(tree))
+    if param_specs is None:
+        param_specs = typed_specs(tree)
     if param_specs is None:
         return [BlockGroup((), tuple(range(count)), (P(),) * count)]
     try:

@@ -24,6 +24,8 @@ from ._in_sync import Divergence as Divergence
 from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
+from ._inner_specs import inner_specs as inner_specs
+from ._inner_specs import typed_specs as typed_specs
 from ._kept import kept_with as kept_with
 from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas

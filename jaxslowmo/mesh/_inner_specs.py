@@ -1,0 +1,64 @@
+"""How the leaves of a tree lie inside a replica, read off arrays or types."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._typing import AxisName, PyTree
+from ._axes import axis_names
+from ._mapped import AnyMesh, model_axes
+
+
+def inner_specs(
+    tree: PyTree, mesh: AnyMesh, axis_name: AxisName, *, stacked: bool
+) -> PyTree | None:
+    """A `PartitionSpec` per leaf over the axes inside a replica, read off concrete arrays.
+
+    Args:
+      tree: arrays, on `mesh` or not.
+      mesh: where the replicas lie.
+      axis_name: the replica axis.
+      stacked: whether leaves have a leading replica axis, which the specs leave out.
+
+    Returns:
+      A tree like `tree`; None where nothing is sharded inside a replica.
+    """
+    inside = model_axes(tree, mesh, axis_name)
+    if not inside:
+        return None
+
+    def spec_of(x: Any) -> P:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return P()
+        return _over(sharding.spec[1:] if stacked else sharding.spec, inside)
+
+    return jax.tree.map(spec_of, tree)
+
+
+def typed_specs(tree: PyTree) -> PyTree | None:
+    """Likewise while a program is traced, over Explicit axes, whose layout is part of the types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    inside = frozenset(name for name, kind in types if kind == AxisType.Explicit)
+    if not inside:
+        return None
+    specs = jax.tree.map(lambda x: _over(jax.typeof(x).sharding.spec, inside), tree)
+    return specs if any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec)) else None
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _over(spec: Any, axes: frozenset[str]) -> P:
+    """`spec` without other axes, and without what is whole at its end."""
+    entries: list[Any] = []
+    for entry in spec:
+        names = tuple(n for n in axis_names(entry or ()) if n in axes)
+        entries.append(names[0] if len(names) == 1 else names or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
