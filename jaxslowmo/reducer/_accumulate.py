@@ -9,7 +9,9 @@ import optax
 from .._typing import PyTree
 from ..algorithms import Every, as_schedule, check_weight, increment, run_if
 from ..collectives import quotient, scaled
+from ..mesh import vary_over
 from ..tree import at_least_float32, check_floating, widen_updates
+from ._gradient_axes import common_axes, reduced_axes
 
 _OWNER = "accumulate"
 
@@ -65,11 +67,13 @@ def accumulate(
 
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
+        state = transform.init(params)
+        reduced = reduced_axes(transform, state, params)
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=zeros(params),
-            weight=jnp.zeros([], jnp.float32),
-            inner=transform.init(params),
+            total=vary_over(zeros(params), reduced),
+            weight=vary_over(jnp.zeros([], jnp.float32), common_axes(params) | reduced),
+            inner=state,
         )
 
     def update_fn(

@@ -12,6 +12,7 @@ from .._warn import warn_once
 from ..algorithms import check_axis_argument, check_weight, increment
 from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_over, varying_axes
 from ..tree import MIB, check_floating, leaf_names
+from ._gradient_axes import axes_of
 from ._hook import CommHook, check_hook
 from ._order import Order, check_order
 from ._reduce_buckets import BucketLayout, init_hook, reduce_plainly, reduce_with_hook
@@ -133,7 +134,7 @@ def all_reduce_gradients(
             check_floating(_OWNER, params)
             states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
             # Gradients of parameters that are sharded over other axes differ there too.
-            states = vary_over(states, _axes_of(params) - set(axis_names(axis_name)))
+            states = vary_over(states, axes_of(params) - set(axis_names(axis_name)))
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
@@ -178,11 +179,6 @@ def mean_gradients(
     plan = BucketLayout(BUCKET_LIMITS).plan(grads, ready_order)
     with jax.named_scope(_OWNER):
         return reduce_plainly(plan, grads, axis_name, None, True)
-
-
-def _axes_of(tree: PyTree) -> frozenset[str]:
-    """Axes that some leaf varies over."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
 def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> None:

@@ -9,9 +9,10 @@ from jax import lax
 
 from .._typing import AxisName, PyTree
 from ..algorithms import ParameterTransform, check_axis_argument
-from ..mesh import axis_names, axis_size, require_axes, settle, vary_over, varying_axes
+from ..mesh import axis_names, axis_size, match_varying, require_axes, settle, vary_over
 from ..tree import leaf_names
 from ._all_reduce import AllReduceGradientsState
+from ._gradient_axes import axes_of
 
 _OWNER = "skip_unused"
 
@@ -88,10 +89,10 @@ def skip_unused(
 
     def init_fn(params: PyTree) -> SkipUnusedState:
         state = inner.init(params)
-        leaves = jax.tree.leaves(params)
+        count = len(jax.tree.leaves(params))
         _select(inner, jax.tree.map(lambda _: True, params), state, state)
-        varying = frozenset[str]().union(*map(varying_axes, leaves)) - set(axis_names(axis_name))
-        zeros = vary_over(jnp.zeros(len(leaves), jnp.int32), varying)
+        others = axes_of(params) - set(axis_names(axis_name))
+        zeros = vary_over(jnp.zeros(count, jnp.int32), others)
         return SkipUnusedState(zeros - 1, zeros, state)
 
     def update_fn(
@@ -119,6 +120,8 @@ def skip_unused(
         updates, after = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(_keep, mask, updates, jax.tree.map(jnp.zeros_like, updates))
         kept = _select(inner, mask, after, state.inner)
+        # Sums are typed as equal on all replicas. A state that comes into a shard_map is not.
+        used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -179,7 +182,8 @@ def _sum(mine: list[Any], axis_name: AxisName) -> jax.Array:
     counts = jnp.stack([jnp.asarray(u).astype(jnp.int32) for u in mine])
     if axis_size(axis_name) == 1:
         return settle(counts, axis_name)
-    return lax.psum(counts, axis_name)
+    # Of several axes, gradients may be equal over some, and typed so.
+    return lax.psum(vary_over(counts, axis_names(axis_name)), axis_name)
 
 
 def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:

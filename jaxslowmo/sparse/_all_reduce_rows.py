@@ -10,7 +10,7 @@ import optax
 
 from .._typing import AxisName, PyTree
 from ..algorithms import check_axis_argument, check_weight, increment
-from ..mesh import axis_names, checks_varying, require_axes, varying_axes
+from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ..tree import check_floating
 from ._cost import PATHS, Path
 from ._exchange import Facts, TableReduction
@@ -117,9 +117,12 @@ def all_reduce_rows(
         return TableReduction(axis_name, own, path, output == "rows", divide_by == "initial")
 
     def init_fn(params: PyTree) -> AllReduceRowsState:
+        tables, others, _ = _split(params, names)
+        # Parts of a table have rows of their own: where it differs over other axes, numbers do too.
+        axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tables)))
         zero = jnp.zeros([], jnp.int32)
-        others = _split(params, names)[1]
-        return AllReduceRowsState(zero, zero, zero, zero, inner.init(others))
+        number = vary_over(zero, axes - set(axis_names(axis_name)))
+        return AllReduceRowsState(zero, number, number, number, inner.init(others))
 
     def update_fn(
         updates: PyTree,

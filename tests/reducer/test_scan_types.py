@@ -1,0 +1,189 @@
+"""States of gradient transforms keep their types, also in which axes they vary over.
+
+`lax.scan` carries what does not change its type. Under `shard_map(check_vma=True)` the axes over
+which a value varies are part of that.
+"""
+
+import inspect
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+
+
+def reduce(hook=None, **options):
+    return js.all_reduce_gradients("replica", hook=hook, **options)
+
+
+def low_rank(start_step=2, **options):
+    return js.hooks.powersgd(1, start_step, min_compression_rate=0.1, **options)
+
+
+HOOKS = {
+    "mean": js.hooks.mean(),
+    "noop": js.hooks.noop(),
+    "stateless": js.hooks.stateless(lambda b: jax.lax.pmean(b.flat, b.axis_name)),
+    "bf16_compress": js.hooks.bf16_compress(),
+    "fp16_compress": js.hooks.fp16_compress(),
+    "int8": js.hooks.int8(block_size=4, stochastic_rounding=True),
+    "int8 forgetful": js.hooks.int8(error_feedback=False),
+    "fp8": js.hooks.fp8(),
+    "top_k": js.hooks.top_k(0.2),
+    "top_k forgetful": js.hooks.top_k(k=1, error_feedback=False),
+    "powersgd": low_rank(),
+    "powersgd cold": low_rank(warm_start=False),
+    "powersgd forgetful": low_rank(0, error_feedback=False, warm_start=False),
+    "powersgd in bf16": js.hooks.bf16_compress(low_rank()),
+}
+ADAM = optax.adam(0.1)
+TRANSFORMS = {
+    "all_reduce_gradients": reduce(),
+    "all_reduce_gradients merged": reduce(bucket_bytes=8, split_large=True, max_buckets=3),
+    **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
+    "accumulate": js.accumulate(optax.chain(reduce(), ADAM), every=2),
+    "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), ADAM), every=2),
+    "accumulate alone": js.accumulate(ADAM, every=2),
+    "post_local_gradients": js.post_local_gradients(js.every(2, start=1), reduce()),
+    "post_local_gradients twice": js.post_local_gradients(
+        js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
+    ),
+    "all_reduce_rows": js.all_reduce_rows("replica", tables=("m",), path="rows"),
+    "all_reduce_rows beside": js.all_reduce_rows(
+        "replica", tables=("m",), dense=reduce(js.hooks.int8()), capacity=1
+    ),
+    "all_reduce_rows as rows": js.all_reduce_rows("replica", tables=("m",), output="rows"),
+    # It counts over all axes that gradients differ over.
+    "skip_unused": js.skip_unused(optax.chain(reduce(js.hooks.int8()), ADAM), ("replica", "model")),
+    "skip_unused sticky": js.skip_unused(
+        optax.chain(reduce(), optax.sgd(0.1, momentum=0.9)), ("replica", "model"), sticky=True
+    ),
+    "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), ADAM), "replica"),
+    "skip_unused alone": js.skip_unused(ADAM, "replica"),
+    "slow_momentum": js.slow_momentum(),
+}
+MESH = {"replica": 2, "model": 2}
+PARAMS = {"m": jnp.ones((2, 4, 6)), "v": jnp.ones((2, 6))}
+# Parameters of each replica; equal on all; and of each replica, in parts.
+LAYOUTS = {
+    "stacked": {"m": P("replica"), "v": P("replica")},
+    "equal": {"m": P(), "v": P()},
+    "in parts": {"m": P("replica", "model"), "v": P("replica", "model")},
+}
+# The state of any optimizer changes its type where parameters are equal, and gradients are not.
+UNREDUCED = ("accumulate alone", "skip_unused alone", "slow_momentum")
+CASES = [
+    (name, layout)
+    for layout in LAYOUTS
+    for name in TRANSFORMS
+    if layout != "equal" or name not in UNREDUCED
+]
+
+
+def test_no_gradient_transform_is_missing():
+    made = {name.split()[0] for name in TRANSFORMS}
+    returned = {
+        name: typing.get_type_hints(value).get("return")
+        for name, value in inspect.getmembers(js, inspect.isfunction)
+    }
+    assert made == {
+        name
+        for name, kind in returned.items()
+        if inspect.isclass(kind)
+        and issubclass(kind, optax.GradientTransformation)
+        and not issubclass(kind, js.ParameterTransform)
+    }
+    assert {name.split()[0] for name in HOOKS} == {
+        name for name, _ in inspect.getmembers(js.hooks, inspect.isfunction)
+    }
+
+
+def three_updates(tx, params, state, weighted):
+    own = 1.0 + jax.lax.axis_index("replica")
+    extra = {"weight": own} if weighted else {}
+    # They differ between replicas, whatever the parameters do.
+    grads = jax.tree.map(lambda p: p * own, params)
+
+    def update(state, _):
+        return tx.update(grads, state, params, **extra)[1], ()
+
+    return jax.lax.scan(update, state, length=3)[0]
+
+
+def trace(function, layout, *arguments, specs=()):
+    """Types are checked when a program is traced; it is not run."""
+
+    def inside(params, *arguments):
+        function(jax.tree.map(lambda x: x[0], params), *arguments)
+
+    program = jax.shard_map(
+        inside, mesh=js.make_mesh(MESH), in_specs=(LAYOUTS[layout], *specs), out_specs=P()
+    )
+    jax.eval_shape(program, PARAMS, *arguments)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_state_made_inside(name, layout, weighted):
+    tx = TRANSFORMS[name]
+    trace(lambda params: three_updates(tx, params, tx.init(params), weighted), layout)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_state_that_comes_in(name, weighted):
+    """From `js.init`, a checkpoint, or the step before: all of it is typed as varying."""
+    tx, mesh = TRANSFORMS[name], js.make_mesh(MESH)
+    init = jax.shard_map(
+        lambda p: jax.tree.map(lambda x: x[None], tx.init(jax.tree.map(lambda x: x[0], p))),
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+    )
+
+    def run(params, state):
+        three_updates(tx, params, jax.tree.map(lambda x: x[0], state), weighted)
+
+    trace(run, "stacked", jax.eval_shape(init, PARAMS), specs=(P("replica"),))
+
+
+def test_what_an_update_needs_besides_is_not_needed_for_a_state():
+    """The axes over which gradients are reduced are found by a look at an update."""
+    needs_value = optax.with_extra_args_support(optax.polyak_sgd(0.1))
+    tx = js.accumulate(optax.chain(reduce(), needs_value), every=2)
+    trace(lambda params: tx.init(params), "equal")
+
+
+def values(function, mesh, *arguments):
+    """Of all replicas."""
+    program = jax.shard_map(
+        lambda *args: jax.tree.map(
+            lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args))
+        ),
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+    )
+    return jax.tree.map(np.asarray, jax.jit(program)(*arguments))
+
+
+@pytest.mark.parametrize("name", ["accumulate", "all_reduce_rows beside", "skip_unused sticky"])
+def test_a_scan_does_what_updates_do(name, mesh_of):
+    tx, mesh = TRANSFORMS[name], mesh_of(MESH)
+
+    def one_by_one(params):
+        state = tx.init(params)
+        own = 1.0 + jax.lax.axis_index("replica")
+        grads = jax.tree.map(lambda p: p * own, params)
+        for _ in range(3):
+            _, state = tx.update(grads, state, params, weight=own)
+        return state
+
+    wanted = values(one_by_one, mesh, PARAMS)
+    found = values(lambda p: three_updates(tx, p, tx.init(p), True), mesh, PARAMS)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found, wanted)
