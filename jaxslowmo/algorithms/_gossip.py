@@ -78,7 +78,10 @@ class Gossip:
         else:
             weights = [weight] * len(round_.permutations)
         shares = jnp.stack(
-            [self._own(a) * w for a, w in zip(round_.received, weights, strict=True)]
+            [
+                (own := self._own(a)) * w.astype(own.dtype)
+                for a, w in zip(round_.received, weights, strict=True)
+            ]
         )
         received = jnp.sum(shares)
         # A node that nobody sends to in this round has no mean; its weight 0 says so.

@@ -168,7 +168,7 @@ def outer_transform(
                 return average
             total = all_mean(mass, axis_name)
             if weight is None:
-                return jax.tree.map(lambda leaf: leaf / total, average)
+                return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
             # Where all replicas have run out, the anchor stays.
             return jax.tree.map(
                 lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, anchor

@@ -229,9 +229,9 @@ def sgp(
             if overlap > 1:
                 (arrival, *late), fresh = s.in_flight, arrival
                 s = s._replace(in_flight=(*late, fresh))
-            after = kept * before + arrival.weight if moves else before
+            after = _together(kept, before, arrival) if moves else before
             u = over(u, after if overlap else before) if moves else u
-            u = pulled(u, own, arrival, arrival.weight / after)
+            u = pulled(u, own, arrival, arrival.weight.astype(after.dtype) / after)
             s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
             return u, o, s
 
@@ -313,9 +313,14 @@ def _mixed(
     Communication: as an exchange of the parameters.
     """
     arrival, _ = gossip.exchange(number, others, weight, Packing(others, None, None))
-    share = arrival.weight / (kept * weight + arrival.weight)
-    moved = pulled(others, others, arrival, share)
+    after = _together(kept, weight, arrival)
+    moved = pulled(others, others, arrival, arrival.weight.astype(after.dtype) / after)
     return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
+
+
+def _together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
+    """The push-sum weight after an exchange, in the dtype of the share that was kept."""
+    return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
 def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:

@@ -151,6 +151,29 @@ def test_gossip_mixes_other_arrays_as_parameters_and_at_once(name):
         np.testing.assert_allclose(seen[3][1], np.broadcast_to(seen[3][1][0], (4, 3)), atol=1e-6)
 
 
+# Wide leaves beside narrow ones
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if "adam" not in name])
+def test_types_are_explicit_under_x64(name, strict_promotion):
+    """Of updates with weights and other arrays, too; Adam of optax relies on promotion."""
+    tx = TRANSFORMS[name]()
+
+    def step(params, weight):
+        state = tx.init(params)
+        _, state = tx.update(params, state, params)
+        if name in PARAMETER:
+            others = [params["half"], params["double"]]
+            return tx.exchange(params, others, state, params, weight=weight)[2]
+        return tx.update(params, state, params, weight=weight)[1]
+
+    with jax.enable_x64(True):
+        dtypes = {"double": jnp.float64, "single": jnp.float32, "half": jnp.bfloat16}
+        params = {key: jax.ShapeDtypeStruct((4, 3), dtype) for key, dtype in dtypes.items()}
+        weight = jax.ShapeDtypeStruct((4,), jnp.float64)
+        jax.eval_shape(lift(step, AXES, "shard_map", (False, False)), params, weight)
+
+
 # Copies
 
 
