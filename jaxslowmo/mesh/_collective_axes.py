@@ -1,26 +1,32 @@
 """Over which axes a traced program communicates."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
 
-def collective_axes(jaxpr: Any) -> frozenset[str]:
+def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
     """Names of the axes of all collectives in a jaxpr, those inside of it included.
+
+    Args:
+      jaxpr: of a traced program.
+      counts: which equations are looked at, and into; None: all.
 
     Communication: none.
     """
     found: set[str] = set()
     for equation in jaxpr.eqns:
-        inside: set[str] = set()
+        own: set[str] = set()
         for part in _parts(equation.params):
-            inside |= collective_axes(part)
+            own |= collective_axes(part, counts)
         # A nested shard_map binds axes of its own.
-        found |= inside - set(equation.params.get("manual_axes", ()))
+        own -= set(equation.params.get("manual_axes", ()))
         if equation.primitive.name not in _NOT_SENDING:
             for key in ("axes", "axis_name"):
-                found |= _names(equation.params.get(key, ()))
+                own |= _names(equation.params.get(key, ()))
+        if own and (counts is None or counts(equation)):
+            found |= own
     return frozenset(found)
 
 

@@ -1,5 +1,7 @@
 """What the traced program of a loss tells about its gradients; nothing runs on a device."""
 
+from ._facts import called_program as called_program
+from ._facts import scan_operands as scan_operands
 from ._loss import FullLoss as FullLoss
 from ._loss import as_full_loss as as_full_loss
 from ._ready_order import ready_order as ready_order

@@ -108,7 +108,7 @@ class _Reader:
             return self._while(params, operands)
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
-        if inner := _called(eqn):
+        if inner := called_program(eqn):
             return self.run(inner, operands)
         self._place += 1
         if name == "optimization_barrier":
@@ -141,12 +141,7 @@ class _Reader:
         return carried, out[len(carry) :]
 
     def _scan(self, params: Any, operands: list[Fact]) -> list[Fact]:
-        if "num_carry" in params:  # jax < 0.12
-            first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-            groups = operands[:first], operands[first:last], operands[last:]
-        else:
-            groups = (list(group) for group in params["ft_in"].update(operands).unpack())
-        carry, ys = self._loop(params["jaxpr"], *groups)
+        carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
         return [*carry, *ys]
 
     def _while(self, params: Any, operands: list[Fact]) -> list[Fact]:
@@ -165,7 +160,16 @@ class _Reader:
         ]
 
 
-def _called(eqn: Any) -> Any:
+def scan_operands(params: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The operands of a `scan` equation as constants, carry and what it scans over."""
+    if "num_carry" in params:  # jax < 0.12
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return operands[:first], operands[first:last], operands[last:]
+    consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
+    return consts, carry, xs
+
+
+def called_program(eqn: Any) -> Any:
     """The program that an equation calls once with its own operands; None if it calls none."""
     found = [v for v in eqn.params.values() if hasattr(getattr(v, "jaxpr", v), "eqns")]
     if len(found) != 1:

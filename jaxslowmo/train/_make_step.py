@@ -36,7 +36,10 @@ def make_train_step(
         the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`, with `rng`
         where it is wanted. metrics: dict of scalars.
       optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
-        and parameter transforms included, works too in `"traced"` mode.
+        and parameter transforms included, works too in `"traced"` mode. It is told `value`, the
+        loss, averaged in at least float32 over the replicas, with their weights, in the updates in
+        which gradients were; `grad`, the gradients that it is given; and where these are not
+        averaged over anything also `value_fn`, the replica's own loss on its batch (line searches).
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
         None where gradients are averaged over the replicas. Several replicas that are given
         neither, here, as `gradients` or in a chain of ours as `optimizer`, are refused; `"none"`
@@ -67,11 +70,13 @@ def make_train_step(
         `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`; a parameter
         transform as `gradients`. At `init`, or at the first step, one inside `gradients` or,
         host-scheduled, inside `optimizer`; replicas that would train apart. At trace time batches
-        that do not split evenly and gradients that were not averaged over the inner axes.
+        that do not split evenly, gradients that were not averaged over the inner axes, a line
+        search where they are averaged over any.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
-      and model state.
+      and model state; where the optimizer uses an averaged `value`, one of 4 bytes (12 with a
+      weight).
     """
     replica_count("make_train_step", mesh, axis_name)
     if mode not in ("traced", "host"):

@@ -1,6 +1,7 @@
 """One update as one replica sees it: loss, gradients, optimizer, exchange."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,6 +18,7 @@ from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
 from ._ours import holds_gradient_transform, holds_parameter_transform
 from ._state import TrainState
+from ._told import Loss, TracedUpdate, as_value, update_told
 
 Metrics = dict[str, jax.Array]
 GradientOrder = Literal["reverse", "ready"]
@@ -64,12 +66,13 @@ class StepParts:
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
         axes = (*axis_names(self.axis_name), *inner_axes)
+        seen = vary_statistics(before, axes)
         metrics, model_state, grads = value_and_gradients(
             self.loss,
             vary_over(state.params, axes),
             batch,
             rng=key,
-            model_state=vary_statistics(before, axes),
+            model_state=seen,
             accumulate=self.accumulate,
         )
         if inner_axes:
@@ -84,21 +87,37 @@ class StepParts:
         gradients_state, optimizer_state, sync_state = state.opt_state
         extra: dict[str, Any] = {} if weight is None else {"weight": weight}
         order = self._ready_order(state, batch, key) if self.order == "ready" else None
+        value, averaged = as_value(metrics["loss"]), frozenset[str]()
         if self.gradients is not None:
             known = extra if order is None else {**extra, "ready_order": order}
-            grads, gradients_state = self.gradients.update(
-                grads, gradients_state, state.params, **known
+            operands = grads, gradients_state, state.params
+            reduction = TracedUpdate(
+                partial(self.gradients.update, **known), self.axis_name, *operands
             )
+            grads, gradients_state = reduction(*operands)
+            value, averaged = reduction.mean(value, weight, *operands), reduction.axes
         elif inner_axes:
             grads = mean_gradients(grads, inner_axes, order)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         grads = vary_over(grads, axis_names(self.axis_name))
         with jax.named_scope("optimizer"):
-            updates, optimizer_after = self.optimizer.update(
-                grads, optimizer_state, state.params, **extra
+            updates, optimizer_after = update_told(
+                self.optimizer,
+                grads,
+                optimizer_state,
+                state.params,
+                loss=Loss(
+                    value=vary_over(value, axis_names(self.axis_name)),
+                    averaged=tuple(name for name in axes if name in {*averaged, *inner_axes}),
+                    fn=self.loss,
+                    accumulate=self.accumulate,
+                    data=(batch, key, seen),
+                ),
+                axis_name=self.axis_name,
+                weight=weight,
             )
-        alone = self._trains_alone(optimizer_state)
+        alone = not averaged and self._trains_alone(optimizer_state)
         if weight is not None and (self.sync is not None or alone):
             optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
         if alone:

@@ -148,3 +148,10 @@ def test_a_replica_apart_stops_when_it_has_run_out(gradients):
     assert all(kept)
     assert not any(moved)
     assert np.isfinite(after.params["w"]).all()
+
+
+def test_a_replica_that_averages_gradients_follows_the_others_all_the_same():
+    step = step_of(sync="none", gradients=js.all_reduce_gradients("replica", divide_by="active"))
+    state, _ = step(step.init(PARAMS), BATCHES[0], [4, 0])
+    np.testing.assert_array_equal(state.params["w"][0], state.params["w"][1])
+    assert np.any(state.params["w"] != 1)

@@ -1,0 +1,218 @@
+"""What the optimizer is told beside the gradients: the loss, and a way to ask for it elsewhere.
+
+`optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
+searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss has to be averaged as the
+gradients were: over which axes that is, is read off the traced gradient transform.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from .._typing import AxisName, PyTree
+from ..collectives import all_mean, weighted_means
+from ..mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
+from ..tracing import FullLoss
+from ..tree import at_least_float32
+from ._as_varying import run_as_varying
+from ._ours import holds_gradient_transform
+
+Update = Callable[..., tuple[PyTree, PyTree]]
+
+
+class TracedUpdate:
+    """An update of transforms, traced before it runs: one can look over which axes it sends.
+
+    Args:
+      update: `(*operands) -> (updates, state)`.
+      axis_name: the replica axis.
+      *operands: what it will be called with.
+
+    Attributes:
+      axes: those of `axis_name` over which it communicates in some update, exchanges of parameters
+        apart.
+    """
+
+    def __init__(self, update: Update, axis_name: AxisName, *operands: PyTree) -> None:
+        self._update = jax.jit(update, inline=True)
+        self._closed: Any = self._update.trace(*operands).jaxpr
+        self._replica_axes = axis_names(axis_name)
+        self.axes = self._axes_of(self._closed.jaxpr)
+
+    def __call__(self, *operands: PyTree) -> tuple[PyTree, PyTree]:
+        """The result of the update."""
+        return self._update(*operands)
+
+    def mean(self, x: jax.Array, weight: jax.Array | None, *operands: PyTree) -> jax.Array:
+        """`x` averaged over replicas as this update averages gradients.
+
+        Where it averages in some updates only (`js.post_local_gradients`), so is `x`.
+
+        Args:
+          x: () float.
+          weight: this replica's share; one of weight 0 does not count.
+          *operands: of the update.
+
+        Communication: one all-reduce of `x` over `axes`, with a weight of 8 bytes more; none where
+          nothing uses the result.
+        """
+        jaxpr = self._closed.jaxpr
+        choices = [
+            place
+            for place, equation in enumerate(jaxpr.eqns)
+            if equation.primitive.name == "cond" and len(set(self._axes_of_branches(equation))) > 1
+        ]
+        if len(choices) != 1:  # of several conditionals: averaged where any might have been
+            return self._mean_over(self.axes, weight, x)
+        (place,) = choices
+        others = self._axes_of(jaxpr.replace(eqns=jaxpr.eqns[:place] + jaxpr.eqns[place + 1 :]))
+        branches = self._axes_of_branches(jaxpr.eqns[place])
+        means = [partial(self._mean_over, others | branch, weight) for branch in branches]
+        return lax.switch(self._index_of(place, operands), means, x)
+
+    def _mean_over(self, axes: frozenset[str], weight: jax.Array | None, x: jax.Array) -> jax.Array:
+        names = tuple(name for name in self._replica_axes if name in axes)
+        if names:
+            with jax.named_scope("metrics"):
+                flat = x.reshape(1)
+                if weight is None:
+                    (x,) = all_mean(flat, names)
+                else:
+                    ((x,),) = weighted_means([flat], weight, names, idle_as_zeros=False)
+        return vary_over(x, self._replica_axes)  # as the gradients
+
+    def _index_of(self, place: int, operands: tuple[PyTree, ...]) -> jax.Array:
+        """Which branch the conditional at `place` takes."""
+        jaxpr = self._closed.jaxpr
+        before = jaxpr.replace(eqns=jaxpr.eqns[:place], outvars=jaxpr.eqns[place].invars[:1])
+        find = jaxpr_as_fun(ClosedJaxpr(before, self._closed.consts))
+        return find(*jax.tree.leaves(operands))[0].astype(jnp.int32)
+
+    def _axes_of_branches(self, equation: Any) -> list[frozenset[str]]:
+        return [self._axes_of(branch.jaxpr) for branch in equation.params["branches"]]
+
+    def _axes_of(self, jaxpr: Any) -> frozenset[str]:
+        found = collective_axes(jaxpr, _may_average_gradients) & set(self._replica_axes)
+        return frozenset(name for name in found if axis_size(name) > 1)
+
+
+def _may_average_gradients(equation: Any) -> bool:
+    """Not an exchange of parameters, nor what makes predicates alike under vmap (`uniform`)."""
+    scopes = str(equation.source_info.name_stack)
+    return "phase:" not in scopes and equation.primitive.name != "pmax"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the optimizer is told of the loss.
+
+    Attributes:
+      value: () float, averaged as the gradients were.
+      averaged: over which axes they were, in some update.
+      fn: the loss function.
+      accumulate: microbatches per update.
+      data: this replica's batch, key and model state before the update.
+    """
+
+    value: jax.Array
+    averaged: tuple[str, ...]
+    fn: FullLoss
+    accumulate: int
+    data: tuple[PyTree, jax.Array, PyTree]
+
+    def at(self, params: PyTree, data: tuple[PyTree, jax.Array, PyTree]) -> jax.Array:
+        """The replica's own loss, of the same examples, at other parameters.
+
+        Communication: none.
+        """
+        batch, key, model_state = data
+        if self.accumulate == 1:
+            return as_value(self.fn(params, batch, rng=key, model_state=model_state)[0])
+        parts = jax.tree.map(lambda x: x.reshape(self.accumulate, -1, *x.shape[1:]), batch)
+
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            part, own_key = x
+            value, (_, state) = self.fn(params, part, rng=own_key, model_state=state)
+            return state, as_value(value)
+
+        keys = jax.random.split(key, self.accumulate)
+        return lax.scan(one, model_state, (parts, keys))[1].mean()
+
+
+def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
+    """What stands in the place of the loss where that would need a collective."""
+
+    def value_fn(params: PyTree) -> jax.Array:
+        del params
+        raise ValueError(
+            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do. "
+            "They loop as often as the data want, and no collective may stand in such a loop, but "
+            f"here gradients are averaged over {axes}. Use an optimizer that needs `value` and "
+            "`grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); or let each "
+            "replica search by itself: `sync`, no `gradients`, and no inner axes."
+        )
+
+    return value_fn
+
+
+def as_value(loss: jax.Array) -> jax.Array:
+    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
+    return loss.astype(at_least_float32(loss.dtype))
+
+
+def update_told(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    *,
+    loss: Loss,
+    axis_name: AxisName,
+    weight: jax.Array | None,
+) -> tuple[PyTree, PyTree]:
+    """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
+
+    Where `optimizer` is a chain that averages gradients by a transform of ours, `value` is averaged
+    likewise.
+
+    Raises:
+      ValueError: it calls `value_fn` and gradients are averaged over some axis.
+
+    Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
+    """
+    is_chain = holds_gradient_transform(state)
+    averaged = loss.averaged or (axis_names(axis_name) if is_chain else ())
+
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree, value: jax.Array, weight: Any, data: Any
+    ) -> tuple[PyTree, PyTree]:
+        extra = {} if weight is None else {"weight": weight}
+        own = _refusing(averaged) if averaged else partial(loss.at, data=data)
+        told = {"value": value, "grad": grads, "value_fn": own}
+        try:
+            return optimizer.update(grads, state, params, **told, **extra)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
+            return optimizer.update(grads, state, params, **extra)
+
+    operands = grads, state, params, loss.value, weight, () if averaged else loss.data
+    if is_chain:
+        traced = TracedUpdate(update, axis_name, *operands)
+        value = traced.mean(loss.value, weight, *operands)
+        return traced(grads, state, params, value, weight, ())
+    try:
+        return update(*operands)
+    except TypeError:
+        if not any(map(varying_axes, jax.tree.leaves(operands))):
+            raise
+        # Branches and loops that mix constants with what differs between replicas.
+        return run_as_varying(update, *operands)

@@ -1,0 +1,262 @@
+"""Optimizers that want to know the loss: `value`, `grad` and `value_fn`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+
+RNG = np.random.default_rng(0)
+PARAMS = {"b": RNG.normal(size=3).astype(np.float32), "w": RNG.normal(size=(5, 3), scale=0.5)}
+PARAMS = jax.tree.map(np.float32, PARAMS)
+BATCHES = RNG.normal(size=(4, 16, 5)).astype(np.float32)
+KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
+PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)
+SEARCH = optax.scale_by_zoom_linesearch(max_linesearch_steps=5)
+TOLD = {
+    "reduce_on_plateau": optax.chain(optax.sgd(0.1), PLATEAU),
+    "polyak_sgd": optax.polyak_sgd(),
+    "momo": optax.contrib.momo(),
+    "schedule_free_sgd": optax.contrib.schedule_free_sgd(0.1),
+}
+average = js.all_reduce_gradients("replica")
+
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"]) - 0.5) ** 2)
+
+
+def noisy(params, batch):
+    """Another value in every batch, however the parameters are."""
+    return loss(params, batch) + jnp.mean(batch)
+
+
+def by_hand(optimizer, batches, fn=loss, parts=1):
+    """One replica on its own; `parts` microbatches are averaged."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def mean(params, batch):
+        return sum(fn(params, part) for part in np.split(batch, parts)) / parts
+
+    @jax.jit
+    def update(params, state, batch):
+        def value_fn(p):
+            return mean(p, batch)
+
+        value, grad = jax.value_and_grad(value_fn)(params)
+        updates, state = optimizer.update(
+            grad, state, params, value=value, grad=grad, value_fn=value_fn
+        )
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for batch in batches:
+        params, state = update(params, state, batch)
+    return params, state
+
+
+def train(step, batches=BATCHES, weight=None):
+    state = step.init(PARAMS)
+    for batch in batches:
+        state, _ = step(state, batch) if weight is None else step(state, batch, weight)
+    return state
+
+
+def assert_replica(state, replica, expected, rtol=2e-5):
+    params, optimizer_state = expected
+    found = state.params, state.opt_state[1]
+    for a, b in zip(*map(jax.tree.leaves, (found, (params, optimizer_state))), strict=True):
+        np.testing.assert_allclose(a[replica], b, rtol=rtol, atol=1e-6)
+
+
+def local(**options):
+    return {"sync": js.local_sgd("replica", sync_every=99), **options}
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_averaged_gradients_equal_one_big_batch(kind, name):
+    mesh = KINDS[kind]({"replica": 4})
+    step = js.make_train_step(noisy, TOLD[name], gradients=average, mesh=mesh)
+    state = train(step)
+    expected = by_hand(TOLD[name], BATCHES, noisy)
+    for replica in range(4):
+        assert_replica(state, replica, expected)
+    if name == "reduce_on_plateau":
+        assert state.opt_state[1][1].scale[0] < 1
+
+
+@pytest.mark.parametrize("name", ["reduce_on_plateau", "lbfgs", "momo"])
+@pytest.mark.parametrize(("kind", "accumulate"), [("devices", 1), ("virtual", 2)])
+def test_replicas_that_train_locally_equal_separate_runs(kind, accumulate, name):
+    optimizer = {**TOLD, "lbfgs": optax.lbfgs(linesearch=SEARCH)}[name]
+    fn = loss if name == "lbfgs" else noisy  # the search needs one function in all its steps
+    mesh = KINDS[kind]({"replica": 2})
+    step = js.make_train_step(fn, optimizer, mesh=mesh, accumulate=accumulate, **local())
+    state = train(step)
+    for replica, share in enumerate(np.split(BATCHES, 2, axis=1)):
+        assert_replica(state, replica, by_hand(optimizer, share, fn, accumulate), rtol=1e-3)
+
+
+def all_gathered(axis):
+    """Averages as the types do not tell: gathered values differ for all they know."""
+
+    def update(updates, state, params=None):
+        mean = jax.tree.map(lambda g: jax.lax.all_gather(g, axis).mean(0), updates)
+        return mean, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+BOTH = js.all_reduce_gradients(("replica", "device"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"replica": 2, "device": 2}, {"gradients": BOTH}),
+        ({"replica": 1, "device": 2}, {}),
+        ({"replica": 2}, {"gradients": optax.chain(optax.clip(9.0), average), "accumulate": 2}),
+        ({"replica": 2}, {"gradients": all_gathered("replica")}),
+        ({"replica": 2}, {"optimizer": optax.chain(average, optax.polyak_sgd())}),
+        (
+            {"replica": 2, "device": 2},
+            {"gradients": optax.identity(), "optimizer": optax.chain(BOTH, optax.polyak_sgd())},
+        ),
+    ],
+    ids=["two levels", "inner", "microbatches", "all_gather", "chain", "two levels, chain"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_averaged_as_gradients_are(kind, axes, options):
+    options = {"optimizer": optax.polyak_sgd(), **options}
+    step = js.make_train_step(noisy, mesh=KINDS[kind](axes), **options)
+    expected, _ = by_hand(optax.polyak_sgd(), BATCHES, noisy)
+    params = train(step).params
+    for name, value in expected.items():
+        np.testing.assert_allclose(params[name], [value] * axes["replica"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("whole_chain", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_a_replica_that_averages_inside(kind, whole_chain):
+    """The value is the replica's own where its gradients are, and sends nothing between them."""
+    inside, sync = js.all_reduce_gradients("device"), js.local_sgd("replica", sync_every=99)
+    options = {"optimizer": optax.polyak_sgd(), "gradients": inside, "sync": sync}
+    if whole_chain:
+        chain = optax.chain(inside, optax.polyak_sgd(), sync)
+        options = {"optimizer": chain, "gradients": optax.identity()}
+    step = js.make_train_step(noisy, mesh=KINDS[kind]({"replica": 2, "device": 2}), **options)
+    params = train(step).params
+    for replica, share in enumerate(np.split(BATCHES, 2, axis=1)):
+        expected, _ = by_hand(optax.polyak_sgd(), share, noisy)
+        for name, value in expected.items():
+            np.testing.assert_allclose(params[name][replica], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_post_local_gradients(kind):
+    """One big batch up to the start, separate runs from there."""
+    late = js.every(99, start=2)
+    step = js.make_train_step(
+        noisy,
+        optax.polyak_sgd(),
+        gradients=js.post_local_gradients(late, average),
+        sync=js.local_sgd("replica", sync_every=late),
+        mesh=KINDS[kind]({"replica": 2}),
+    )
+    params = train(step).params
+    for replica, share in enumerate(np.split(BATCHES, 2, axis=1)):
+        expected, _ = by_hand(optax.polyak_sgd(), [*BATCHES[:2], *share[2:]], noisy)
+        for name, value in expected.items():
+            np.testing.assert_allclose(params[name][replica], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_weighted_as_gradients_are(kind):
+    """Replicas of 3 and 1 samples, and one that has run out, whose batch is NaN."""
+    batch = BATCHES[0][:12].copy()
+    batch[8:] = np.nan
+    step = js.make_train_step(
+        noisy,
+        optax.polyak_sgd(),
+        gradients=js.all_reduce_gradients("replica", divide_by="active"),
+        mesh=KINDS[kind]({"replica": 3}),
+    )
+    params = train(step, [batch], [3, 1, 0]).params
+
+    def mean(params, batch):
+        return (3 * noisy(params, batch[:4]) + noisy(params, batch[4:8])) / 4
+
+    for name, expected in by_hand(optax.polyak_sgd(), [batch], mean)[0].items():
+        np.testing.assert_allclose(params[name], [expected] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "over"),
+    [
+        ({"replica": 2}, {"gradients": average}, r"\('replica',\)"),
+        ({"replica": 2, "device": 2}, local(), r"\('device',\)"),
+        ({"replica": 2}, {"optimizer": optax.chain(average, optax.lbfgs())}, r"\('replica',\)"),
+    ],
+)
+def test_no_line_search_over_averaged_gradients(axes, options, over):
+    options = {"optimizer": optax.lbfgs(), **options}
+    step = js.make_train_step(loss, mesh=js.virtual_mesh(axes), **options)
+    said = rf"`value_fn`.* no collective may stand .* averaged over {over}.* linesearch=None"
+    with pytest.raises(ValueError, match=said):
+        step(step.init(PARAMS), BATCHES[0])
+
+
+def test_one_replica_may_search_whatever_its_gradients():
+    mesh = js.virtual_mesh({"replica": 1})
+    step = js.make_train_step(loss, optax.lbfgs(), gradients=average, mesh=mesh)
+    with pytest.warns(UserWarning, match="size 1"):
+        assert step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0])
+
+
+def all_reduces(optimizer, **options):
+    mesh = js.make_mesh({"replica": 2})
+    step = js.make_train_step(noisy, optimizer, mesh=mesh, **options)
+    (traced,) = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0]).values()
+    found = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
+    return {(row.collective, row.bytes) for row in found}, sum(row.count for row in found)
+
+
+@pytest.mark.parametrize(
+    "gradients", [average, js.post_local_gradients(js.every(9, start=2), average)]
+)
+def test_what_is_not_used_is_not_sent(gradients):
+    options = {"gradients": gradients, "sync": "none"}
+    size = sum(4 * x.size for x in PARAMS.values())
+    assert all_reduces(optax.adam(0.1), **options) == ({("all-reduce", size)}, 1)
+    found, count = all_reduces(optax.polyak_sgd(), **options)
+    assert (found, count) == ({("all-reduce", size + 4)}, 2)
+
+
+def test_only_the_optimizer_is_told():
+    seen = []
+
+    def recording(tx):
+        def update(updates, state, params=None, **extra):
+            seen.append(sorted(extra))
+            return tx.update(updates, state, params, **extra)
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    step = js.make_train_step(
+        loss,
+        recording(optax.sgd(0.1)),
+        gradients=recording(average),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    train(step, BATCHES[:1], [1, 2])
+    assert seen == [["weight"], ["grad", "value", "value_fn", "weight"]]
+
+
+def test_an_optimizer_that_takes_no_more_than_it_knows():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    optimizer = optax.chain(optax.clip(1.0), sam)
+    step = js.make_train_step(loss, optimizer, mesh=js.virtual_mesh({"replica": 2}), **local())
+    assert np.any(train(step, BATCHES[:2]).params["w"][0] != PARAMS["w"])
