@@ -89,7 +89,7 @@ def quantised_mean(
     chunks = vary_over(chunks, axis_names(axis_name))
 
     sent = how.encode(chunks, to_chunk)
-    mine = (jnp.arange(replicas) == me)[:, None]
+    mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
     parts = jnp.where(mine, chunks, how.decode(exchange(sent, axis_name), per))
     mean = jnp.sum(parts, axis=0) / replicas
     gathered = gather(how.encode(mean[None], to_all), axis_name)

@@ -41,14 +41,15 @@ HOOKS = {
     "powersgd forgetful": low_rank(0, error_feedback=False, warm_start=False),
     "powersgd in bf16": js.hooks.bf16_compress(low_rank()),
 }
-ADAM = optax.adam(0.1)
+# Momentum and a count; optax.adam relies on implicit promotion.
+INNER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1))
 TRANSFORMS = {
     "all_reduce_gradients": reduce(),
     "all_reduce_gradients merged": reduce(bucket_bytes=8, split_large=True, max_buckets=3),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
-    "accumulate": js.accumulate(optax.chain(reduce(), ADAM), every=2),
-    "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), ADAM), every=2),
-    "accumulate alone": js.accumulate(ADAM, every=2),
+    "accumulate": js.accumulate(optax.chain(reduce(), INNER), every=2),
+    "accumulate int8": js.accumulate(optax.chain(reduce(js.hooks.int8()), INNER), every=2),
+    "accumulate alone": js.accumulate(INNER, every=2),
     "post_local_gradients": js.post_local_gradients(js.every(2, start=1), reduce()),
     "post_local_gradients twice": js.post_local_gradients(
         js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
@@ -59,12 +60,14 @@ TRANSFORMS = {
     ),
     "all_reduce_rows as rows": js.all_reduce_rows("replica", tables=("m",), output="rows"),
     # It counts over all axes that gradients differ over.
-    "skip_unused": js.skip_unused(optax.chain(reduce(js.hooks.int8()), ADAM), ("replica", "model")),
+    "skip_unused": js.skip_unused(
+        optax.chain(reduce(js.hooks.int8()), INNER), ("replica", "model")
+    ),
     "skip_unused sticky": js.skip_unused(
         optax.chain(reduce(), optax.sgd(0.1, momentum=0.9)), ("replica", "model"), sticky=True
     ),
-    "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), ADAM), "replica"),
-    "skip_unused alone": js.skip_unused(ADAM, "replica"),
+    "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), INNER), "replica"),
+    "skip_unused alone": js.skip_unused(INNER, "replica"),
     "slow_momentum": js.slow_momentum(),
 }
 MESH = {"replica": 2, "model": 2}
@@ -150,6 +153,72 @@ def test_a_state_that_comes_in(name, weighted):
         three_updates(tx, params, jax.tree.map(lambda x: x[0], state), weighted)
 
     trace(run, "stacked", jax.eval_shape(init, PARAMS), specs=(P("replica"),))
+
+
+WIDE = {"m": jnp.float32, "v": jnp.float64, "h": jnp.bfloat16}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_without_implicit_promotion_under_x64(name, weighted):
+    """Half, single and double precision side by side; all of our own types are explicit."""
+    tx = TRANSFORMS[name]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        kinds = {leaf: dtype for leaf, dtype in WIDE.items() if "fp16" not in name or leaf != "h"}
+        params = {leaf: jnp.ones((4, 6), dtype) for leaf, dtype in kinds.items()}
+
+        def run(params):
+            own = jax.lax.axis_index("replica").astype(jnp.float32) + 1
+            extra = {"weight": own} if weighted else {}
+            state = tx.init(params)
+
+            def update(state, _):
+                updates, state = tx.update(params, state, params, **extra)
+                return state, updates
+
+            return jax.lax.scan(update, state, length=3)[1]
+
+        inner = jax.vmap(run, axis_name="model", axis_size=2, in_axes=None)
+        outer = jax.vmap(inner, axis_name="replica", axis_size=2, in_axes=None)
+        updates = jax.eval_shape(outer, params)
+        if "as rows" in name:
+            assert updates["m"].rows.dtype == jnp.int32
+            updates["m"] = updates["m"].values
+        assert {leaf: u.dtype for leaf, u in updates.items()} == kinds
+
+
+def test_float64_gradients_keep_their_precision():
+    """Beside other dtypes, with weights and without."""
+    rng = np.random.default_rng(0)
+    grads, weight = rng.normal(size=(4, 3, 5)), np.array([1, 2, 0, 4], np.float32)
+    table = np.where(np.arange(3)[None, :, None] < 2, grads, 0)
+    transforms = {
+        "plain": reduce(),
+        "mean": reduce(js.hooks.mean()),
+        "top_k": reduce(js.hooks.top_k(1.0)),
+        "accumulate": js.accumulate(reduce(), every=1),
+        "skip_unused": js.skip_unused(reduce(), "replica"),
+        "rows": js.all_reduce_rows("replica", tables=("t",), path="rows", dense=reduce()),
+        "table": js.all_reduce_rows("replica", tables=("t",), path="dense", dense=reduce()),
+    }
+
+    def run(grads, table, weight):
+        given = {"g": grads, "t": table, "h": grads.astype(jnp.float16)}
+
+        def reduced(tx, **extra):
+            found = tx.update(given, tx.init(given), given, **extra)[0]
+            return found["g"], found["t"]
+
+        return {n: (reduced(tx), reduced(tx, weight=weight)) for n, tx in transforms.items()}
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = jax.jit(jax.vmap(run, axis_name="replica"))(grads, table, weight)
+    shares = weight.astype(np.float64) / 7 * 3 / 4
+    for name, both in found.items():
+        for each, share in zip(both, (np.full(4, 0.25), shares), strict=True):
+            for x, given in zip(each, (grads, table), strict=True):
+                wanted = np.broadcast_to(np.tensordot(share, given, 1), x.shape)
+                np.testing.assert_allclose(x, wanted, rtol=1e-13, atol=1e-15, err_msg=name)
 
 
 def test_what_an_update_needs_besides_is_not_needed_for_a_state():

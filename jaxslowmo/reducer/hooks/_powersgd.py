@@ -11,6 +11,7 @@ from ..._typing import PyTree
 from ...algorithms import phase_scope, run_if
 from ...collectives import all_mean
 from ...mesh import axis_names, match_varying, vary_over
+from ...tree import at_least_float32
 from .._hook import CommHook, GradBucket
 from ._orthogonal import orthogonal
 
@@ -197,7 +198,7 @@ def _compressed_mean(
 
 def _work_dtype(bucket: GradBucket) -> Any:
     """Of the algebra and the state: float32 for half precision too."""
-    return jnp.promote_types(bucket.dtype, jnp.float32)
+    return at_least_float32(bucket.dtype)
 
 
 def _multiply(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
