@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import core, lax
 
 from .._typing import AxisName, PyTree
 
@@ -61,7 +61,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Axes that an array or type `x` is typed as varying over; empty where nothing is tracked."""
-    is_type = isinstance(x, jax.ShapeDtypeStruct | jax.core.ShapedArray)
+    is_type = isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray)
     aval = x if is_type else jax.typeof(x)
     tracked = getattr(aval, "manual_axis_type", None)
     return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))

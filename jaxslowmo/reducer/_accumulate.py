@@ -8,9 +8,17 @@ import optax
 
 from .._typing import PyTree
 from ..algorithms import Every, as_schedule, check_weight, increment, run_if
-from ..collectives import quotient, scaled
-from ..mesh import vary_over
-from ..tree import at_least_float32, check_floating, widen_updates
+from ..mesh import match_varying, vary_over
+from ..tree import (
+    added,
+    at_least_float32,
+    by_dtype,
+    cast,
+    check_floating,
+    kept_if,
+    widen_updates,
+    zeros_like,
+)
 from ._gradient_axes import common_axes, reduced_axes
 
 _OWNER = "accumulate"
@@ -89,27 +97,42 @@ def accumulate(
         share = check_weight(_OWNER, weight)
         if share is not None and not average:
             raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
-        grads = widen_updates(updates)
-        if share is None:
-            total, weights = jax.tree.map(jnp.add, state.total, grads), state.weight + 1
-        else:
-            counted = jax.tree.map(lambda t, g: t + scaled(g, share), state.total, grads)
-            total, weights = counted, state.weight + share
+        weighted = _weighted(widen_updates(updates), share)
         count = increment(state.count)
-        state = AccumulateState(count, total, weights, state.inner)
+        state = AccumulateState(
+            count,
+            jax.tree.map(added, state.total, weighted),
+            state.weight + (1 if share is None else share),
+            state.inner,
+        )
 
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            whole = jax.tree.map(lambda t: quotient(t, s.weight) if average else t, s.total)
-            whole = jax.tree.map(lambda t, g: t.astype(g.dtype), whole, updates)
+            whole = _over(s.total, s.weight) if average else s.total
+            whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             given = extra if share is None else {**extra, "weight": s.weight}
             moved, after = transform.update(whole, s.inner, params, **given)
-            empty = jax.tree.map(jnp.zeros_like, s.total)
+            empty = match_varying(jax.tree.map(zeros_like, s.total), s.total)
             return moved, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
 
         def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            moved = jax.eval_shape(update, s)[0]
-            return jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), moved), s
+            # `update` is not run again: jax finds what the conditional has traced.
+            return jax.tree.map(zeros_like, jax.eval_shape(update, s)[0]), s
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
+    """`weight * grads`; zeros where the weight is 0, even if something is not finite there."""
+    if weight is None:
+        return grads
+    counts, factor = weight > 0, by_dtype(weight)
+    return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)
+
+
+def _over(total: PyTree, weight: jax.Array) -> PyTree:
+    """`total / weight`; zeros where the weight is 0."""
+    # Over infinity everything is zero, without a choice for every leaf.
+    divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
+    return jax.tree.map(lambda t: t / divisor(t.dtype), total)

@@ -18,6 +18,7 @@ from ._plan import Buffer as Buffer
 from ._plan import BufferPlan as BufferPlan
 from ._plan import plan_buffers as plan_buffers
 from ._primitives import added as added
+from ._primitives import by_dtype as by_dtype
 from ._primitives import cast as cast
 from ._primitives import kept_if as kept_if
 from ._primitives import reshaped as reshaped

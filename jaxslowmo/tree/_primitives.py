@@ -5,14 +5,15 @@ looks for promotion, broadcasting and NumPy's other rules, which leaves of one s
 not need. NumPy arrays stay NumPy arrays.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -34,6 +35,11 @@ def subtracted(x: Any, y: Any) -> Any:
     return lax.sub(x, y) if _are_alike(x, y) else x - y
 
 
+def by_dtype(scalar: jax.Array) -> Callable[[Any], jax.Array]:
+    """`scalar` in a given dtype, cast once for each."""
+    return functools.cache(lambda dtype: cast(scalar, dtype))
+
+
 def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
     """`x.reshape(shape)`, for sizes that are all given."""
     return lax.reshape(x, shape) if isinstance(x, jax.Array) else x.reshape(shape)
@@ -52,10 +58,12 @@ def split(flat: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def zeros_like(x: Any) -> jax.Array:
-    """`jnp.zeros_like(x)`; while a program is traced, typed as equal over all mapped axes."""
-    if not isinstance(x, jax.core.Tracer):
+    """`jnp.zeros_like(x)` of an array or type; traced, it is equal over all mapped axes by type."""
+    if isinstance(x, core.Tracer):
+        x = jax.typeof(x)
+    elif not isinstance(x, jax.ShapeDtypeStruct):
         return jnp.zeros_like(x)
-    return lax.broadcast(np.zeros([], x.dtype), x.shape, out_sharding=jax.typeof(x).sharding)
+    return lax.broadcast(np.zeros([], x.dtype), x.shape, out_sharding=x.sharding)
 
 
 def kept_if(keep: jax.Array, x: jax.Array) -> jax.Array:

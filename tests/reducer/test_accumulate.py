@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
+from counts import calls_per_leaf
 from executions import lift
 
 REPLICAS = 4
@@ -110,3 +111,24 @@ def test_gradients_are_averaged_up_to_the_start():
 def test_what_post_local_gradients_refuse(arguments, said):
     with pytest.raises(ValueError, match=said):
         js.post_local_gradients(*arguments)
+
+
+def test_the_inner_chain_is_traced_once():
+    traced = []
+
+    def update(updates, state, params=None):
+        traced.append(1)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = js.accumulate(inner, every=2)
+    jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), g))(jnp.ones(3))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(("weight", "most"), [(None, 28), (1.0, 34)])
+def test_a_leaf_costs_a_few_primitives(weight, most):
+    """Measured: 23 and 28 times `lax.add`; 53 and 67 with the operators of jax.numpy."""
+    tx = js.accumulate(optax.identity(), every=2)
+    extra = {} if weight is None else {"weight": jnp.asarray(weight)}
+    assert calls_per_leaf(lambda tree: tx.update(tree, tx.init(tree), tree, **extra)) < most

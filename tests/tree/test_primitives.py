@@ -11,6 +11,7 @@ from counts import calls_per_leaf
 from jaxslowmo.tree import (
     added,
     apply_exactly,
+    by_dtype,
     cast,
     check_floating,
     kept_if,
@@ -58,12 +59,26 @@ def test_they_do_what_operators_do(kind, jitted):
 
 
 @pytest.mark.parametrize("keep", [True, False])
+def test_a_scalar_is_cast_once_for_each_dtype():
+    def program(scalar):
+        of = by_dtype(scalar)
+        return [of(jnp.dtype(d)) for d in (jnp.bfloat16, jnp.float16, jnp.bfloat16, jnp.float32)]
+
+    assert len(jax.make_jaxpr(program)(jnp.float32(2)).jaxpr.eqns) == 2
+    assert [x.dtype for x in program(jnp.float32(2))] == [
+        "bfloat16",
+        "float16",
+        "bfloat16",
+        "float32",
+    ]
+
+
 def test_zeros_and_what_is_kept(keep):
     x = jnp.array([1, np.nan, np.inf], jnp.bfloat16)
     found = jax.jit(kept_if)(jnp.asarray(keep), x)
     assert found.dtype == x.dtype
     assert np.array_equal(found, x if keep else [0, 0, 0], equal_nan=True)
-    for zeros in (zeros_like(x), jax.jit(zeros_like)(x)):
+    for zeros in (zeros_like(x), jax.jit(zeros_like)(x), zeros_like(jax.eval_shape(lambda: x))):
         assert alike(zeros, x)
         assert not np.any(zeros)
 
