@@ -58,7 +58,6 @@ def test_they_do_what_operators_do(kind, jitted):
         assert np.array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("keep", [True, False])
 def test_a_scalar_is_cast_once_for_each_dtype():
     def program(scalar):
         of = by_dtype(scalar)
@@ -73,6 +72,7 @@ def test_a_scalar_is_cast_once_for_each_dtype():
     ]
 
 
+@pytest.mark.parametrize("keep", [True, False])
 def test_zeros_and_what_is_kept(keep):
     x = jnp.array([1, np.nan, np.inf], jnp.bfloat16)
     found = jax.jit(kept_if)(jnp.asarray(keep), x)
