@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..collectives import all_mean, all_mean_in_slices, relative_weight, scaled, total_weight
+from ..collectives import all_mean, all_mean_in_slices, relative_weight, total_weight
 from ..mesh import typed_specs
 from ..tree import leaf_names, note_buffers, plan_buffers
 
@@ -157,11 +157,10 @@ def replica_mean(
     def mean_of(
         flat: jax.Array, factor: jax.Array | None = None, anyone: jax.Array | None = None
     ) -> jax.Array:
-        weighted = flat if factor is None else scaled(flat, factor)
         if local_axis_name is None:
-            mean = all_mean(weighted, axis_name)
+            mean = all_mean(flat, axis_name, factor=factor)
         else:
-            mean = all_mean_in_slices(weighted, axis_name, local_axis_name)
+            mean = all_mean_in_slices(flat, axis_name, local_axis_name, factor=factor)
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 
     leaves, treedef = jax.tree.flatten(tree)

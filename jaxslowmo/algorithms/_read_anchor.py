@@ -5,7 +5,8 @@ from collections.abc import Callable
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ..mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes
+from ._checks import form_of
 from ._protocol import ParameterTransform
 
 
@@ -20,7 +21,7 @@ def read_anchor(
     """The anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
 
     Args:
-      sync: the transform that made the state.
+      sync: the transform that made the state, or, for a step made with it, `step.sync`.
       state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
       stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
       mesh: the mesh they live on.
@@ -31,7 +32,7 @@ def read_anchor(
       its own.
 
     Raises:
-      ValueError: a transform without an anchor.
+      ValueError: a transform without an anchor, or one that did not make this state.
 
     Communication: where the anchor is sharded one all-gather of it over `axis_name`, else none.
     """
@@ -39,15 +40,23 @@ def read_anchor(
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
     automatic = model_axes(stacked_params, mesh, axis_name)
 
-    def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
-        return jax.jit(
-            map_replicas(
-                anchor,
-                mesh=mesh,
-                axis_name=axis_name,
-                in_roles=("stacked", "stacked"),
-                automatic=automatic,
-            )
+    def lifted(fn: Callable[..., PyTree], num_arguments: int) -> Callable[..., PyTree]:
+        return map_replicas(
+            fn,
+            mesh=mesh,
+            axis_name=axis_name,
+            in_roles=("stacked",) * num_arguments,
+            automatic=automatic,
         )
 
-    return kept_with(sync.anchor, (mesh, axis_name, automatic), made)(state, stacked_params)
+    if automatic:  # with another layout than the state's, what is read would be out of order
+        known = sync.with_specs(inner_specs(stacked_params, mesh, axis_name, stacked=True))
+        makers = (sync, known) if known is not sync else (sync,)
+        forms = [form_of(jax.eval_shape(lifted(tx.init, 1), stacked_params)) for tx in makers]
+        if form_of(state) not in forms:
+            raise ValueError("`state` was not made by `sync` for these parameters on this mesh.")
+        sync = makers[forms.index(form_of(state))]
+    anchor = sync.anchor
+    assert anchor is not None
+    key = (mesh, axis_name, automatic)
+    return kept_with(anchor, key, lambda fn: jax.jit(lifted(fn, 2)))(state, stacked_params)

@@ -58,7 +58,11 @@ def _divided(x: jax.Array, count: int) -> jax.Array:
 
 
 def all_mean_in_slices(
-    flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName
+    flat: jax.Array,
+    axis_name: AxisName,
+    local_axis_name: AxisName,
+    *,
+    factor: jax.Array | None = None,
 ) -> jax.Array:
     """`all_mean` of a buffer that all devices along `local_axis_name` hold alike.
 
@@ -69,6 +73,7 @@ def all_mean_in_slices(
       flat: `(n,)`, equal over `local_axis_name`.
       axis_name: axis between replicas (slow network).
       local_axis_name: axis inside a replica (fast network).
+      factor: as in `all_mean`.
 
     Returns:
       The mean over `axis_name`, `(n,)`.
@@ -77,5 +82,5 @@ def all_mean_in_slices(
     and one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
     """
     if axis_size(axis_name) == 1:
-        return all_mean(flat, axis_name)
-    return in_slices(flat, local_axis_name, lambda part: all_mean(part, axis_name))
+        return all_mean(flat, axis_name, factor=factor)
+    return in_slices(flat, local_axis_name, lambda part: all_mean(part, axis_name, factor=factor))

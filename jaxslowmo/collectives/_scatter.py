@@ -8,6 +8,8 @@ all-reduce of one over all chips of a torus keeps the stages.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName
 from ..mesh import axis_names, axis_size
@@ -45,9 +47,24 @@ def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
             continue
         # Lanes stay whole and rows together: how the TPU compiler keeps a true reduce-scatter.
         rows = stage.reshape(size, -1, shards.shape[-1])
-        part = lax.psum_scatter(rows, name, scatter_dimension=0, tiled=False)
-        shards = part.reshape(stage.shape[1:])
+        shards = _reduce_scatter(rows, name).reshape(stage.shape[1:])
     return shards[0]
+
+
+def _reduce_scatter(rows: jax.Array, name: str) -> jax.Array:
+    """Part of `(size, m, lanes)`, summed; `(m, lanes)`."""
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, name, scatter_dimension=0, tiled=False)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {axis for axis, kind in types if kind == AxisType.Explicit}
+    if not explicit:
+        return scatter(rows)
+    # jax 0.12 fails to lower it beside Explicit axes, so they are manual around it; `rows` is whole
+    # along them.
+    return jax.shard_map(scatter, in_specs=P(), out_specs=P(), axis_names=explicit)(rows)
 
 
 def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:

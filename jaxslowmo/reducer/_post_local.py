@@ -81,6 +81,7 @@ def post_local_gradients(
             grads, inner = late.update(grads, s.after, params, **extra)
             return grads, s._replace(count=count, after=inner)
 
-        return run_if(count <= schedule.start, run_early, run_late, (updates, state))
+        started = count > min(schedule.start, jnp.iinfo(count.dtype).max)
+        return run_if(~started, run_early, run_late, (updates, state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
