@@ -70,7 +70,13 @@ def test_recorded_runs(case, execution):
     for t, (means, params) in enumerate(trained(case, execution)):
         for name, grad in parameters(arrays, "grad").items():
             wanted, found = grad[:, t], means[kind][name]
-            if "16" in kind and world == 2:
+            if kind == "fp16" and world == 2 and execution == "vmap":
+                # On processors that calculate in float16 a fused sum may be rounded once less.
+                finite = np.isfinite(wanted)
+                np.testing.assert_array_equal(np.isfinite(found), finite)
+                unit = np.spacing(np.abs(wanted[finite]).astype(np.float16))
+                assert np.all(np.abs(found[finite] - wanted[finite]) <= unit)
+            elif "16" in kind and world == 2:
                 np.testing.assert_array_equal(bits(found), bits(wanted))
             else:
                 rtol = {"bf16": 1e-2, "fp16": 2e-3}.get(kind, 2e-6)
