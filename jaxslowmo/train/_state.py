@@ -10,7 +10,29 @@ from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, init, map_replicas, replicate
 
 
-class TrainState(NamedTuple):
+class Placement(NamedTuple):
+    """Where the state that a step returned lies, so that the next step need not look at its leaves.
+
+    Attributes:
+      mesh: of the step.
+      axis_name: of the step.
+      model_axes: axes inside a replica over which parameters are sharded.
+    """
+
+    mesh: AnyMesh
+    axis_name: AxisName
+    model_axes: frozenset[str]
+
+
+class _Fields(NamedTuple):
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: jax.Array
+
+
+class TrainState(_Fields):
     """The state of a run; every leaf has a leading axis of replicas.
 
     Attributes:
@@ -23,11 +45,12 @@ class TrainState(NamedTuple):
       rng: (replicas,) PRNG keys, different on every replica.
     """
 
-    step: jax.Array
-    params: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    rng: jax.Array
+    # Known of this very state, of no copy with other fields: `_replace` makes one without.
+    placement: Placement | None = None
+
+    def __getstate__(self) -> None:
+        """Copies and pickles hold the fields alone."""
+        return None
 
     @classmethod
     def create(

@@ -1,11 +1,13 @@
 """The training step over all replicas: which program runs, and where its arguments lie."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,10 +16,11 @@ from ..algorithms import ParameterTransform, phase_name
 from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
 from ..tracing import ready_order
 from ..tree import leaf_names
+from ._host_counts import HostCounts
 from ._in_flight import StepsInFlight
 from ._ours import check_transforms
 from ._replica_step import Metrics, StepParts
-from ._state import TrainState
+from ._state import Placement, TrainState
 
 Mode = Literal["traced", "host"]
 
@@ -40,7 +43,8 @@ class TrainStep:
         self.tx = parts.chain()
         self.sync = parts.sync
         self._programs: dict[Any, Any] = {}
-        self._counted: tuple[object, int] = (None, 0)
+        self._counts = HostCounts()
+        self._model_axes_seen: frozenset[str] = frozenset()
         self._in_flight = StepsInFlight()
 
     def init(
@@ -56,6 +60,7 @@ class TrainStep:
             seed=seed,
         )
         self._check_transforms(state)
+        self._model_axes(state)
         return state
 
     def phase(self, t: int) -> Phase:
@@ -64,6 +69,7 @@ class TrainStep:
 
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
+        _refuse_deleted(state)
         return self.phase(self._updates_so_far(state) + 1)
 
     def __call__(
@@ -83,15 +89,19 @@ class TrainStep:
           a weight that too, and zeros for replicas of weight 0.
 
         Raises:
-          ValueError: a batch that does not split evenly, a weight of another shape.
+          ValueError: a batch that does not split evenly, a weight of another shape, a state whose
+            buffers were donated; host-scheduled, a call inside of jax.jit or the like.
         """
+        _refuse_deleted(state)
         program, arguments = self._prepared(state, batch, weight)
-        counter, so_far = self._counted
-        is_counted = _counter(state, self._parts.sync) is counter
+        so_far = self._counts.get(_counter(state, self._parts.sync))
+        axes = self._model_axes(state)
         new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
-        if is_counted:  # count on, without asking the device
-            self._counted = (_counter(new_state, self._parts.sync), so_far + 1)
+        # It lies where the old one did: on all mapped axes as the program says, else pinned.
+        new_state.placement = Placement(self.mesh, self.axis_name, axes)
+        if so_far is not None:  # count on, without asking the device
+            self._counts.note(_counter(new_state, self._parts.sync), so_far + 1)
         return new_state, metrics
 
     def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
@@ -104,7 +114,7 @@ class TrainStep:
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        automatic = model_axes(state.params, self.mesh, self.axis_name)
+        automatic = self._model_axes(state)
         axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))
         parts = math.prod(self.mesh.shape[name] for name in axes)
 
@@ -135,7 +145,7 @@ class TrainStep:
         programs are traced, which its first updates then need not do again.
         """
         self._check_transforms(state)
-        automatic = model_axes(state.params, self.mesh, self.axis_name)
+        automatic = self._model_axes(state)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
         batch = self._placed(batch, automatic)
 
@@ -156,15 +166,15 @@ class TrainStep:
         return {phase_name(p): trace(p) for p in sync.phases()}
 
     def _updates_so_far(self, state: TrainState) -> int:
-        """The counter of the parameter transform (else the step), read once and then counted on.
-
-        Reading it from the device at every step would wait for the step before.
-        """
+        """The counter of the parameter transform (else the step)."""
         array = _counter(state, self._parts.sync)
-        if array is not self._counted[0]:
-            local = array.addressable_data(0) if isinstance(array, jax.Array) else array
-            self._counted = (array, int(np.asarray(local).reshape(-1)[0]))
-        return self._counted[1]
+        if isinstance(array, Tracer):
+            raise ValueError(
+                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
+                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
+                'outside, or use mode="traced", whose one program decides by itself.'
+            )
+        return self._counts.read(array)
 
     def _check_transforms(self, state: TrainState) -> None:
         """What could not be seen before there was a state: which transforms chains consist of."""
@@ -177,6 +187,19 @@ class TrainStep:
             exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
         )
 
+    def _model_axes(self, state: TrainState) -> frozenset[str]:
+        """Axes inside a replica over which parameters are sharded; the compiler handles them."""
+        known = getattr(state, "placement", None)
+        if known is not None and known[:2] == (self.mesh, self.axis_name):
+            return known.model_axes
+        first = _first_array(state.params)
+        if isinstance(first, Tracer):  # does not tell where it will lie
+            return self._model_axes_seen
+        found = model_axes(state.params, self.mesh, self.axis_name)
+        if isinstance(first, jax.Array):
+            self._model_axes_seen = found
+        return found
+
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
         skip = {*axis_names(self.axis_name), *automatic}
@@ -186,7 +209,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
-        automatic = model_axes(state.params, self.mesh, self.axis_name)
+        automatic = self._model_axes(state)
         batch = self._placed(batch, automatic)
         weight = self._placed_weight(weight)
         phase = self.next_phase(state) if self.mode == "host" else None
@@ -203,15 +226,16 @@ class TrainStep:
     ) -> Any:
         """The compiled step of a phase, made at its first use."""
         mesh = self.mesh
-        key = (phase, automatic)
+        # Where the compiler chooses, it might place the new state unlike the old one, and the next
+        # step would compile again. Inside of another program there is no next step.
+        is_pinned = bool(automatic) and not isinstance(state.step, Tracer)
+        key = (phase, automatic, is_pinned)
         if key not in self._programs:
             self._check_transforms(state)
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
                 jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch, weight)
-            # Where the compiler chooses, it might place the new state unlike the old one, and the
-            # next step would compile again.
-            pinned = jax.tree.map(lambda x: x.sharding, state) if automatic else None
+            pinned = jax.tree.map(lambda x: x.sharding, state) if is_pinned else None
             self._programs[key] = self._build(phase, automatic, mesh, pinned)
         return self._programs[key]
 
@@ -297,6 +321,27 @@ def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
         f"`batch`: the leading dimension of every leaf must be a positive multiple of {parts}, the "
         f"size of axes {axes} together, got {', '.join(wrong)}."
     )
+
+
+def _refuse_deleted(state: TrainState) -> None:
+    """Raise `ValueError` for a state whose buffers are gone: jax 0.10 may crash instead."""
+    for x in (state.step, state.rng, _first_array(state.params), _first_array(state.opt_state)):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise ValueError(
+                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
+                "with the state that this step returned, or make the step with donate=False."
+            )
+
+
+def _first_array(tree: PyTree) -> Any:
+    """Some leaf of `tree`, found without looking at the others; None if it has none."""
+    if isinstance(tree, Mapping):
+        children = tree.values()
+    elif isinstance(tree, tuple | list):
+        children = tree
+    else:
+        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
+    return next((x for x in map(_first_array, children) if x is not None), None)
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

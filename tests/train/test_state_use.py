@@ -1,0 +1,222 @@
+"""What may be done with a state: programs around the step, threads, donation, other shards."""
+
+import copy
+import gc
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.train import _step
+
+PARAMS = {"b": np.zeros(4, np.float32), "w": np.ones((8, 4), np.float32)}
+BATCHES = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)
+VIRTUAL = js.virtual_mesh({"replica": 2})
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2) + jnp.mean(batch)
+
+
+def step_of(mesh=VIRTUAL, **options):
+    sync = js.local_sgd("replica", sync_every=3)
+    return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **{"sync": sync, **options})
+
+
+def steps(step, state, batches=BATCHES):
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def assert_same(a, b):
+    for x, y in zip(*map(jax.tree.leaves, (a.params, b.params)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+# Other programs around the step
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+def test_a_traced_step_inside_of_a_scan(kind):
+    mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 2})
+    step = step_of(mesh, donate=False)
+    state = step.init(PARAMS)
+    scanned, metrics = lax.scan(step, state, BATCHES)
+    assert_same(scanned, steps(step, state))
+    assert metrics["loss"].shape == (3, 2)
+    assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 4)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=explicit)
+    specs = {"b": P(), "w": P("fsdp")}
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), PARAMS, specs)
+    sync = js.local_sgd("replica", sync_every=2, param_specs=specs)
+    step = step_of(mesh, sync=sync, donate=False)
+    state = step.init(placed)
+    inside = jax.jit(lambda state: steps(step, state))(state)
+    apart = steps(step, state)
+    assert_same(inside, apart)
+    wanted = NamedSharding(mesh, P("replica", "fsdp"))
+    for found in (inside, apart, lax.scan(step, state, BATCHES)[0]):
+        assert found.params["w"].sharding.is_equivalent_to(wanted, 3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda step, state: jax.jit(step)(state, BATCHES[0]),
+        lambda step, state: lax.scan(step, state, BATCHES),
+        lambda step, state: jax.eval_shape(step, state, BATCHES[0]),
+        lambda step, state: jax.jit(lambda s: step.next_phase(s) and 0)(state),
+    ],
+    ids=["jit", "scan", "eval_shape", "next_phase"],
+)
+def test_a_host_scheduled_step_inside_of_another_program(use):
+    step = step_of(mode="host")
+    said = r'`mode`="host", reads the counter .*inside of jax\.jit.*outside, or use mode="traced"'
+    with pytest.raises(ValueError, match=said):
+        use(step, step.init(PARAMS))
+
+
+# Threads
+
+
+def run_apart(fn):
+    """`fn()` in a thread of its own, from begin to end."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def interleaved(fn, other):
+    """`fn()`, with `other()` in another thread before each of the step's lines."""
+    results = []
+
+    def on_line(frame, event, arg):
+        if event == "line":
+            results.append(run_apart(other))
+        return on_line
+
+    def on_call(frame, event, arg):
+        return on_line if frame.f_code.co_filename.endswith(("_step.py", "_counts.py")) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        return fn(), results
+    finally:
+        sys.settrace(before)
+
+
+def test_two_threads_do_not_take_each_others_count():
+    step = step_of(mode="host", donate=False)
+    one = steps(step, step.init(PARAMS), BATCHES[:1])
+    two = steps(step, one, BATCHES[:1])
+    fresh = [s._replace(opt_state=jax.tree.map(jnp.copy, s.opt_state)) for s in (one, two)]
+    for a, b in ((one, two), fresh):  # counts known on the host, and those to be read
+        phase, others = interleaved(lambda a=a: step.next_phase(a), lambda b=b: step.next_phase(b))
+        assert phase == ()
+        assert set(others) == {("average",)}
+    after, _ = interleaved(lambda: step(one, BATCHES[1])[0], lambda: step(two, BATCHES[1]))
+    assert step.next_phase(after) == ("average",)
+    assert_same(after, step(one, BATCHES[1])[0])
+
+
+# Donation
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("kept", ["step", "params", "opt_state", "rng"])
+def test_a_state_that_was_given_away(kept, mode):
+    step = step_of(mode=mode)
+    old = step.init(PARAMS)
+    new, _ = step(old, BATCHES[0])
+    mixed = new._replace(**{kept: getattr(old, kept)})
+    for state in (old, mixed):
+        with pytest.raises(ValueError, match=r"`state` was given .*\(donate=True\): go on with"):
+            step(state, BATCHES[0])
+        with pytest.raises(ValueError, match=r"`state` was given"):
+            step.next_phase(state)
+    assert np.isfinite(step(new, BATCHES[0])[1]["loss"]).all()
+
+
+def test_shapes_of_a_state_that_was_given_away():
+    step = step_of()
+    old = step.init(PARAMS)
+    step(old, BATCHES[0])
+    assert step.compiled(old, BATCHES[0])
+    assert step.traced_by_phase(old, BATCHES[0])
+
+
+# Where the parameters lie
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often a step looked at all parameters."""
+    seen = []
+    real = _step.model_axes
+    monkeypatch.setattr(_step, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
+    return seen
+
+
+def test_leaves_are_looked_at_once_while_a_run_goes_on(looks):
+    step = step_of()
+    state = step(step.init(PARAMS), BATCHES[0])[0]
+    looks.clear()
+    for _ in js.train_loop(step, state, BATCHES):
+        pass
+    assert looks == []
+
+
+def test_other_shards_are_noticed(looks):
+    """Also where only some leaves are others, one after another."""
+    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
+    step = step_of(mesh, donate=False)
+    state = steps(step, step.init({**PARAMS, "c": np.ones(4, np.float32)}))
+    for name, spec in (("c", P("replica", "fsdp")), ("w", P("replica", "fsdp"))):
+        leaf = jax.device_put(state.params[name], NamedSharding(mesh, spec))
+        state = state._replace(params={**state.params, name: leaf})
+    after, _ = step(state, BATCHES[0])
+    assert looks[-1] == {"fsdp"}
+    assert after.params["w"].sharding.spec[:2] == ("replica", "fsdp")
+    assert after.params["b"].sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), 2)
+
+
+def test_another_step_looks_for_itself(looks):
+    state = steps(step_of(donate=False), step_of().init(PARAMS))
+    looks.clear()
+    step_of(js.virtual_mesh({"replica": 2, "device": 1})).compiled(state, BATCHES[0])
+    assert looks == [frozenset()]
+
+
+def test_nothing_of_a_state_is_kept():
+    step = step_of(mode="host", donate=False)
+    state = steps(step, step.init(PARAMS))
+    jax.block_until_ready(state)
+    leaves = [weakref.ref(x) for x in jax.tree.leaves((state.params, state.opt_state))]
+    del state
+    gc.collect()
+    assert not any(leaf() is not None for leaf in leaves)
+
+
+def test_copies_know_nothing():
+    state = steps(step_of(), step_of().init(PARAMS))
+    assert state.placement is not None
+    for other in (copy.copy(state), copy.deepcopy(state), state._replace(rng=state.rng)):
+        assert other.placement is None
+        assert_same(other, state)
