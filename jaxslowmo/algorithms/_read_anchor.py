@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes
-from ._checks import form_of
+from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ._layouts import made_by
 from ._protocol import ParameterTransform
 
 
@@ -38,25 +38,20 @@ def read_anchor(
     """
     if sync.anchor is None:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
+    # With another layout than the state's, what is read would be out of order.
+    anchor = made_by(state, sync, stacked_params, mesh=mesh, axis_name=axis_name).anchor
+    assert anchor is not None
     automatic = model_axes(stacked_params, mesh, axis_name)
 
-    def lifted(fn: Callable[..., PyTree], num_arguments: int) -> Callable[..., PyTree]:
-        return map_replicas(
-            fn,
-            mesh=mesh,
-            axis_name=axis_name,
-            in_roles=("stacked",) * num_arguments,
-            automatic=automatic,
+    def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+        return jax.jit(
+            map_replicas(
+                anchor,
+                mesh=mesh,
+                axis_name=axis_name,
+                in_roles=("stacked", "stacked"),
+                automatic=automatic,
+            )
         )
 
-    if automatic:  # with another layout than the state's, what is read would be out of order
-        known = sync.with_specs(inner_specs(stacked_params, mesh, axis_name, stacked=True))
-        makers = (sync, known) if known is not sync else (sync,)
-        forms = [form_of(jax.eval_shape(lifted(tx.init, 1), stacked_params)) for tx in makers]
-        if form_of(state) not in forms:
-            raise ValueError("`state` was not made by `sync` for these parameters on this mesh.")
-        sync = makers[forms.index(form_of(state))]
-    anchor = sync.anchor
-    assert anchor is not None
-    key = (mesh, axis_name, automatic)
-    return kept_with(anchor, key, lambda fn: jax.jit(lifted(fn, 2)))(state, stacked_params)
+    return kept_with(anchor, (mesh, axis_name, automatic), made)(state, stacked_params)

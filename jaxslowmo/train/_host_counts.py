@@ -1,10 +1,40 @@
 """Counters of train states, known on the host without asking the device at every step."""
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from .._typing import PyTree
+from ..algorithms import ParameterTransform
+
+
+class Counted(NamedTuple):
+    """What the counters of a state say.
+
+    Attributes:
+      updates: so far.
+      skipped: those of them whose exchange did not take place, as `sync.phase` wants to know.
+    """
+
+    updates: int
+    skipped: int
+
+
+def counted(counter: Any, sync: ParameterTransform | None, state: PyTree) -> Counted:
+    """From the device: the counter, and what the state of `sync` tells."""
+    skipped = 0 if sync is None else sync.skipped(jax.tree.map(_of_one_replica, state))
+    return Counted(int(_of_one_replica(counter)), int(skipped))
+
+
+def _of_one_replica(x: Any) -> Any:
+    """A counter, equal on all replicas, as a NumPy scalar; other leaves as they are."""
+    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
+        return x
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.asarray(local)[0]
 
 
 class HostCounts:
@@ -16,24 +46,22 @@ class HostCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Counted]] = {}
 
-    def get(self, array: Any) -> int | None:
-        """The value of `array`, None where it was neither read nor noted."""
-        holder, value = self._known.get(id(array), (None, 0))
-        return value if holder is not None and holder() is array else None
+    def get(self, array: Any) -> Counted | None:
+        """What belongs to `array`, None where it was neither read nor noted."""
+        found = self._known.get(id(array))
+        return found[1] if found is not None and found[0]() is array else None
 
-    def read(self, array: Any) -> int:
-        """The value of `array`, equal on all replicas; from the device where it is not known."""
+    def read(self, array: Any, from_device: Callable[[], Counted]) -> Counted:
+        """What belongs to `array`; from the device where it is not known."""
         known = self.get(array)
-        if known is not None:
-            return known
-        local = array.addressable_data(0) if isinstance(array, jax.Array) else array
-        value = int(np.asarray(local).reshape(-1)[0])
-        self.note(array, value)
-        return value
+        if known is None:
+            known = from_device()
+            self.note(array, known)
+        return known
 
-    def note(self, array: Any, value: int) -> None:
-        """Take note of a value that is known without reading it."""
+    def note(self, array: Any, value: Counted) -> None:
+        """Take note of what is known without reading it."""
         key = id(array)
         self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value

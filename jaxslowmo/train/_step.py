@@ -1,5 +1,6 @@
 """The training step over all replicas: which program runs, and where its arguments lie."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,11 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import Phase, PyTree
-from ..algorithms import ParameterTransform, phase_name
-from ..mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, model_axes
+from ..algorithms import ParameterTransform, made_by, phase_name
+from ..mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, map_replicas, model_axes
 from ..tracing import ready_order
 from ..tree import leaf_names
-from ._host_counts import HostCounts
+from ._host_counts import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._ours import check_transforms
 from ._replica_step import Metrics, StepParts
@@ -33,24 +34,39 @@ class TrainStep:
       mesh: the mesh it runs on.
       axis_name: the replica axis.
       mode: `"traced"` or `"host"`.
-      sync: the parameter transform, sized for the mesh; None without one.
+      sync: the parameter transform, sized for the mesh, and once there is a state for the layout
+        of its parameters inside a replica; None without one.
     """
 
     def __init__(self, parts: StepParts, mesh: AnyMesh, mode: Mode, donate: bool) -> None:
-        self._parts = parts
+        self._given_sync = parts.sync
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self._donate = donate
-        self.tx = parts.chain()
-        self.sync = parts.sync
+        self._use(parts)
         self._programs: dict[Any, Any] = {}
         self._counts = HostCounts()
         self._model_axes_seen: frozenset[str] = frozenset()
         self._in_flight = StepsInFlight()
 
+    def _use(self, parts: StepParts) -> None:
+        self._parts, self.tx, self.sync = parts, parts.chain(), parts.sync
+
+    def _use_sync(self, sync: ParameterTransform | None) -> None:
+        """The one that was given, or the same for parameters sharded inside a replica.
+
+        Without their specs, exchanges would gather these leaves.
+        """
+        if sync is not self.sync:
+            self._use(dataclasses.replace(self._parts, sync=sync))
+            self._programs.clear()
+
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
     ) -> TrainState:
         """`TrainState.create` with this step's chain, mesh and axis."""
+        specs = inner_specs(params, self.mesh, self.axis_name, stacked=False)
+        given = self._given_sync
+        self._use_sync(given if given is None or specs is None else given.with_specs(specs))
         state = TrainState.create(
             params,
             self.tx,
@@ -70,7 +86,8 @@ class TrainStep:
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
         _refuse_deleted(state)
-        return self.phase(self._updates_so_far(state) + 1)
+        sync, so_far = self._parts.sync, self._counted(state)
+        return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
     def __call__(
         self, state: TrainState, batch: PyTree, weight: Any = None
@@ -101,7 +118,8 @@ class TrainStep:
         # It lies where the old one did: on all mapped axes as the program says, else pinned.
         new_state.placement = Placement(self.mesh, self.axis_name, axes)
         if so_far is not None:  # count on, without asking the device
-            self._counts.note(_counter(new_state, self._parts.sync), so_far + 1)
+            counter = _counter(new_state, self._parts.sync)
+            self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics
 
     def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
@@ -165,8 +183,8 @@ class TrainStep:
             return {"every": trace(())}
         return {phase_name(p): trace(p) for p in sync.phases()}
 
-    def _updates_so_far(self, state: TrainState) -> int:
-        """The counter of the parameter transform (else the step)."""
+    def _counted(self, state: TrainState) -> Counted:
+        """The counter of the parameter transform (else the step), and what it skipped."""
         array = _counter(state, self._parts.sync)
         if isinstance(array, Tracer):
             raise ValueError(
@@ -174,7 +192,8 @@ class TrainStep:
                 "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
                 'outside, or use mode="traced", whose one program decides by itself.'
             )
-        return self._counts.read(array)
+        sync = self._parts.sync
+        return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
     def _check_transforms(self, state: TrainState) -> None:
         """What could not be seen before there was a state: which transforms chains consist of."""
@@ -198,7 +217,21 @@ class TrainStep:
         found = model_axes(state.params, self.mesh, self.axis_name)
         if isinstance(first, jax.Array):
             self._model_axes_seen = found
+            self._use_maker_of(state)
         return found
+
+    def _use_maker_of(self, state: TrainState) -> None:
+        """A state from elsewhere: its sharded parts lie as the transform that made it has them."""
+        if self._given_sync is not None:
+            self._use_sync(
+                made_by(
+                    state.opt_state[-1],
+                    self._given_sync,
+                    state.params,
+                    mesh=self.mesh,
+                    axis_name=self.axis_name,
+                )
+            )
 
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""

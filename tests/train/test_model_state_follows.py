@@ -56,9 +56,7 @@ def test_means_are_weighted(name, kind):
     parts = {key: make() for key, make in WEIGHED[name].items()}
     for weight, mean in (([1, 1, 1, 0], 2.0), ([3, 1, 0, 0], 1.25), (None, 2.5)):
         weight = None if weight is None else np.float32(weight)
-        _, _, (found,) = stepped(
-            **parts, kind=kind, batches=[rows(1, 2, 3, 4)], weight=weight
-        )
+        _, _, (found,) = stepped(**parts, kind=kind, batches=[rows(1, 2, 3, 4)], weight=weight)
         np.testing.assert_allclose(found, np.full((4, 3), mean), rtol=1e-6)
 
 
@@ -158,7 +156,9 @@ def test_transforms_of_ones_own():
     own = js.ParameterTransform(
         plain.init, plain.update, phase=plain.phase, due=plain.due, schedules=plain.schedules
     )
-    with pytest.raises(ValueError, match=r'ParameterTransform of your own needs an `exchange`.*"local"'):
+    with pytest.raises(
+        ValueError, match=r'ParameterTransform of your own needs an `exchange`.*"local"'
+    ):
         stepped(own, batches=[rows(1, 2, 3, 6)])
     _, state, seen = stepped(own, batches=[rows(1, 2, 3, 6)], model_state="local")
     assert np.ptp(seen[0]) == 5
