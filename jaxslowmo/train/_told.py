@@ -53,7 +53,8 @@ class TracedUpdate:
     def mean(self, x: jax.Array, weight: jax.Array | None, *operands: PyTree) -> jax.Array:
         """`x` averaged over replicas as this update averages gradients.
 
-        Where it averages in some updates only (`js.post_local_gradients`), so is `x`.
+        Where all that it sends stands in one conditional (`js.post_local_gradients`), `x` is
+        averaged in just the updates in which gradients are.
 
         Args:
           x: () float.
@@ -69,12 +70,13 @@ class TracedUpdate:
             for place, equation in enumerate(jaxpr.eqns)
             if equation.primitive.name == "cond" and len(set(self._axes_of_branches(equation))) > 1
         ]
-        if len(choices) != 1:  # of several conditionals: averaged where any might have been
+        others = [eqn for place, eqn in enumerate(jaxpr.eqns) if place not in choices]
+        if len(choices) != 1 or self._axes_of(jaxpr.replace(eqns=others)):
+            # Several exchanges, each in some updates: averaged as if all took place in all.
             return self._mean_over(self.axes, weight, x)
         (place,) = choices
-        others = self._axes_of(jaxpr.replace(eqns=jaxpr.eqns[:place] + jaxpr.eqns[place + 1 :]))
         branches = self._axes_of_branches(jaxpr.eqns[place])
-        means = [partial(self._mean_over, others | branch, weight) for branch in branches]
+        means = [partial(self._mean_over, branch, weight) for branch in branches]
         return lax.switch(self._index_of(place, operands), means, x)
 
     def _mean_over(self, axes: frozenset[str], weight: jax.Array | None, x: jax.Array) -> jax.Array:

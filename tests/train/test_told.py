@@ -216,23 +216,34 @@ def test_one_replica_may_search_whatever_its_gradients():
         assert step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0])
 
 
-def all_reduces(optimizer, **options):
+def sent(optimizer, **options):
+    """By kind of step, how many collectives it emits over the replicas, and their bytes."""
     mesh = js.make_mesh({"replica": 2})
     step = js.make_train_step(noisy, optimizer, mesh=mesh, **options)
     (traced,) = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0]).values()
-    found = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
-    return {(row.collective, row.bytes) for row in found}, sum(row.count for row in found)
+    report = js.comm_report_of(traced.lower(), compile=False)
+    rows = {kind: report.select(axis="replica", kind=kind) for kind in report.kinds}
+    return {k: (sum(r.count for r in v), sum(r.bytes for r in v)) for k, v in rows.items()}
 
 
 @pytest.mark.parametrize(
-    "gradients", [average, js.post_local_gradients(js.every(9, start=2), average)]
+    "gradients",
+    [
+        average,
+        js.post_local_gradients(js.every(9, start=2), average),
+        # Exchanges once more, in a conditional, where there are more rows.
+        js.all_reduce_rows("replica", tables=("w",), dense=average, capacity=1),
+    ],
+    ids=["all_reduce", "post_local", "rows"],
 )
 def test_what_is_not_used_is_not_sent(gradients):
     options = {"gradients": gradients, "sync": "none"}
-    size = sum(4 * x.size for x in PARAMS.values())
-    assert all_reduces(optax.adam(0.1), **options) == ({("all-reduce", size)}, 1)
-    found, count = all_reduces(optax.polyak_sgd(), **options)
-    assert (found, count) == ({("all-reduce", size + 4)}, 2)
+    without = sent(optax.adam(0.1), **options)
+    if gradients is average:
+        assert without == {"every": (1, sum(4 * x.size for x in PARAMS.values()))}
+    told = sent(optax.polyak_sgd(), **options)
+    # The loss travels where gradients do, and nowhere else.
+    assert told == {k: (n + 1, size + 4) if n else (0, 0) for k, (n, size) in without.items()}
 
 
 def test_only_the_optimizer_is_told():
