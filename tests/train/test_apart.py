@@ -71,6 +71,8 @@ local = js.local_sgd("replica")
         {"optimizer": optax.chain(optax.sgd(0.1), js.only_finite(local))},
         {"optimizer": optax.chain(optax.sgd(0.1), js.sgp("replica"))},
         {"optimizer": optax.chain(optax.sgd(0.1), js.diloco("replica"))},
+        {"optimizer": optax.chain(optax.sgd(0.1), js.slowmo("replica", base=local, sync_every=6))},
+        {"optimizer": optax.chain(optax.sgd(0.1), js.hierarchical_local_sgd({"replica": 2}))},
         {"optimizer": js.accumulate(optax.chain(average, optax.sgd(0.1)), every=2)},
         {"optimizer": js.skip_unused(optax.chain(average, optax.sgd(0.1)), "replica")},
         {"optimizer": optax.chain(js.all_reduce_rows("replica"), optax.sgd(0.1))},
