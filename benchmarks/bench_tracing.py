@@ -1,0 +1,312 @@
+"""What it takes Python to trace an update, and to start one, by number of leaves.
+
+    git worktree add /tmp/before <commit>
+    python benchmarks/bench_tracing.py --before /tmp/before --out benchmarks/results/bench_tracing
+
+Every number is processor time of the calling thread, so that other work on the machine counts
+little. Trees take turns, each in processes of its own; what a process does for the first time was
+done before, with a few leaves. A cell is the least over all rounds; medians are in the JSON.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve()
+PARSER = argparse.ArgumentParser(description=__doc__)
+PARSER.add_argument("--leaves", type=int, nargs="+", default=[250, 1000, 4000])
+PARSER.add_argument("--before", type=Path, help="checkout of an older commit, measured as well")
+PARSER.add_argument("--rounds", type=int, default=2)
+PARSER.add_argument("--calls", type=int, default=20, help="timed steps per round")
+PARSER.add_argument("--replicas", type=int, default=4)
+PARSER.add_argument("--only", default="", help="cells whose name holds this")
+PARSER.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
+PARSER.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # in a process of its own
+ARGS = PARSER.parse_args()
+
+import jax  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", ARGS.replicas)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from machine import describe  # noqa: E402
+
+import jaxslowmo as js  # noqa: E402
+
+WARM_UP = 8  # leaves
+COMPILED = 1000  # of more leaves the compiler would take minutes
+PREPARED = "a step: `TrainStep._prepared`"
+OURS = "a step: all but jax's call of the program"
+CALLED = "a step: called, not waited for"
+
+
+class Cell(NamedTuple):
+    """A transform, whose update is traced, and the phases for which it is."""
+
+    tx: optax.GradientTransformation
+    phases: tuple[Any, ...] = ()
+
+
+def cells() -> dict[str, Cell]:
+    """By name; those of a transform of ours are without an optimizer where none is named."""
+    adam, reduce = optax.adam(1e-3), js.all_reduce_gradients("replica")
+    in_eight = js.all_reduce_gradients(
+        "replica", bucket_bytes=0, first_bucket_bytes=0, max_buckets=8
+    )
+    found = {
+        "nothing": Cell(optax.identity()),
+        "optax.adam": Cell(adam),
+        "all_reduce_gradients": Cell(reduce),
+        "all_reduce_gradients, max_buckets=8": Cell(in_eight),
+        "all_reduce_gradients, adam": Cell(optax.chain(reduce, adam)),
+        "accumulate(all_reduce_gradients)": Cell(js.accumulate(reduce, every=4)),
+        "accumulate(all_reduce_gradients, adam)": Cell(
+            js.accumulate(optax.chain(reduce, adam), every=4)
+        ),
+    }
+    local_sgd = js.local_sgd("replica", sync_every=3)
+    synced = {
+        "local_sgd": local_sgd,
+        "sgp": js.sgp("replica").sized({"replica": ARGS.replicas}),
+        "slowmo over local_sgd": js.slowmo("replica", base=local_sgd, sync_every=12),
+        "slowmo over local_sgd, unsharded": js.slowmo(
+            "replica", base=local_sgd, sync_every=12, shard_state=False
+        ),
+        "diloco": js.diloco("replica", sync_every=12),
+    }
+    for name, sync in synced.items():
+        found[f"{name}: traced"] = Cell(sync)
+        found[f"{name}: host"] = Cell(sync, tuple(sync.phases()))
+    return found
+
+
+def shapes_of(leaves: int) -> Any:
+    """Of one copy of the parameters, nested like those of a model."""
+    names = ("query", "key", "value", "out")
+    leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return {
+        f"layer_{i}": {"attention": dict.fromkeys(names[: min(4, leaves - i)], leaf)}
+        for i in range(0, leaves, 4)
+    }
+
+
+def stacked(types: Any) -> Any:
+    """With a leading axis of replicas."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((ARGS.replicas, *x.shape), x.dtype), types)
+
+
+def mapped(fn: Callable[..., Any], mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """`fn` of one replica's trees, of stacked trees."""
+
+    def per_device(*args: Any) -> Any:
+        out = fn(*jax.tree.map(lambda x: jax.lax.reshape(x, x.shape[1:]), args))
+        return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), out)
+
+    specs = {"in_specs": jax.P("replica"), "out_specs": jax.P("replica")}
+    return jax.shard_map(per_device, mesh=mesh, **specs)
+
+
+def placed(types: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Arrays of these types, one entry of the leading axis on each device."""
+    sharding = jax.NamedSharding(mesh, jax.P("replica"))
+
+    def make(x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.split(jax.random.key(0), x.shape), sharding)
+        return jax.device_put(np.zeros(x.shape, x.dtype), sharding)
+
+    return jax.tree.map(make, types)
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    """Processor time of this thread."""
+    gc.collect()
+    start = time.thread_time()
+    fn()
+    return time.thread_time() - start
+
+
+def trace_seconds(cell: Cell, leaves: int) -> float:
+    """Of one update; of all programs together where phases are given."""
+    mesh = js.make_mesh({"replica": ARGS.replicas})
+    params = stacked(shapes_of(leaves))
+    state = jax.eval_shape(mapped(cell.tx.init, mesh), params)
+
+    def program(**phase: Any) -> Any:
+        return jax.jit(mapped(lambda g, s, p: cell.tx.update(g, s, p, **phase), mesh))
+
+    programs = [program(phase=phase) for phase in cell.phases] or [program()]
+    return seconds(lambda: [p.trace(params, state, params) for p in programs])
+
+
+def loss(params: Any, batch: jax.Array) -> jax.Array:
+    """As little as uses every leaf."""
+    flat = [jax.lax.reshape(x, (x.size,)) for x in jax.tree.leaves(params)]
+    return jnp.mean(batch) * jnp.sum(jax.lax.concatenate(flat, 0))
+
+
+def start_seconds(leaves: int) -> dict[str, list[float]]:
+    """Until a step is on its way, devices having nothing else to do."""
+    sync = js.local_sgd("replica", sync_every=10**6)
+    mesh = js.make_mesh({"replica": ARGS.replicas})
+    step = js.make_train_step(loss, optax.identity(), mesh=mesh, sync=sync, mode="host")
+    params = stacked(shapes_of(leaves))
+    state = js.TrainState(
+        step=jax.ShapeDtypeStruct((ARGS.replicas,), jnp.int32),
+        params=params,
+        opt_state=jax.eval_shape(mapped(step.tx.init, mesh), params),
+        model_state={},
+        rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ARGS.replicas)),
+    )
+    state, batch = placed((state, jax.ShapeDtypeStruct((8 * ARGS.replicas,), jnp.float32)), mesh)
+    took = {PREPARED: [], OURS: [], CALLED: []}
+    turns = range(ARGS.calls + 2)  # the first ones compile, and find caches empty
+    for _ in turns if leaves <= COMPILED else ():
+        start = time.thread_time()
+        state, metrics = step(state, batch)
+        took[CALLED].append(time.thread_time() - start)
+        jax.block_until_ready((state, metrics))
+    metrics = {"loss": jnp.zeros(ARGS.replicas)}
+    step._program = lambda *_: lambda state, *_: (type(state)(*state), metrics)
+    for _ in turns:
+        start = time.thread_time()
+        state, _ = step(state, batch)
+        called = time.thread_time()
+        step._prepared(state, batch, None)
+        took[PREPARED].append(time.thread_time() - called)
+        took[OURS].append(called - start)
+    return {name: times[2:] for name, times in took.items() if times}
+
+
+def measure(leaves: int) -> None:
+    """In a process of its own: print every cell's seconds, as JSON."""
+    found: dict[str, Any] = {}
+    for name, cell in cells().items():
+        if ARGS.only in name:
+            trace_seconds(cell, WARM_UP)
+            took = trace_seconds(cell, leaves)
+            found[name] = {"seconds": [took], "programs": max(1, len(cell.phases))}
+    if any(ARGS.only in name for name in (PREPARED, OURS, CALLED)):
+        found |= {name: {"seconds": took} for name, took in start_seconds(leaves).items()}
+    print(json.dumps({"from": js.__file__, "cells": found}))
+
+
+def in_process(tree: Path, leaves: int) -> dict[str, Any]:
+    """What the package in `tree` takes, measured by this script."""
+    command = [sys.executable, str(HERE), "--measure", str(leaves)]
+    for option in ("calls", "replicas", "only"):
+        command += [f"--{option}", str(getattr(ARGS, option))]
+    # The quality of the compiled steps does not matter here.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    env = {**os.environ, "PYTHONPATH": str(tree), "XLA_FLAGS": flags.strip()}
+    done = subprocess.run(command, env=env, cwd=tree, stdout=subprocess.PIPE, check=True)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if not Path(answer["from"]).resolve().is_relative_to(tree):
+        raise SystemExit(f"{tree} was to be measured, and {answer['from']} was imported.")
+    return answer["cells"]
+
+
+def commit_of(tree: Path) -> str:
+    """Its short name, with "+" where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tree), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "jaxslowmo")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+
+
+def run() -> dict[str, Any]:
+    """All trees in turn, and the rows of the result."""
+    trees = {"after": HERE.parent.parent}
+    if ARGS.before:
+        trees = {"before": ARGS.before.resolve(), **trees}
+    taken: dict[tuple[str, int, str], list[float]] = {}
+    programs: dict[str, int] = {}
+    for turn in range(ARGS.rounds):
+        for leaves in ARGS.leaves:
+            for label in list(trees)[:: 1 if turn % 2 else -1]:
+                for name, cell in in_process(trees[label], leaves).items():
+                    taken.setdefault((name, leaves, label), []).extend(cell["seconds"])
+                    programs.setdefault(name, cell.get("programs", 1))
+                print(f"round {turn + 1}: {leaves} leaves, {label}", file=sys.stderr, flush=True)
+    rows = [
+        {
+            "cell": name,
+            "programs": programs[name],
+            "leaves": leaves,
+            "tree": label,
+            "seconds": round(min(times), 6),
+            "median_seconds": round(statistics.median(times), 6),
+            "seconds_per_1000_leaves": round(1000 * min(times) / leaves, 6),
+        }
+        for (name, leaves, label), times in taken.items()
+    ]
+    return {
+        "command": "python benchmarks/bench_tracing.py",
+        "arguments": {k: str(v) for k, v in vars(ARGS).items() if k not in ("out", "measure")},
+        "commits": {label: commit_of(tree) for label, tree in trees.items()},
+        "machine": describe(),
+        "load": os.getloadavg(),
+        "rows": rows,
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table: a row per cell, a column per number of leaves."""
+    least = {(r["cell"], r["leaves"], r["tree"]): r["seconds"] for r in result["rows"]}
+    programs = {r["cell"]: r["programs"] for r in result["rows"]}
+    labels = list(result["commits"])
+    machine = result["machine"]
+    commits = ", ".join(f"{label}: {commit}" for label, commit in result["commits"].items())
+    lines = [
+        "# Tracing an update, and starting one",
+        "",
+        f"`{result['command']}`, {machine['processor']}, {machine['cores']} cores, Python "
+        f"{machine['python']}, jax {machine['jax']}, {machine['devices']}; {commits}.",
+        "",
+        "Milliseconds of processor time of the calling thread, the least of "
+        f"{ARGS.rounds} processes each. Leaves are (8, 8) float32. What is traced is one update "
+        "under shard_map; of a host-scheduled transform all programs together. `nothing` is what "
+        "every update costs, without a transform.",
+        "",
+        "| | programs | " + " | ".join(f"{n} leaves" for n in ARGS.leaves) + " |",
+        "|---|---:|" + "---:|" * len(ARGS.leaves),
+    ]
+    for name, count in programs.items():
+        columns = []
+        for leaves in ARGS.leaves:
+            found = [least.get((name, leaves, label)) for label in labels]
+            times = [1000 * t for t in found if t is not None]
+            columns.append(" → ".join(f"{t:.0f}" if t >= 20 else f"{t:.2f}" for t in times))
+        lines.append(f"| {name} | {count} | " + " | ".join(columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if ARGS.measure:
+        measure(ARGS.measure)
+        return
+    result = run()
+    table = markdown(result)
+    print(table)
+    if ARGS.out:
+        ARGS.out.parent.mkdir(parents=True, exist_ok=True)
+        ARGS.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        ARGS.out.with_suffix(".md").write_text(table)
+
+
+if __name__ == "__main__":
+    main()
