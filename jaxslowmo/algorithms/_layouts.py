@@ -1,41 +1,39 @@
-"""A parameter transform for parameters that are sharded inside a replica, and who made a state."""
+"""Which of two forms of a transform, for one layout inside a replica or another, made a state."""
+
+from collections.abc import Sequence
 
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, inner_specs, map_replicas, model_axes
+from ..mesh import AnyMesh, map_replicas, model_axes
 from ._checks import form_of
 from ._protocol import ParameterTransform
 
 
 def made_by(
     state: PyTree,
-    sync: ParameterTransform,
+    makers: Sequence[ParameterTransform],
     stacked_params: PyTree,
     *,
     mesh: AnyMesh,
     axis_name: AxisName,
 ) -> ParameterTransform:
-    """`sync.with_specs` of these parameters, or else `sync`: whose `init` makes what `state` is.
+    """The first of some transforms whose `init` makes what `state` is.
 
     Args:
-      state: stacked, of one of the two.
-      sync: the transform as it was given.
+      state: stacked, of one of them.
+      makers: a transform `with_specs` of these parameters, and as it was given.
       stacked_params: leaves `(replicas, *s)` as they lie on `mesh`.
       mesh: where the replicas are.
       axis_name: the replica axis.
 
     Raises:
-      ValueError: of neither.
+      ValueError: of none.
 
     Communication: none; nothing runs.
     """
-    specs = inner_specs(stacked_params, mesh, axis_name, stacked=True)
-    if specs is None:
-        return sync
     automatic = model_axes(stacked_params, mesh, axis_name)
-    known = sync.with_specs(specs)
-    for tx in (known, sync) if known is not sync else (sync,):
+    for tx in makers:
         init = map_replicas(
             tx.init, mesh=mesh, axis_name=axis_name, in_roles=("stacked",), automatic=automatic
         )

@@ -136,7 +136,6 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         exchange=exchange,
         events=None,
         phase=phase_of,
-        skipped=lambda state: inner.skipped(state.inner),
         due=inner.due,
         schedules=inner.schedules,
         numerator=lambda state, y: inner.numerator(state.inner, y),

@@ -88,11 +88,12 @@ def outer_transform(
     def due(t: Any) -> Any:
         return schedule(t) if base is None else either(base.due(t), schedule(t))
 
+    base_skipped = None if base is None else base.skipped
+
     def skipped(state: OuterState) -> Any:
-        if base is None:
-            return 0
+        assert base_skipped is not None
         slow = schedule.times(int(state.count)) if exact_average else 0
-        return base.skipped(state.base) - slow
+        return base_skipped(state.base) - slow
 
     def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
         return build(base=None if base is None else base.sized(axis_sizes), param_specs=param_specs)
@@ -253,7 +254,7 @@ def outer_transform(
         local_axis_name=local_axis_name,
         inner_axes=base_axes,
         phase=phase_of,
-        skipped=skipped,
+        skipped=None if base_skipped is None else skipped,
         due=due,
         schedules=(schedule, *(base.schedules if base is not None else ())),
         permit=None if ask_base is None else permit,

@@ -38,7 +38,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
         was skipped (`communicate=False`); gossip does not rotate in those. Slow steps with an exact
         average do not count: gossip does not rotate in them anyway.
-      skipped: `skipped(state)`: that number, from the state of one replica.
+      skipped: `skipped(state)`: that number, from the state of one replica; None where phases do
+        not ask for it.
       due: `due(t)`: whether update t exchanges anything, for an int or an array.
       exchange: `exchange(updates, others, state, params, ...)`, `update` that also takes a list of
         other floating arrays, such as batch statistics, and returns `(updates, others, state)`. In
@@ -67,7 +68,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
 
     axes: tuple[str, ...]
     phase: Callable[..., Phase]
-    skipped: Callable[[PyTree], Any]
+    skipped: Callable[[PyTree], Any] | None
     due: Callable[[Any], Any]
     exchange: Exchange
     numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]]
@@ -90,7 +91,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         schedules: tuple[Every, ...],
         axes: tuple[str, ...] = (),
         exchange: Exchange | None = None,
-        skipped: Callable[[PyTree], Any] = lambda state: 0,
+        skipped: Callable[[PyTree], Any] | None = None,
         numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] | None = None,
         reset: Callable[[PyTree], PyTree] | None = None,
         permit: Callable[..., tuple[Any, PyTree]] | None = None,

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ..mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes, specs_key
+from ._checks import form_of
 from ._layouts import made_by
 from ._protocol import ParameterTransform
 
@@ -38,12 +39,16 @@ def read_anchor(
     """
     if sync.anchor is None:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
-    # With another layout than the state's, what is read would be out of order.
-    anchor = made_by(state, sync, stacked_params, mesh=mesh, axis_name=axis_name).anchor
-    assert anchor is not None
     automatic = model_axes(stacked_params, mesh, axis_name)
+    specs = inner_specs(stacked_params, mesh, axis_name, stacked=True)
 
-    def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+    def made(own: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+        anchor = own
+        if specs is not None:  # with another layout than the state's it would be out of order
+            makers = (sync.with_specs(specs), sync)
+            maker = made_by(state, makers, stacked_params, mesh=mesh, axis_name=axis_name)
+            anchor = own if maker is sync else maker.anchor
+        assert anchor is not None
         return jax.jit(
             map_replicas(
                 anchor,
@@ -54,4 +59,5 @@ def read_anchor(
             )
         )
 
-    return kept_with(anchor, (mesh, axis_name, automatic), made)(state, stacked_params)
+    key = (mesh, axis_name, automatic, specs_key(specs), form_of(state))
+    return kept_with(sync.anchor, key, made)(state, stacked_params)

@@ -25,6 +25,7 @@ from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
 from ._inner_specs import inner_specs as inner_specs
+from ._inner_specs import specs_key as specs_key
 from ._inner_specs import typed_specs as typed_specs
 from ._kept import kept_with as kept_with
 from ._mapped import AnyMesh as AnyMesh

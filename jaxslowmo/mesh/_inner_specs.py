@@ -1,5 +1,6 @@
 """How the leaves of a tree lie inside a replica, read off arrays or types."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -47,6 +48,12 @@ def typed_specs(tree: PyTree) -> PyTree | None:
         return None
     specs = jax.tree.map(lambda x: _over(jax.typeof(x).sharding.spec, inside), tree)
     return specs if any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec)) else None
+
+
+def specs_key(specs: PyTree | None) -> Hashable:
+    """What tells two trees of specs apart, for dicts."""
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    return treedef, tuple(leaves)
 
 
 def _is_spec(x: Any) -> bool:

@@ -25,8 +25,10 @@ class Counted(NamedTuple):
 
 def counted(counter: Any, sync: ParameterTransform | None, state: PyTree) -> Counted:
     """From the device: the counter, and what the state of `sync` tells."""
-    skipped = 0 if sync is None else sync.skipped(jax.tree.map(_of_one_replica, state))
-    return Counted(int(_of_one_replica(counter)), int(skipped))
+    skipped = 0
+    if sync is not None and sync.skipped is not None:
+        skipped = int(sync.skipped(jax.tree.map(_of_one_replica, state)))
+    return Counted(int(_of_one_replica(counter)), skipped)
 
 
 def _of_one_replica(x: Any) -> Any:

@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from .._typing import Phase, PyTree
 from ..algorithms import ParameterTransform, made_by, phase_name
-from ..mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, map_replicas, model_axes
+from ..mesh import (
+    AnyMesh,
+    VirtualMesh,
+    axis_names,
+    inner_specs,
+    map_replicas,
+    model_axes,
+    specs_key,
+)
 from ..tracing import ready_order
 from ..tree import leaf_names
 from ._host_counts import Counted, HostCounts, counted
@@ -40,6 +48,7 @@ class TrainStep:
 
     def __init__(self, parts: StepParts, mesh: AnyMesh, mode: Mode, donate: bool) -> None:
         self._given_sync = parts.sync
+        self._known_syncs: dict[Any, ParameterTransform] = {}
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self._donate = donate
         self._use(parts)
@@ -50,6 +59,15 @@ class TrainStep:
 
     def _use(self, parts: StepParts) -> None:
         self._parts, self.tx, self.sync = parts, parts.chain(), parts.sync
+
+    def _with_specs(self, specs: PyTree | None) -> ParameterTransform | None:
+        """The given transform for this layout: one object for each."""
+        if self._given_sync is None or specs is None:
+            return self._given_sync
+        key = specs_key(specs)
+        if key not in self._known_syncs:
+            self._known_syncs[key] = self._given_sync.with_specs(specs)
+        return self._known_syncs[key]
 
     def _use_sync(self, sync: ParameterTransform | None) -> None:
         """The one that was given, or the same for parameters sharded inside a replica.
@@ -65,8 +83,7 @@ class TrainStep:
     ) -> TrainState:
         """`TrainState.create` with this step's chain, mesh and axis."""
         specs = inner_specs(params, self.mesh, self.axis_name, stacked=False)
-        given = self._given_sync
-        self._use_sync(given if given is None or specs is None else given.with_specs(specs))
+        self._use_sync(self._with_specs(specs))
         state = TrainState.create(
             params,
             self.tx,
@@ -222,16 +239,17 @@ class TrainStep:
 
     def _use_maker_of(self, state: TrainState) -> None:
         """A state from elsewhere: its sharded parts lie as the transform that made it has them."""
-        if self._given_sync is not None:
-            self._use_sync(
-                made_by(
-                    state.opt_state[-1],
-                    self._given_sync,
-                    state.params,
-                    mesh=self.mesh,
-                    axis_name=self.axis_name,
-                )
+        specs = inner_specs(state.params, self.mesh, self.axis_name, stacked=True)
+        given, known = self._given_sync, self._with_specs(specs)
+        if given is not None and known is not None and known is not given:
+            known = made_by(
+                state.opt_state[-1],
+                (known, given),
+                state.params,
+                mesh=self.mesh,
+                axis_name=self.axis_name,
             )
+        self._use_sync(known)
 
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
