@@ -6,24 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, axis_size, checks_varying, require_axes, varying_axes
-from ..tree import leaf_names
+from ..tree import kept_if, leaf_names
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
     """`updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
     if weight is None:
         return updates
-    alive = weight > 0  # a scalar, which `select` takes for arrays of any shape
-    return jax.tree.map(lambda u: lax.select(alive, *_with_zeros(u)), updates)
-
-
-def _with_zeros(u: Any) -> tuple[jax.Array, jax.Array]:
-    u = jnp.asarray(u)
-    return u, lax.full_like(u, 0)
+    alive = weight > 0
+    return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
 
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:

@@ -1,20 +1,18 @@
 """The algebra of push-sum: values with weights, and parameters as their quotient."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from .._typing import PyTree
-from ..tree import added, at_least_float32, cast, subtracted
+from ..tree import added, at_least_float32, by_dtype, cast, subtracted
 from ._gossip import Arrival
 
 
 def over(tree: PyTree, weight: jax.Array) -> PyTree:
     """`tree / weight` leaf by leaf, for a scalar weight > 0, in the leaves' dtypes (not half)."""
-    in_dtype = _casts(weight)
+    in_dtype = by_dtype(weight)
     return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
@@ -24,7 +22,7 @@ def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> 
     With share = (weight that arrived) / (weight afterwards) this is push-sum's new estimate: the
     mean of own and received values, each with its weight. Where both are equal nothing moves.
     """
-    in_dtype = _casts(share)
+    in_dtype = by_dtype(share)
 
     def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
         wide = at_least_float32(u.dtype)
@@ -32,11 +30,6 @@ def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> 
         return added(cast(u, wide), in_dtype(wide) * away)
 
     return jax.tree.map(pull, updates, own, arrival.mean)
-
-
-def _casts(scalar: jax.Array) -> Callable[[Any], jax.Array]:
-    """The scalar in a dtype, cast once for each."""
-    return functools.cache(lambda dtype: scalar.astype(dtype))
 
 
 def total_mass(

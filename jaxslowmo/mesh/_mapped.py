@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
+from ..tree import reshaped
 from ._axes import axis_names
 from ._build import VirtualMesh
 
@@ -113,13 +114,13 @@ def _drop_axis(tree: PyTree, role: Role) -> PyTree:
     """A device's block of a stacked tree without its leading axis of size 1."""
     if role != "stacked":
         return tree
-    return jax.tree.map(lambda x: x.reshape(x.shape[1:]), tree)
+    return jax.tree.map(lambda x: reshaped(x, x.shape[1:]), tree)
 
 
 def _add_axis(tree: PyTree, role: Role) -> PyTree:
     if role != "stacked":
         return tree
-    return jax.tree.map(lambda x: x.reshape(1, *x.shape), tree)
+    return jax.tree.map(lambda x: reshaped(x, (1, *x.shape)), tree)
 
 
 def _map_virtual(

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType
 
 from .._typing import Phase, PyTree
 from ..algorithms import ParameterTransform, made_by, phase_name
@@ -24,10 +23,10 @@ from ..mesh import (
     specs_key,
 )
 from ..tracing import ready_order
-from ..tree import leaf_names
 from ._host_counts import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._ours import check_transforms
+from ._placed import placed_batch, placed_weight
 from ._replica_step import Metrics, StepParts
 from ._state import Placement, TrainState
 
@@ -150,8 +149,7 @@ class TrainStep:
         None for a loss function that uses a mapped axis; nothing runs.
         """
         automatic = self._model_axes(state)
-        axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))
-        parts = math.prod(self.mesh.shape[name] for name in axes)
+        parts = math.prod(self.mesh.shape[name] for name in self._data_axes(automatic))
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
             shape = np.shape(x)
@@ -182,7 +180,7 @@ class TrainStep:
         self._check_transforms(state)
         automatic = self._model_axes(state)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        batch = self._placed(batch, automatic)
+        batch = placed_batch(batch, self.mesh, self._data_axes(automatic))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
@@ -256,13 +254,17 @@ class TrainStep:
         skip = {*axis_names(self.axis_name), *automatic}
         return tuple(a for a in self.mesh.axis_names if a not in skip)
 
+    def _data_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
+        """All axes over which the batch is split, replicas first."""
+        return (*axis_names(self.axis_name), *self._inner_axes(automatic))
+
     def _prepared(
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
         automatic = self._model_axes(state)
-        batch = self._placed(batch, automatic)
-        weight = self._placed_weight(weight)
+        batch = placed_batch(batch, self.mesh, self._data_axes(automatic))
+        weight = placed_weight(weight, self.mesh, self.axis_name)
         phase = self.next_phase(state) if self.mode == "host" else None
         program = self._program(phase, automatic, state, batch, weight)
         return program, (state, batch, weight)
@@ -313,65 +315,6 @@ class TrainStep:
             donate_argnums=(0,) if self._donate else (),
             out_shardings=None if state_shardings is None else (state_shardings, None),
         )
-
-    def _placed_weight(self, weight: Any) -> jax.Array | None:
-        """A weight per replica, where the replicas are."""
-        if weight is None:
-            return None
-        replicas = math.prod(self.mesh.shape[name] for name in axis_names(self.axis_name))
-        if np.shape(weight) != (replicas,):
-            raise ValueError(
-                f"`weight` must hold one number per replica, shape ({replicas},), got shape "
-                f"{np.shape(weight)}."
-            )
-        if not isinstance(weight, jax.Array):
-            weight = np.asarray(weight, np.float32)
-            if not np.all((weight >= 0) & np.isfinite(weight)):
-                raise ValueError(f"`weight` must be >= 0 and finite, got {weight.tolist()}.")
-        if isinstance(self.mesh, VirtualMesh):
-            return jnp.asarray(weight)
-        return jax.device_put(weight, NamedSharding(self.mesh, P(axis_names(self.axis_name))))
-
-    def _placed(self, batch: PyTree, automatic: frozenset[str]) -> PyTree:
-        axes = (*axis_names(self.axis_name), *self._inner_axes(automatic))
-        parts = math.prod(self.mesh.shape[name] for name in axes)
-        if not all(_divides(parts, x) for x in jax.tree.leaves(batch)):
-            raise ValueError(_uneven(batch, parts, axes))
-        if isinstance(self.mesh, VirtualMesh):
-            return batch
-        mesh, sharding = self.mesh, NamedSharding(self.mesh, P(axes))
-
-        def place(x: Any) -> Any:
-            if _is_split(x, mesh, axes):
-                return x
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            return jax.device_put(x, sharding)
-
-        return jax.tree.map(place, batch)
-
-
-def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether the leading dimension of `x` is split over `axes` of `mesh`, or finer."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or not sharding.spec:
-        return False
-    entry = sharding.spec[0]
-    split = entry if isinstance(entry, tuple) else (entry,)
-    return split[: len(axes)] == axes
-
-
-def _divides(parts: int, x: Any) -> bool:
-    return bool(np.shape(x)) and np.shape(x)[0] > 0 and np.shape(x)[0] % parts == 0
-
-
-def _uneven(batch: PyTree, parts: int, axes: tuple[str, ...]) -> str:
-    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
-    wrong = [f"{name} {np.shape(x)}" for name, x in leaves if not _divides(parts, x)]
-    return (
-        f"`batch`: the leading dimension of every leaf must be a positive multiple of {parts}, the "
-        f"size of axes {axes} together, got {', '.join(wrong)}."
-    )
 
 
 def _refuse_deleted(state: TrainState) -> None:
