@@ -12,7 +12,6 @@ from ._due import increment as increment
 from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._hierarchical import hierarchical_local_sgd as hierarchical_local_sgd
-from ._layouts import made_by as made_by
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import local_sgd as local_sgd
 from ._only_finite import OnlyFiniteState as OnlyFiniteState

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from .._typing import AxisName, PyTree
-from ..tree import landing, updates_to
+from ..tree import apply_exactly, updates_to
 from ._blocks import replica_mean
 from ._protocol import Others
 
@@ -25,7 +25,7 @@ def updates_to_mean(
     Communication: see `replica_mean`.
     """
     # The new parameters as the leaf's dtype holds them: that is what travels.
-    y = jax.tree.map(lambda p, x: x.astype(p.dtype), params, landing(params, updates))
+    y = apply_exactly(params, updates)
     mean = replica_mean(
         y, axis_name, local_axis_name, bucket_bytes, param_specs, weight, event="average"
     )

@@ -131,10 +131,10 @@ class StateCheck:
 
     def __call__(self, state: PyTree, params: PyTree, axes: AxisName) -> None:
         """At trace time: raise `ValueError` for the state of another transform or configuration."""
-        key = (form_of(params), axis_size(axes))
+        key = (_form(params), axis_size(axes))
         if key not in self._known:
-            self._known[key] = form_of(jax.eval_shape(self._init, params))
-        wanted, found = self._known[key], form_of(state)
+            self._known[key] = _form(jax.eval_shape(self._init, params))
+        wanted, found = self._known[key], _form(state)
         if found != wanted:
             raise ValueError(
                 f"{self._owner}: `state` must be what this transform's `init` makes for these "
@@ -147,8 +147,7 @@ _Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
 """Structure of a tree, and shape and dtype of every leaf."""
 
 
-def form_of(tree: PyTree) -> _Form:
-    """What tells whether two states are of one kind."""
+def _form(tree: PyTree) -> _Form:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 

@@ -9,8 +9,9 @@ import optax
 
 from .._typing import PyTree
 
-_SHAPES = {"matrix": (2, 3), "vector": (4,)}
-_SHARD = (1, 5)  # two of them hold all elements
+# Large enough for optimizers that treat large matrices in another way (adafactor: from 128).
+_SHAPES = {"matrix": (130, 130), "vector": (4,)}
+_SHARD = (4, 2113)  # shape of the shards, of which two hold all elements
 # Of gradients: below and above any sensible threshold. The last ones have a NaN in one element.
 _SCALES = (1e-3, 1.0, 1e4, 1e8, np.nan)
 
@@ -38,7 +39,7 @@ def element_wise(
     @functools.cache
     def check() -> None:
         try:
-            # Another thread is outside of what is being traced in this one.
+            # Another thread is outside of what is being traced in this one, and of its settings.
             with ThreadPoolExecutor(1) as pool:
                 whole, split = pool.submit(_whole_and_split, optimizer).result()
         except Exception as error:
@@ -94,7 +95,15 @@ def _updates(
             found.append(updates)
         return found
 
-    return jax.device_get(jax.jit(run)(params, gradients))
+    # The probe holds a NaN, moves arrays and runs code of others, whatever is allowed elsewhere.
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.enable_x64(False),
+    ):
+        return jax.device_get(jax.jit(run)(params, gradients))
 
 
 def _as_tree(flat: np.ndarray) -> PyTree:

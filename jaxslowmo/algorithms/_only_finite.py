@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Phase, PyTree
-from ..tree import landing
+from ..tree import apply_exactly
 from ._builder import inside, parameter_transform
 from ._carry import Carried, Placement, carry_leaf
 from ._due import Communicate, decide, increment, run_if
@@ -93,7 +93,7 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             u, o = operand
             with jax.named_scope("phase:*"):  # part of whichever exchange is due
-                return permit(state, landing(params, u), o, inner.axes)
+                return permit(state, apply_exactly(params, u), o, inner.axes)
 
         def nobody_asks(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             del operand
@@ -144,6 +144,7 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         anchor=None if anchor is None else lambda state, params: anchor(state.inner, params),
         sized=sized,
         with_specs=lambda specs: only_finite(inner.with_specs(specs)),
+        shards_whole_leaves=inner.shards_whole_leaves,
         carry=carry,
         shares=lambda state: inner.shares(state.inner),
     )

@@ -15,7 +15,15 @@ import optax
 from .._typing import AxisName, Phase, PyTree
 from ..collectives import all_mean, quotient, scaled
 from ..mesh import axis_names, require_axes
-from ..tree import added, check_floating, landing, subtracted, updates_to, widen_updates
+from ..tree import (
+    added,
+    apply_exactly,
+    check_floating,
+    landing,
+    subtracted,
+    updates_to,
+    widen_updates,
+)
 from ._anchor import AnchorLayout
 from ._averaging import mean_of_others
 from ._builder import inside, parameter_transform
@@ -99,10 +107,9 @@ def outer_transform(
         return build(base=None if base is None else base.sized(axis_sizes), param_specs=param_specs)
 
     def with_specs(specs: PyTree) -> ParameterTransform:
-        return build(
-            base=None if base is None else base.with_specs(specs),
-            param_specs=specs if param_specs is None else param_specs,
-        )
+        # The layout of shards is part of the state: only specs that were given decide it.
+        own = specs if param_specs is None and not layout.is_sharded else param_specs
+        return build(base=None if base is None else base.with_specs(specs), param_specs=own)
 
     def init_fn(params: PyTree) -> OuterState:
         check_floating(owner, params)
@@ -202,7 +209,7 @@ def outer_transform(
             with phase_scope(SLOW):
                 if ask_base is None:
                     return outer_step((u, o, s))
-                allowed, s = permit(s, landing(params, u), o, all_axes)
+                allowed, s = permit(s, apply_exactly(params, u), o, all_axes)
                 return run_if(allowed, outer_step, lambda operand: operand, (u, o, s))
 
         def any_step(operand: Operand) -> Operand:
@@ -261,6 +268,7 @@ def outer_transform(
         anchor=lambda state, params: layout.restore(state.anchor, params),
         sized=sized,
         with_specs=with_specs,
+        shards_whole_leaves=layout.is_sharded and param_specs is None,
         carry=carry,
         shares=None if base is None else lambda state: base.shares(state.base),
     )

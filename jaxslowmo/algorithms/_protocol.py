@@ -55,7 +55,10 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
       sized: `sized(axis_sizes)`: the same transform for axes of known sizes, by name. That fixes
         what depends on them: the graph that `js.sgp` chooses by itself.
       with_specs: `with_specs(param_specs)`: the same transform for parameters of which the layout
-        over automatic axes is known; specs that it was made with stay.
+        over automatic axes is known; specs that it was made with stay, and so does the layout of
+        its state.
+      shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
+        gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
       carry: `carry(state, params, old, new)` on the host, for checkpoints: the state of all
         replicas, NumPy arrays stacked on placement `old`, as it is on `new` once all parameters are
         the consensus; where the number of replicas is the same, in another layout only. Given
@@ -78,6 +81,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     anchor: Callable[[PyTree, PyTree], PyTree] | None
     sized: Callable[[Mapping[str, int]], "ParameterTransform"]
     with_specs: Callable[[PyTree], "ParameterTransform"]
+    shards_whole_leaves: bool
     carry: Carry
     shares: Shares
 
@@ -98,6 +102,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         anchor: Callable[[PyTree, PyTree], PyTree] | None = None,
         sized: "Callable[[Mapping[str, int]], ParameterTransform] | None" = None,
         with_specs: "Callable[[PyTree], ParameterTransform] | None" = None,
+        shards_whole_leaves: bool = False,
         carry: Carry = carry_plainly,
         shares: Shares | None = None,
     ) -> "ParameterTransform":
@@ -115,6 +120,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         self.permit = permit
         self.sized = sized or (lambda axis_sizes: self)
         self.with_specs = with_specs or (lambda param_specs: self)
+        self.shards_whole_leaves = shards_whole_leaves
         self.carry = carry
         self.shares = shares or (lambda state: [(1.0, None)])
         return self
@@ -141,6 +147,10 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
         new.__dict__.update(self.__dict__)
         if "update" in changed:  # the step builder shall not go past it
             new.exchange = _parameters_only(changed["update"])
+        if changed:  # what is derived from it has the same functions
+            sized, with_specs = self.sized, self.with_specs
+            new.sized = lambda axis_sizes: sized(axis_sizes)._replace(**changed)
+            new.with_specs = lambda specs: with_specs(specs)._replace(**changed)
         return new
 
 

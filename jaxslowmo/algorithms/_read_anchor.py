@@ -5,9 +5,7 @@ from collections.abc import Callable
 import jax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes, specs_key
-from ._checks import form_of
-from ._layouts import made_by
+from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
 from ._protocol import ParameterTransform
 
 
@@ -22,7 +20,7 @@ def read_anchor(
     """The anchor of `slowmo` or `diloco` as a float32 tree like the parameters.
 
     Args:
-      sync: the transform that made the state, or, for a step made with it, `step.sync`.
+      sync: the transform that made the state.
       state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
       stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
       mesh: the mesh they live on.
@@ -33,22 +31,15 @@ def read_anchor(
       its own.
 
     Raises:
-      ValueError: a transform without an anchor, or one that did not make this state.
+      ValueError: a transform without an anchor.
 
     Communication: where the anchor is sharded one all-gather of it over `axis_name`, else none.
     """
     if sync.anchor is None:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
     automatic = model_axes(stacked_params, mesh, axis_name)
-    specs = inner_specs(stacked_params, mesh, axis_name, stacked=True)
 
-    def made(own: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
-        anchor = own
-        if specs is not None:  # with another layout than the state's it would be out of order
-            makers = (sync.with_specs(specs), sync)
-            maker = made_by(state, makers, stacked_params, mesh=mesh, axis_name=axis_name)
-            anchor = own if maker is sync else maker.anchor
-        assert anchor is not None
+    def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
         return jax.jit(
             map_replicas(
                 anchor,
@@ -59,5 +50,4 @@ def read_anchor(
             )
         )
 
-    key = (mesh, axis_name, automatic, specs_key(specs), form_of(state))
-    return kept_with(sync.anchor, key, made)(state, stacked_params)
+    return kept_with(sync.anchor, (mesh, axis_name, automatic), made)(state, stacked_params)

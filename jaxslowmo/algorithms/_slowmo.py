@@ -67,8 +67,8 @@ def slowmo(
 
     Raises:
       ValueError: sync_every < 1, momentum outside [0, 1), negative rates, exact_average=False with
-        shard_state=True or without a base, a plain optax transform as base; at trace time an
-        unbound axis, missing params, non-float leaves.
+        shard_state=True or without a base, a plain optax transform or another slowmo as base; at
+        trace time an unbound axis, missing params, non-float leaves.
       UserWarning: once, for sync_every that is no multiple of the base's, no base, an axis of size
         1.
 
@@ -138,6 +138,11 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
         raise ValueError(
             "slowmo: `base` must be a js.ParameterTransform such as js.local_sgd(...), got "
             f"{type(base).__name__}; an optimizer stands before slowmo in optax.chain."
+        )
+    if base.anchor is not None:
+        raise ValueError(
+            "slowmo: `base` must have no slow step of its own, since both would be called slow; "
+            "got a transform with an anchor (js.slowmo or js.diloco)."
         )
     own = base.schedules[0]
     if own.is_plain and schedule.is_plain and schedule.k % own.k:

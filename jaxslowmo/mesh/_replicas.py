@@ -15,7 +15,6 @@ from .._typing import AxisName, PyTree
 from ..tree import leaf_names
 from ._axes import axis_names, vary_over, varying_axes
 from ._build import VirtualMesh
-from ._inner_specs import inner_specs
 from ._kept import kept_with
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
 from ._sharded_like import Layouts, layouts_of, sharded_like
@@ -112,10 +111,7 @@ def init(
     here they can.
 
     Args:
-      tx: any optax transform or chain. A parameter transform without `param_specs`, given alone and
-        for parameters that are sharded inside a replica, is taken `with_specs` of these arrays: its
-        updates need them too. (What a chain holds can't be reached; `js.make_train_step` does this
-        for its `sync`.)
+      tx: any optax transform or chain.
       stacked_params: tree of `(replicas, *s)`, as `js.replicate` returns it.
       mesh: mesh with `axis_name`, or a `VirtualMesh`; its other axes are bound too.
       axis_name: the replica axis, or several.
@@ -139,13 +135,7 @@ def init(
     layouts = layouts_of(placed) if automatic else ()
 
     def made(tx_init: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        known = tx
-        with_specs = getattr(tx, "with_specs", None)  # of parameter transforms, a floor above
-        if automatic and with_specs is not None:
-            known = with_specs(inner_specs(placed, mesh, axis_name, stacked=True))
-        # `tx` itself only by the stand-in, which does not keep it alive.
-        known_init = tx_init if known is tx else known.init
-        return _init_fn(known_init, mesh, axis_name, automatic, layouts)
+        return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
 
     return kept_with(tx.init, (mesh, axis_name, automatic, layouts), made)(placed)
 

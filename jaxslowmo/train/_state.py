@@ -1,5 +1,6 @@
 """Everything that a run is."""
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
@@ -10,18 +11,32 @@ from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, init, map_replicas, replicate
 
 
+class Layout(NamedTuple):
+    """How parameters lie inside a replica.
+
+    Attributes:
+      axes: those over which some leaf is sharded; the compiler handles them.
+      specs: a `PartitionSpec` per leaf over these axes; None where there are none.
+      key: what tells layouts apart.
+    """
+
+    axes: frozenset[str] = frozenset()
+    specs: PyTree | None = None
+    key: Hashable = None
+
+
 class Placement(NamedTuple):
     """Where the state that a step returned lies, so that the next step need not look at its leaves.
 
     Attributes:
       mesh: of the step.
       axis_name: of the step.
-      model_axes: axes inside a replica over which parameters are sharded.
+      layout: of the parameters.
     """
 
     mesh: AnyMesh
     axis_name: AxisName
-    model_axes: frozenset[str]
+    layout: Layout
 
 
 class _Fields(NamedTuple):

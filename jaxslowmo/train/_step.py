@@ -12,7 +12,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
 from .._typing import Phase, PyTree
-from ..algorithms import ParameterTransform, made_by, phase_name
+from .._warn import warn_once
+from ..algorithms import ParameterTransform, phase_name
 from ..mesh import (
     AnyMesh,
     VirtualMesh,
@@ -28,7 +29,7 @@ from ._in_flight import StepsInFlight
 from ._ours import check_transforms
 from ._placed import placed_batch, placed_weight
 from ._replica_step import Metrics, StepParts
-from ._state import Placement, TrainState
+from ._state import Layout, Placement, TrainState
 
 Mode = Literal["traced", "host"]
 
@@ -41,48 +42,26 @@ class TrainStep:
       mesh: the mesh it runs on.
       axis_name: the replica axis.
       mode: `"traced"` or `"host"`.
-      sync: the parameter transform, sized for the mesh, and once there is a state for the layout
-        of its parameters inside a replica; None without one.
+      sync: the parameter transform, sized for the mesh; None without one. Programs use it
+        `with_specs` of the parameters that they are for.
     """
 
     def __init__(self, parts: StepParts, mesh: AnyMesh, mode: Mode, donate: bool) -> None:
-        self._given_sync = parts.sync
-        self._known_syncs: dict[Any, ParameterTransform] = {}
+        self._parts = parts
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self._donate = donate
-        self._use(parts)
+        self.tx = parts.chain()
+        self.sync = parts.sync
+        self._warn = warn_once()
         self._programs: dict[Any, Any] = {}
         self._counts = HostCounts()
-        self._model_axes_seen: frozenset[str] = frozenset()
+        self._layout_seen = Layout()
         self._in_flight = StepsInFlight()
-
-    def _use(self, parts: StepParts) -> None:
-        self._parts, self.tx, self.sync = parts, parts.chain(), parts.sync
-
-    def _with_specs(self, specs: PyTree | None) -> ParameterTransform | None:
-        """The given transform for this layout: one object for each."""
-        if self._given_sync is None or specs is None:
-            return self._given_sync
-        key = specs_key(specs)
-        if key not in self._known_syncs:
-            self._known_syncs[key] = self._given_sync.with_specs(specs)
-        return self._known_syncs[key]
-
-    def _use_sync(self, sync: ParameterTransform | None) -> None:
-        """The one that was given, or the same for parameters sharded inside a replica.
-
-        Without their specs, exchanges would gather these leaves.
-        """
-        if sync is not self.sync:
-            self._use(dataclasses.replace(self._parts, sync=sync))
-            self._programs.clear()
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
     ) -> TrainState:
         """`TrainState.create` with this step's chain, mesh and axis."""
-        specs = inner_specs(params, self.mesh, self.axis_name, stacked=False)
-        self._use_sync(self._with_specs(specs))
         state = TrainState.create(
             params,
             self.tx,
@@ -92,7 +71,7 @@ class TrainStep:
             seed=seed,
         )
         self._check_transforms(state)
-        self._model_axes(state)
+        self._layout(state)
         return state
 
     def phase(self, t: int) -> Phase:
@@ -128,11 +107,11 @@ class TrainStep:
         _refuse_deleted(state)
         program, arguments = self._prepared(state, batch, weight)
         so_far = self._counts.get(_counter(state, self._parts.sync))
-        axes = self._model_axes(state)
+        layout = self._layout(state)
         new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
         # It lies where the old one did: on all mapped axes as the program says, else pinned.
-        new_state.placement = Placement(self.mesh, self.axis_name, axes)
+        new_state.placement = Placement(self.mesh, self.axis_name, layout)
         if so_far is not None:  # count on, without asking the device
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
@@ -148,8 +127,8 @@ class TrainStep:
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        automatic = self._model_axes(state)
-        parts = math.prod(self.mesh.shape[name] for name in self._data_axes(automatic))
+        layout = self._layout(state)
+        parts = math.prod(self.mesh.shape[name] for name in self._data_axes(layout.axes))
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
             shape = np.shape(x)
@@ -178,17 +157,17 @@ class TrainStep:
         programs are traced, which its first updates then need not do again.
         """
         self._check_transforms(state)
-        automatic = self._model_axes(state)
+        layout = self._layout(state)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        batch = placed_batch(batch, self.mesh, self._data_axes(automatic))
+        batch = placed_batch(batch, self.mesh, self._data_axes(layout.axes))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
             # chooses it, and shapes alone need not tell.
-            if automatic or mesh is not self.mesh:
-                program = self._build(phase, automatic, mesh)
+            if layout.axes or mesh is not self.mesh:
+                program = self._build(phase, layout, mesh)
             else:
-                program = self._program(phase, automatic, state, batch, None)
+                program = self._program(phase, layout, state, batch, None)
             return program.trace(state, batch, None)
 
         sync = self._parts.sync
@@ -221,33 +200,40 @@ class TrainStep:
             exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
         )
 
-    def _model_axes(self, state: TrainState) -> frozenset[str]:
-        """Axes inside a replica over which parameters are sharded; the compiler handles them."""
+    def _layout(self, state: TrainState) -> Layout:
+        """How parameters lie inside a replica."""
         known = getattr(state, "placement", None)
         if known is not None and known[:2] == (self.mesh, self.axis_name):
-            return known.model_axes
+            return known.layout
         first = _first_array(state.params)
         if isinstance(first, Tracer):  # does not tell where it will lie
-            return self._model_axes_seen
-        found = model_axes(state.params, self.mesh, self.axis_name)
+            return self._layout_seen
+        axes = model_axes(state.params, self.mesh, self.axis_name)
+        if not axes:
+            found = Layout()
+        else:
+            specs = inner_specs(state.params, self.mesh, self.axis_name, stacked=True)
+            found = Layout(axes, specs, specs_key(specs))
         if isinstance(first, jax.Array):
-            self._model_axes_seen = found
-            self._use_maker_of(state)
+            self._layout_seen = found
         return found
 
-    def _use_maker_of(self, state: TrainState) -> None:
-        """A state from elsewhere: its sharded parts lie as the transform that made it has them."""
-        specs = inner_specs(state.params, self.mesh, self.axis_name, stacked=True)
-        given, known = self._given_sync, self._with_specs(specs)
-        if given is not None and known is not None and known is not given:
-            known = made_by(
-                state.opt_state[-1],
-                (known, given),
-                state.params,
-                mesh=self.mesh,
-                axis_name=self.axis_name,
+    def _parts_for(self, layout: Layout) -> StepParts:
+        """The parts, for parameters of a layout: without their specs, exchanges would gather them.
+
+        Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
+        of the state, and of its checkpoints.
+        """
+        sync = self._parts.sync
+        if sync is None or layout.specs is None:
+            return self._parts
+        if sync.shards_whole_leaves and _has_auto(self.mesh, layout.axes):
+            self._warn(
+                f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
+                f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
+                "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
-        self._use_sync(known)
+        return dataclasses.replace(self._parts, sync=sync.with_specs(layout.specs))
 
     def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
@@ -262,17 +248,17 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
-        automatic = self._model_axes(state)
-        batch = placed_batch(batch, self.mesh, self._data_axes(automatic))
+        layout = self._layout(state)
+        batch = placed_batch(batch, self.mesh, self._data_axes(layout.axes))
         weight = placed_weight(weight, self.mesh, self.axis_name)
         phase = self.next_phase(state) if self.mode == "host" else None
-        program = self._program(phase, automatic, state, batch, weight)
+        program = self._program(phase, layout, state, batch, weight)
         return program, (state, batch, weight)
 
     def _program(
         self,
         phase: Phase | None,
-        automatic: frozenset[str],
+        layout: Layout,
         state: TrainState,
         batch: PyTree,
         weight: jax.Array | None,
@@ -281,34 +267,32 @@ class TrainStep:
         mesh = self.mesh
         # Where the compiler chooses, it might place the new state unlike the old one, and the next
         # step would compile again. Inside of another program there is no next step.
-        is_pinned = bool(automatic) and not isinstance(state.step, Tracer)
-        key = (phase, automatic, is_pinned)
+        is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
+        key = (phase, layout.axes, layout.key, is_pinned)
         if key not in self._programs:
             self._check_transforms(state)
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
-                jax.eval_shape(self._build(phase, automatic, _abstract(mesh)), state, batch, weight)
+                jax.eval_shape(self._build(phase, layout, _abstract(mesh)), state, batch, weight)
             pinned = jax.tree.map(lambda x: x.sharding, state) if is_pinned else None
-            self._programs[key] = self._build(phase, automatic, mesh, pinned)
+            self._programs[key] = self._build(phase, layout, mesh, pinned)
         return self._programs[key]
 
     def _build(
         self,
         phase: Phase | None,
-        automatic: frozenset[str],
+        layout: Layout,
         mesh: AnyMesh | AbstractMesh,
         state_shardings: PyTree | None = None,
     ) -> Any:
-        inner = self._inner_axes(automatic)
+        inner, parts = self._inner_axes(layout.axes), self._parts_for(layout)
         mapped = map_replicas(
-            lambda state, batch, weight: self._parts.per_replica(
-                state, batch, weight, phase, inner
-            ),
+            lambda state, batch, weight: parts.per_replica(state, batch, weight, phase, inner),
             mesh=mesh,
             axis_name=self.axis_name,
             in_roles=("stacked", "batch", "stacked"),
             out_roles=("stacked", "stacked"),
-            automatic=automatic,
+            automatic=layout.axes,
         )
         return jax.jit(
             mapped,
@@ -347,3 +331,11 @@ def _abstract(mesh: VirtualMesh) -> AbstractMesh:
     return AbstractMesh(
         tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
     )
+
+
+def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
+    """Whether some of `axes` are Auto: of Explicit ones the types tell how leaves lie."""
+    if isinstance(mesh, VirtualMesh):
+        return False
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(types[axis] == AxisType.Auto for axis in axes)

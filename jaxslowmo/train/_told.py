@@ -129,11 +129,16 @@ class Loss:
     accumulate: int
     data: tuple[PyTree, jax.Array, PyTree]
 
-    def at(self, params: PyTree, data: tuple[PyTree, jax.Array, PyTree]) -> jax.Array:
+    def at(
+        self, params: PyTree, data: tuple[PyTree, jax.Array, PyTree], weight: Any = None
+    ) -> jax.Array:
         """The replica's own loss, of the same examples, at other parameters.
+
+        `weight` is not used: line searches pass on all that they were told.
 
         Communication: none.
         """
+        del weight
         batch, key, model_state = data
         if self.accumulate == 1:
             return as_value(self.fn(params, batch, rng=key, model_state=model_state)[0])
@@ -196,7 +201,7 @@ def update_told(
         grads: PyTree, state: PyTree, params: PyTree, value: jax.Array, weight: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
         extra = {} if weight is None else {"weight": weight}
-        own = _refusing(averaged) if averaged else partial(loss.at, data=data)
+        own = _refusing(averaged) if averaged else partial(loss.at, data=data, weight=weight)
         told = {"value": value, "grad": grads, "value_fn": own}
         try:
             return optimizer.update(grads, state, params, **told, **extra)
@@ -204,7 +209,7 @@ def update_told(
             if "unexpected keyword argument" not in str(error):
                 raise
             # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
-            return optimizer.update(grads, state, params, **extra)
+            return optimizer.update(grads, state, params)
 
     operands = grads, state, params, loss.value, weight, () if averaged else loss.data
     if is_chain:

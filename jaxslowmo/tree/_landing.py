@@ -37,5 +37,8 @@ def updates_to(params: PyTree, target: PyTree) -> PyTree:
 
 
 def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
-    """`optax.apply_updates` with explicit promotion, so strict dtype promotion holds too."""
+    """`params + updates` as the leaves' dtypes hold it, where large values may overflow.
+
+    `optax.apply_updates` with explicit promotion, so strict dtype promotion holds too.
+    """
     return jax.tree.map(lambda p, y: cast(y, p.dtype), params, landing(params, updates))

@@ -196,6 +196,7 @@ def test_a_copy_with_another_update_uses_it():
     tx = js.local_sgd("replica")._replace(update=twice)
     updates, others, _ = tx.exchange({"w": 1.0}, [], tx.init({"w": jnp.ones(1)}), {"w": 1.0})
     assert (updates, others) == ({"w": 2.0}, [])
+    assert tx.sized({"replica": 2}).update is tx.with_specs({"w": P()}).update is twice
     with pytest.raises(ValueError, match=r"`exchange` to average model state.*\"local\""):
         tx.exchange({"w": 1.0}, [jnp.ones(1)], tx.init({"w": jnp.ones(1)}), {"w": 1.0})
     with pytest.raises(ValueError, match=r"`_replace` takes \['init', 'update'\], got \['phase'\]"):

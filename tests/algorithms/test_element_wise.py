@@ -29,6 +29,9 @@ WHOLE = {
     "adaptive clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.7)),
     "lamb": lambda: optax.lamb(0.1),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "adafactor, factors alone": lambda: optax.adafactor(
+        0.1, multiply_by_parameter_scale=False, clipping_threshold=None
+    ),
     "muon": lambda: optax.contrib.muon(0.1),
     "matrices only": lambda: optax.masked(
         optax.sgd(0.1), lambda tree: jax.tree.map(lambda x: x.ndim > 1 and x.shape[0] > 1, tree)
@@ -49,6 +52,14 @@ def test_these_are_refused(name):
     with pytest.raises(ValueError, match=r"`outer_optimizer` must treat .*shard_state=False"):
         js.diloco("replica", outer_optimizer=WHOLE[name]())
     js.diloco("replica", outer_optimizer=WHOLE[name](), shard_state=False)
+
+
+def test_settings_of_the_caller_do_not_count():
+    """The probe holds a NaN, and moves arrays."""
+    with jax.debug_nans(True), jax.transfer_guard("disallow"), jax.enable_x64(True):
+        js.diloco("replica", outer_optimizer=optax.adam(0.1))
+    with jax.numpy_dtype_promotion("strict"):
+        js.diloco("replica", outer_optimizer=optax.adam(0.1))
 
 
 def test_made_inside_of_a_mapped_program():

@@ -62,6 +62,12 @@ def test_base_that_is_no_parameter_transform(base):
         js.slowmo("replica", base=base)
 
 
+@pytest.mark.parametrize("base", [over_local, js.diloco])
+def test_a_base_with_a_slow_step_of_its_own(base):
+    with pytest.raises(ValueError, match=r"slowmo: `base` must have no slow step of its own"):
+        js.slowmo("replica", base=base("replica"))
+
+
 def test_inexact_average_cannot_be_sharded():
     with pytest.raises(ValueError, match=r"`exact_average=False`.*shard_state=True"):
         over_local(exact_average=False, shard_state=True)

@@ -192,3 +192,18 @@ def test_rounds_of_gossip_follow_what_was_refused():
         runs[mode] = np.asarray(state.params["w"])
     np.testing.assert_allclose(runs["traced"], runs["host"], rtol=1e-6)
     assert step.sync.phases() == [("any round",)]
+
+
+def test_what_travels_is_asked_about():
+    """60000 + 9000 is finite in float32 and no float16."""
+    tx = js.only_finite(js.local_sgd("replica", sync_every=1))
+
+    def one(p, u):
+        updates, state = tx.update(u, tx.init(p), p)
+        return optax.apply_updates(p, updates), state.refused
+
+    params = np.full((4, 1), 60000, np.float16)
+    updates = np.float32([[0], [9000], [0], [0]])
+    moved, refused = jax.jit(jax.vmap(one, axis_name="replica"))(params, updates)
+    assert np.isinf(moved).ravel().tolist() == [False, True, False, False]
+    assert refused.tolist() == [1] * 4
