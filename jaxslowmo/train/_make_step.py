@@ -40,6 +40,7 @@ def make_train_step(
         loss, averaged in at least float32 over the replicas, with their weights, in the updates in
         which gradients were; `grad`, the gradients that it is given; and where these are not
         averaged over anything also `value_fn`, the replica's own loss on its batch (line searches).
+        An optimizer that averages gradients by itself is told the replica's own loss.
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
         None where gradients are averaged over the replicas. Several replicas that are given
         neither, here, as `gradients` or in a chain of ours as `optimizer`, are refused; `"none"`

@@ -1,6 +1,7 @@
 """Everything that a run is."""
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import jax
@@ -110,11 +111,14 @@ class TrainState(_Fields):
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """A key per replica: the seed's key with the replica's index folded in."""
+    bits = jax.random.key_data(jax.random.key(seed))
+    return _keys_fn(mesh, axis_name)(replicate(bits, mesh=mesh, axis_name=axis_name))
 
+
+@functools.lru_cache(maxsize=64)
+def _keys_fn(mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.Array], jax.Array]:
     def per_replica(bits: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(bits)
         return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
-    make = map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",))
-    bits = jax.random.key_data(jax.random.key(seed))
-    return jax.jit(make)(replicate(bits, mesh=mesh, axis_name=axis_name))
+    return jax.jit(map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",)))

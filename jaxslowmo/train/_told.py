@@ -22,7 +22,7 @@ from ..mesh import axis_names, axis_size, collective_axes, vary_over, varying_ax
 from ..tracing import FullLoss
 from ..tree import at_least_float32
 from ._as_varying import run_as_varying
-from ._ours import holds_gradient_transform
+from ._ours import holds_gradient_transform, holds_parameter_transform
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -190,7 +190,8 @@ def update_told(
     likewise.
 
     Raises:
-      ValueError: it calls `value_fn` and gradients are averaged over some axis.
+      ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
+        exchanges and cannot be run with varying types.
 
     Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
     """
@@ -212,14 +213,20 @@ def update_told(
             return optimizer.update(grads, state, params)
 
     operands = grads, state, params, loss.value, weight, () if averaged else loss.data
-    if is_chain:
-        traced = TracedUpdate(update, axis_name, *operands)
-        value = traced.mean(loss.value, weight, *operands)
-        return traced(grads, state, params, value, weight, ())
     try:
+        if is_chain:
+            traced = TracedUpdate(update, axis_name, *operands)
+            value = traced.mean(loss.value, weight, *operands)
+            return traced(grads, state, params, value, weight, ())
         return update(*operands)
-    except TypeError:
+    except TypeError as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
             raise
+        if is_chain or holds_parameter_transform(state):
+            raise ValueError(
+                "`optimizer` is a chain that exchanges, and a transform in it has branches or "
+                "loops that return constants beside what differs between replicas, which jax "
+                "refuses on devices. Pass what exchanges apart from it, as `gradients` or `sync`."
+            ) from error
         # Branches and loops that mix constants with what differs between replicas.
         return run_as_varying(update, *operands)

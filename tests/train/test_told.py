@@ -271,3 +271,24 @@ def test_an_optimizer_that_takes_no_more_than_it_knows():
     optimizer = optax.chain(optax.clip(1.0), sam)
     step = js.make_train_step(loss, optimizer, mesh=js.virtual_mesh({"replica": 2}), **local())
     assert np.any(train(step, BATCHES[:2]).params["w"][0] != PARAMS["w"])
+
+
+@pytest.mark.parametrize("exchange", ["parameters", "gradients"])
+def test_a_chain_that_jax_refuses_on_devices_is_told_apart(exchange):
+    """Branches of the plateau return constants; the remedy is named, and it works."""
+    plateau = optax.contrib.reduce_on_plateau(patience=2)
+    if exchange == "parameters":
+        chain = optax.chain(optax.sgd(0.1), plateau, js.local_sgd("replica", sync_every=2))
+        parts = {"sync": js.local_sgd("replica", sync_every=2)}
+    else:
+        chain = optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1), plateau)
+        parts = {"gradients": js.all_reduce_gradients("replica")}
+    mesh, batch = js.make_mesh({"replica": 2}), np.ones((2, 3), np.float32)
+    square = lambda p, b: ((p["w"] - b) ** 2).mean()  # noqa: E731
+    step = js.make_train_step(square, chain, mesh=mesh)
+    state = step.init({"w": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"`optimizer` is a chain that exchanges.*`gradients` or"):
+        step(state, batch)
+    step = js.make_train_step(square, optax.chain(optax.sgd(0.1), plateau), mesh=mesh, **parts)
+    state, _ = step(step.init({"w": np.zeros(3, np.float32)}), batch)
+    assert np.all(np.asarray(state.params["w"]) > 0)
