@@ -36,6 +36,7 @@ class AnchorLayout:
 
     Attributes:
       store: `store(params) -> anchor`: the anchor of given parameters; no communication.
+      like_stored: `like_stored(params)`: zeros of the shapes and dtypes of that, from types alone.
       average: `average(y) -> avg`: mean of `y` over replicas, in the anchor's form.
       restore: `restore(anchor, params) -> tree`: float32 values in the shape of the parameters.
       pin: `pin(state, params) -> state`: lays arrays of the anchor's form in `state` out as the
@@ -48,6 +49,7 @@ class AnchorLayout:
     """
 
     store: Callable[[PyTree], Any]
+    like_stored: Callable[[PyTree], Any]
     average: Callable[[PyTree], Any]
     restore: Callable[[Any, PyTree], PyTree]
     pin: Callable[[PyTree, PyTree], PyTree] = lambda state, params: state
@@ -66,7 +68,7 @@ def own_anchor() -> AnchorLayout:
 
     Communication: none.
     """
-    return AnchorLayout(_wide, lambda y: y, lambda anchor, params: anchor, is_own=True)
+    return AnchorLayout(_wide, _wide, lambda y: y, lambda anchor, params: anchor, is_own=True)
 
 
 def whole_anchor(
@@ -83,7 +85,7 @@ def whole_anchor(
     def average(y: PyTree) -> PyTree:
         return replica_mean(y, axis_name, local_axis_name, bucket_bytes, param_specs, event="slow")
 
-    return AnchorLayout(_wide, average, lambda anchor, params: anchor)
+    return AnchorLayout(_wide, _wide, average, lambda anchor, params: anchor)
 
 
 def sharded_anchor(
@@ -190,6 +192,7 @@ def sharded_anchor(
     on_host = AnchorShards(param_specs, bucket_bytes, local_axis_name)
     return AnchorLayout(
         lambda params: tuple(jax.tree.leaves(into_shards(store_blocks, params))),
+        lambda params: tuple(jax.tree.leaves(into_shards(zero_blocks, params))),
         average,
         restore,
         pin,

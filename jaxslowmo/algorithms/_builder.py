@@ -47,6 +47,7 @@ def parameter_transform(
     events: tuple[str, ...] | None,
     local_axis_name: AxisName | None = None,
     inner_axes: tuple[str, ...] = (),
+    like_init: Callable[[PyTree], PyTree] | None = None,
     **told: Any,
 ) -> ParameterTransform:
     """Assemble a `ParameterTransform` whose updates are checked.
@@ -62,6 +63,7 @@ def parameter_transform(
       events: names that a phase may hold; None leaves that to a transform inside.
       local_axis_name: axis of the devices inside a replica, if any.
       inner_axes: over which a transform inside of it exchanges.
+      like_init: as `init`, of which only types matter, where that is sooner traced.
       **told: what else the protocol has; see `ParameterTransform`.
 
     Raises:
@@ -72,7 +74,7 @@ def parameter_transform(
     Communication: that of `exchange`.
     """
     warn = warn_once()
-    check_state = StateCheck(owner, init)
+    check_state = StateCheck(owner, like_init or init)
     everyone = groups[-1]
     own_axes = axis_names(everyone)
     local_axes = () if local_axis_name is None else axis_names(local_axis_name)

@@ -117,7 +117,9 @@ def outer_transform(
             require_axes(owner, "axis_name", axis_name)
             if local_axis_name is not None:
                 require_axes(owner, "local_axis_name", local_axis_name)
-        anchor = layout.store(params)
+        return of_anchor(layout.store(params), params)
+
+    def of_anchor(anchor: PyTree, params: PyTree) -> OuterState:
         return OuterState(
             count=jnp.zeros([], jnp.int32),
             anchor=anchor,
@@ -256,6 +258,7 @@ def outer_transform(
         owner,
         (axis_name,),
         init=init_fn,
+        like_init=lambda params: of_anchor(layout.like_stored(params), params),
         exchange=exchange,
         events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
         local_axis_name=local_axis_name,

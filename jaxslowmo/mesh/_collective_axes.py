@@ -1,8 +1,11 @@
 """Over which axes a traced program communicates."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# A conditional inside of others is met once per level.
+_known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
 
@@ -15,6 +18,8 @@ def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> 
 
     Communication: none.
     """
+    if counts is None and jaxpr in _known:
+        return _known[jaxpr]
     found: set[str] = set()
     for equation in jaxpr.eqns:
         own: set[str] = set()
@@ -27,7 +32,10 @@ def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> 
                 own |= _names(equation.params.get(key, ()))
         if own and (counts is None or counts(equation)):
             found |= own
-    return frozenset(found)
+    result = frozenset(found)
+    if counts is None:
+        _known[jaxpr] = result
+    return result
 
 
 def _parts(params: dict[str, Any]) -> Iterator[Any]:

@@ -243,7 +243,7 @@ def test_both_states_are_named():
 
 def test_a_state_is_compared_once(monkeypatch):
     """Asking what `init` makes traces it; programs of one kind of parameters ask once."""
-    tx = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    tx = js.sgp("replica", graph=js.topology.ring(4))
     asked = []
     ask = jax.eval_shape
 
