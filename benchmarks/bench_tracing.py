@@ -228,6 +228,16 @@ def commit_of(tree: Path) -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
+def _command() -> str:
+    """What was asked for; which commit `before` is, is said beside it."""
+    sizes = " ".join(map(str, ARGS.leaves))
+    before = "--before CHECKOUT " if ARGS.before else ""
+    only = f" --only {ARGS.only!r}" if ARGS.only else ""
+    return (
+        f"python benchmarks/bench_tracing.py {before}--rounds {ARGS.rounds} --leaves {sizes}{only}"
+    )
+
+
 def run() -> dict[str, Any]:
     """All trees in turn, and the rows of the result."""
     trees = {"after": HERE.parent.parent}
@@ -255,8 +265,7 @@ def run() -> dict[str, Any]:
         for (name, leaves, label), times in taken.items()
     ]
     return {
-        "command": "python benchmarks/bench_tracing.py",
-        "arguments": {k: str(v) for k, v in vars(ARGS).items() if k not in ("out", "measure")},
+        "command": _command(),
         "commits": {label: commit_of(tree) for label, tree in trees.items()},
         "machine": describe(),
         "load": os.getloadavg(),

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, PyTree
-from ..mesh import axis_names, axis_size, checks_varying, require_axes, varying_axes
+from ..mesh import (
+    axis_names,
+    axis_size,
+    checks_varying,
+    require_axes,
+    specs_key,
+    typed_specs,
+    varying_axes,
+)
 from ..tree import kept_if, leaf_names
 
 
@@ -131,7 +139,9 @@ class StateCheck:
 
     def __call__(self, state: PyTree, params: PyTree, axes: AxisName) -> None:
         """At trace time: raise `ValueError` for the state of another transform or configuration."""
-        key = (_form(params), axis_size(axes))
+        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
+        mesh = jax.sharding.get_abstract_mesh()
+        key = (_form(params), axis_size(axes), mesh, specs_key(typed_specs(params)))
         if key not in self._known:
             self._known[key] = _form(jax.eval_shape(self._init, params))
         wanted, found = self._known[key], _form(state)

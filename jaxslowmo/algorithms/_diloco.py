@@ -43,8 +43,9 @@ def diloco(
       A `ParameterTransform` with state `OuterState`; exchange and outer state are float32.
 
     Raises:
-      ValueError: sync_every < 1, an outer optimizer that is no optax transform; at trace time an
-        unbound axis, missing params, non-float leaves.
+      ValueError: sync_every < 1, an outer optimizer that is no optax transform, or, sharded, one
+        that is not element-wise (tried on a small tree; where jax has no device yet, when a state
+        is made); at trace time an unbound axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one

@@ -1,6 +1,7 @@
 """Leaves that are sharded inside a replica, without `param_specs`: still exchanged as blocks."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -126,3 +127,26 @@ def test_one_step_object_on_states_of_several_layouts():
     for step in (second, first, second):
         state, _ = step(state, BATCH)
     np.testing.assert_allclose(state.params["w"], one[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_one_transform_on_several_meshes(kind):
+    """How many shards there are, and of which size, depends on the mesh and the layout."""
+    sync = js.diloco("replica", sync_every=1, **({"param_specs": SPECS} if kind == "auto" else {}))
+
+    def update(params, state):
+        params, state = jax.tree.map(lambda x: x[0], (params, state))
+        updates, _ = sync.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        return jax.tree.map(lambda u: u[None], updates)
+
+    for fsdp, specs in [(2, SPECS), (4, SPECS)] + [(4, {"b": P(), "w": P()})] * (kind != "auto"):
+        types = (AxisType.Auto, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+        devices = np.array(jax.devices()[: 2 * fsdp]).reshape(2, fsdp)
+        mesh = Mesh(devices, ("replica", "fsdp"), axis_types=types)
+        params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
+        stacked = js.replicate(params, mesh=mesh)
+        state = js.init(sync, stacked, mesh=mesh)
+        mapped = jax.shard_map(
+            update, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}
+        )
+        jax.jit(mapped).trace(stacked, state)
