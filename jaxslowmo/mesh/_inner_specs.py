@@ -12,21 +12,18 @@ from ._axes import axis_names
 from ._mapped import AnyMesh, model_axes
 
 
-def inner_specs(
-    tree: PyTree, mesh: AnyMesh, axis_name: AxisName, *, stacked: bool
-) -> PyTree | None:
+def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree | None:
     """A `PartitionSpec` per leaf over the axes inside a replica, read off concrete arrays.
 
     Args:
-      tree: arrays, on `mesh` or not.
+      stacked: arrays `(replicas, *s)`, on `mesh` or not; specs are for `s`.
       mesh: where the replicas lie.
       axis_name: the replica axis.
-      stacked: whether leaves have a leading replica axis, which the specs leave out.
 
     Returns:
-      A tree like `tree`; None where nothing is sharded inside a replica.
+      A tree like `stacked`; None where nothing is sharded inside a replica.
     """
-    inside = model_axes(tree, mesh, axis_name)
+    inside = model_axes(stacked, mesh, axis_name)
     if not inside:
         return None
 
@@ -34,9 +31,9 @@ def inner_specs(
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return P()
-        return _over(sharding.spec[1:] if stacked else sharding.spec, inside)
+        return _over(sharding.spec[1:], inside)
 
-    return jax.tree.map(spec_of, tree)
+    return jax.tree.map(spec_of, stacked)
 
 
 def typed_specs(tree: PyTree) -> PyTree | None:

@@ -212,7 +212,7 @@ class TrainStep:
         if not axes:
             found = Layout()
         else:
-            specs = inner_specs(state.params, self.mesh, self.axis_name, stacked=True)
+            specs = inner_specs(state.params, self.mesh, self.axis_name)
             found = Layout(axes, specs, specs_key(specs))
         if isinstance(first, jax.Array):
             self._layout_seen = found
