@@ -4,7 +4,7 @@
     python benchmarks/tpu_proofs.py --write docs/tpu.md
 
 Compiles only (libtpu from PyPI, no TPU), so it tells structure, not speed. The model and the
-algorithms stand in `tests/tpu_steps.py`, the formulas in `tests/tpu_bytes.py`;
+algorithms stand in `tests/support/tpu_steps.py`, the formulas in `tests/tpu_bytes.py`;
 `tests/tpu_aot/test_proofs.py` holds all of it and keeps the documented table up to date.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from tpu_table import BEGIN, END, table
+from support.tpu_table import BEGIN, END, table
 
 
 def main() -> None:

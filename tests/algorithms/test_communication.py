@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from reports import BATCH, FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, loss, report, rows
+from support.reports import BATCH, FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, loss, report, rows
 
 
 def padded(num_bytes: int, replicas: int, parts: int = 1) -> int:

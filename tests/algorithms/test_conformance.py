@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
-from transforms import PARAMETER, TRANSFORMS, stacked
+from support.executions import EXECUTIONS, lift
+from support.transforms import PARAMETER, TRANSFORMS, stacked
 
 
 def types(tree):

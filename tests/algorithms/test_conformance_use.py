@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from executions import lift
-from transforms import IRREGULAR, PARAMETER, TRANSFORMS, stacked
+from support.executions import lift
+from support.transforms import IRREGULAR, PARAMETER, TRANSFORMS, stacked
 
 AXES = {"replica": 4}
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}

@@ -10,8 +10,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from bad_input import ALL, PARAMETER_TRANSFORMS, PARAMS, one_update, over_local, trace, warned
-from executions import EXECUTIONS
+from support.bad_input import (
+    ALL,
+    PARAMETER_TRANSFORMS,
+    PARAMS,
+    one_update,
+    over_local,
+    trace,
+    warned,
+)
+from support.executions import EXECUTIONS
 
 # Arguments
 

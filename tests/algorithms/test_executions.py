@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jaxslowmo as js
-import oracle
-from executions import EXECUTIONS, SCHEDULES
-from side_by_side import RATES, check_oracle, compare, run_together, schedule
+from support import oracle
+from support.executions import EXECUTIONS, SCHEDULES
+from support.side_by_side import RATES, check_oracle, compare, run_together, schedule
 
 pytestmark = pytest.mark.xdist_group("executions")  # cases share cached results
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from executions import EXECUTIONS, run
-from golden_fairscale import FLOAT16, FLOAT32, LOCAL, NAMES, GoldenRun
+from support.executions import EXECUTIONS, run
+from support.golden_fairscale import FLOAT16, FLOAT32, LOCAL, NAMES, GoldenRun
 
 # The others schedule on the host; `test_executions.py` has all of both.
 TRACED = ("vmap", "shard_map")

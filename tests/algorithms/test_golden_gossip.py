@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from executions import EXECUTIONS, gossip_state, run
-from golden_fairscale import FLOAT32, GOSSIP, GoldenRun
+from support.executions import EXECUTIONS, gossip_state, run
+from support.golden_fairscale import FLOAT32, GOSSIP, GoldenRun
 
 PUSH_SUM = [name for name in GOSSIP if "pushsum" in name]
 SEEN = [name for name in GOSSIP if "forward_params_0" in GoldenRun.load(name).arrays]

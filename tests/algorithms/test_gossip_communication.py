@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, report, rows
+from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, report, rows
 
 BYTES = FLOAT32_BYTES + HALF_BYTES
 BUFFERS = 2  # one per dtype

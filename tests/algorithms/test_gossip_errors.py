@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from bad_input import PARAMS, one_update, trace, warned
-from executions import EXECUTIONS, lift
+from support.bad_input import PARAMS, one_update, trace, warned
+from support.executions import EXECUTIONS, lift
 
 ring = js.topology.ring
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-import oracle
-from executions import SCHEDULES, gossip_state
-from side_by_side import RATES, STEPS, check_oracle, compare, run_together, schedule
+from support import oracle
+from support.executions import SCHEDULES, gossip_state
+from support.side_by_side import RATES, STEPS, check_oracle, compare, run_together, schedule
 
 NODES = 4
 # Nodes 0 and 1 hear from two others in the first round, node 2 from nobody in the second one.

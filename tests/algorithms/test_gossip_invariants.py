@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jaxslowmo as js
-from executions import gossip_state
+from support.executions import gossip_state
 
 ACTIVE, QUIET = 10, 30  # updates with something to add, and then without
 SIZE = 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from golden_ddp import over_ranks
+from support.golden_ddp import over_ranks
 
 AXES = {"node": 2, "device": 2}
 EVERYONE = ("node", "device")

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from counts import calls_per_leaf
+from support.counts import calls_per_leaf
 
 LOCAL_SGD = js.local_sgd("replica", sync_every=2)
 UNSHARDED = {"sync_every": 4, "shard_state": False}

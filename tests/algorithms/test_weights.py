@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
-from reports import FLOAT32_BYTES, HALF_BYTES, PARAMS
+from support.executions import EXECUTIONS, lift
+from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS
 
 REPLICAS = 4
 RNG = np.random.default_rng(0)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
 from jaxslowmo.collectives import permute
 from jaxslowmo.collectives._permute import complete_permutation
+from support.executions import EXECUTIONS, lift
 
 NODES = 4
 PERMUTATIONS = {

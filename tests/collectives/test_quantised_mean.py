@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
 from jaxslowmo.collectives import E4M3, E5M2, INT8, Quantised, quantised_mean
+from support.executions import EXECUTIONS, lift
 
 CODECS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
 from jaxslowmo.collectives import all_mean, quotient
+from support.executions import EXECUTIONS, lift
 
 # 257 needs nine bits, and bfloat16 has eight: there, it is 256.
 WEIGHTS = np.array([100, 57, 0, 100], np.float32)

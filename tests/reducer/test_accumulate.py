@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from counts import calls_per_leaf
-from executions import lift
+from support.counts import calls_per_leaf
+from support.executions import lift
 
 REPLICAS = 4
 CHAIN = optax.chain(js.all_reduce_gradients("replica"), optax.sgd(1.0))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from bad_input import one_update, trace
+from support.bad_input import one_update, trace
 
 PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jnp.ones((4, 3, 2))}
 

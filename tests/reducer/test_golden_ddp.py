@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from golden_ddp import EXECUTIONS, Case, case_names, replay
+from support.golden_ddp import EXECUTIONS, Case, case_names, replay
 
 LOCAL = [name for name in case_names("ddp_local") if name != "unused"]
 JOIN = [name for name in case_names("ddp_join") if not name.startswith("unused")]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from executions import lift
 from jaxslowmo.reducer.hooks._orthogonal import orthogonal
 from jaxslowmo.reducer.hooks._powersgd import draw_normal
+from support.executions import lift
 
 WORLD = 4
 AXES = {"replica": WORLD}

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from executions import lift
-from golden_peers import cases, parameters
+from support.executions import lift
+from support.golden_peers import cases, parameters
 
 CASES = cases("ddp_powersgd.npz")
 IDS = {case: i for i, case in enumerate(CASES)}

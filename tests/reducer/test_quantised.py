@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from executions import lift
+from support.executions import lift
 
 REPLICAS = 4
 STEPS = 60

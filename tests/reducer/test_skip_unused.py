@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from executions import lift
+from support.executions import lift
 
 PARAMS = {"a": jnp.arange(1.0, 5.0), "b": jnp.ones((2, 3)), "s": jnp.float32(2.0)}
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from executions import lift
-from golden_peers import cases
+from support.executions import lift
+from support.golden_peers import cases
 
 TOLERANCE = 2e-6
 

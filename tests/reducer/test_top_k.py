@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
 from jaxslowmo.collectives import top_k_mean
+from support.executions import EXECUTIONS, lift
 
 
 def draw(replicas, size, seed=0):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from executions import EXECUTIONS, lift
+from support.executions import EXECUTIONS, lift
 
 REPLICAS, NUM_ROWS, ENTRIES = 4, 12, 6
 CLOSE = {"rtol": 0, "atol": 1e-6}

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from reports import rows as rows_of
+from support.reports import rows as rows_of
 
 REPLICAS, NUM_ROWS, ENTRIES, ROW_BYTES = 4, 1000, 6, 4 * 5
 TABLE_BYTES = NUM_ROWS * ROW_BYTES

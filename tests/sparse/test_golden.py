@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from golden_peers import cases
+from support.golden_peers import cases
 
 CLOSE = {"rtol": 0, "atol": 2e-6}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from executions import lift
+from support.executions import lift
 
 NARROW = ("int8", "uint8", "int16", "uint16")
 DTYPES = (*NARROW, "int32", "uint32", "int64", "uint64")

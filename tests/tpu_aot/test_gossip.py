@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from tpu_schedule import Schedule, read_schedule
-from tpu_slices import lowered_step, tpu_mesh
+from support.tpu_schedule import Schedule, read_schedule
+from support.tpu_slices import lowered_step, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import jaxslowmo as js
-import tpu_table
-from tpu_bytes import PADDED_TO, saved_by_sharding, sent
-from tpu_steps import (
+from support import tpu_table
+from support.tpu_bytes import PADDED_TO, saved_by_sharding, sent
+from support.tpu_steps import (
     CASES,
     FOUR_SLICES,
     NUM_BUCKETS,

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from tpu_slices import on, tpu_mesh
+from support.tpu_slices import on, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 

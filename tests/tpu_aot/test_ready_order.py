@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.tree import leaf_names
-from tpu_schedule import read_schedule
-from tpu_slices import on, tpu_mesh
+from support.tpu_schedule import read_schedule
+from support.tpu_slices import on, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from tpu_slices import report_of_sync, tpu_mesh
+from support.tpu_slices import report_of_sync, tpu_mesh
 
 pytestmark = pytest.mark.tpu_aot
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from counts import calls_per_leaf
 from jaxslowmo.tree import (
     added,
     apply_exactly,
@@ -23,6 +22,7 @@ from jaxslowmo.tree import (
     updates_to,
     zeros_like,
 )
+from support.counts import calls_per_leaf
 
 KINDS = {
     "traced alike": (jnp.ones((2, 3)), jnp.full((2, 3), 2.0)),

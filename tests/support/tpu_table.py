@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from tpu_bytes import sent
-from tpu_steps import CASES, NUM_PARAMETERS, PLACES, Facts, Place, facts, kinds
+from support.tpu_bytes import sent
+from support.tpu_steps import CASES, NUM_PARAMETERS, PLACES, Facts, Place, facts, kinds
 
 COLUMNS = (
     "where",

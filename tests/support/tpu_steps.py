@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxslowmo as js
-from tpu_schedule import Schedule, read_schedule
-from tpu_slices import lowered_step, slices_mesh
+from support.tpu_schedule import Schedule, read_schedule
+from support.tpu_slices import lowered_step, slices_mesh
 
 # An MLP of uneven layers with biases, 1.13 M float32 parameters.
 WIDTHS = (512, 768, 640, 384)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path(__file__).parent / "golden" / "peers"
+FOLDER = Path(__file__).parents[1] / "golden" / "peers"
 
 
 def cases(name: str) -> dict[str, tuple[dict[str, Any], dict[str, np.ndarray]]]:

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from golden_peers import cases, parameters
+from support.golden_peers import cases, parameters
 
 EXECUTIONS = ("vmap", "shard_map")
 

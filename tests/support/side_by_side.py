@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
-import oracle
-from executions import run
+from support import oracle
+from support.executions import run
 
 STEPS = 9
 RATES = np.array([0.0, 0.1, 0.2, 0.1, 0.1, 0.05, 0.02, 0.0, 0.0])  # warm-up, slow step at rate 0

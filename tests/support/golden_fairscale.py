@@ -12,7 +12,7 @@ import optax
 
 import jaxslowmo as js
 
-FOLDER = Path(__file__).parent / "golden" / "fairscale"
+FOLDER = Path(__file__).parents[1] / "golden" / "fairscale"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
 GOSSIP = [name for name in NAMES if "sgp_" in name and not name.startswith("singlenode")]
 LOCAL = [name for name in NAMES if name not in GOSSIP]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxslowmo as js
-from executions import lift
+from support.executions import lift
 
 PARAMS = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3, 2))}
 
