@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from ._collectives import Program
 from ._find_mesh import (
     MeshAxes,
     mesh_axes,
@@ -15,8 +16,8 @@ from ._find_mesh import (
 from ._groups import UNKNOWN_AXIS
 from ._hlo import read_hlo
 from ._kinds import kinds_of, rows_of_kind
-from ._program import Program
-from ._report import LEVELS, CommReport, CommRow
+from ._report import CommReport
+from ._rows import LEVELS, CommRow
 from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from ._collectives import Groups
 from ._find_mesh import MeshAxes
-from ._program import Groups
 
 UNKNOWN_AXIS = "?"
 

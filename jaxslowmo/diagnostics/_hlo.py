@@ -2,11 +2,7 @@
 
 import re
 
-from ._groups import parse_groups
-from ._hlo_text import Computation, HloModule, Instruction, parse_module, shapes
-from ._hlo_trips import trip_count
-from ._megascale import TARGET, parse_target, transfer_type
-from ._program import (
+from ._collectives import (
     COLLECTIVES,
     Block,
     Branches,
@@ -17,6 +13,10 @@ from ._program import (
     Program,
     phase_of,
 )
+from ._groups import parse_groups
+from ._hlo_text import Computation, HloModule, Instruction, parse_module, shapes
+from ._hlo_trips import trip_count
+from ._megascale import TARGET, parse_target, transfer_type
 
 _CALLING = ("call", "fusion", "custom-call", "conditional", "while")
 # An asynchronous X is written as X-start with all that X has, X-update and X-done; these may repeat

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ._collectives import Block, Collective, Loop, Program, leaves, wire_bytes
 from ._find_mesh import MeshAxes
 from ._groups import UNKNOWN_AXIS, axis_of
-from ._program import Block, Collective, Loop, Program, leaves, wire_bytes
-from ._report import CommRow
+from ._rows import CommRow
 
 EVERY_PHASE = "*"  # what stands under "phase:*" belongs to every phase
 

@@ -2,7 +2,7 @@
 
 import re
 
-from ._program import Groups
+from ._collectives import Groups
 
 TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\}|\{\})')
 _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)')

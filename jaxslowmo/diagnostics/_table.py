@@ -1,34 +1,33 @@
 """The text form of a communication report."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from ._report import CommReport, CommRow
+from ._rows import LEVELS, CommRow
 
 _NUMBERS = 4  # the last columns before the notes are numbers, aligned to the right
 
 
-def table(report: "CommReport") -> str:
+def table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
     """An aligned table, one line for each kind, axis and collective, both levels side by side."""
     head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
     lines = [head]
-    for kind in report.kinds:
+    for kind in kinds:
         groups: dict[tuple[str, str], list[CommRow]] = {}
-        for row in report.rows:
+        for row in rows:
             if row.kind == kind:
                 groups.setdefault((row.axis, row.collective), []).append(row)
         if not groups:
-            lines.append([kind, "-", "(no communication)", *_amounts(report, []), ""])
-        for (axis, collective), rows in groups.items():
-            lines.append([kind, axis, collective, *_amounts(report, rows), _notes(rows)])
+            lines.append([kind, "-", "(no communication)", *_amounts(levels, []), ""])
+        for (axis, collective), found in groups.items():
+            lines.append([kind, axis, collective, *_amounts(levels, found), _notes(found)])
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(_aligned(line, widths) for line in lines)
 
 
-def _amounts(report: "CommReport", rows: "list[CommRow]") -> list[str]:
+def _amounts(levels: Sequence[str], rows: list[CommRow]) -> list[str]:
     cells = []
-    for level in ("emitted", "compiled"):
-        if level not in report.levels:
+    for level in LEVELS:
+        if level not in levels:
             cells += ["-", "-"]
             continue
         chosen = [row for row in rows if row.level == level]
@@ -37,7 +36,7 @@ def _amounts(report: "CommReport", rows: "list[CommRow]") -> list[str]:
     return cells
 
 
-def _notes(rows: "list[CommRow]") -> str:
+def _notes(rows: list[CommRow]) -> str:
     notes = []
     if any(row.conditional for row in rows):
         notes.append("conditional")
