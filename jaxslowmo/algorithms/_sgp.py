@@ -13,9 +13,7 @@ import numpy as np
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, axis_size, is_bound, vary_over
-from ..topology import Graph, Mixing, npeer_directed_exponential
-from ..topology._callables import described, takes
-from ..topology._mixing import check_mixing
+from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..tree import check_floating, landing, widen_updates
 from ._builder import parameter_transform
 from ._carry import Carried, Placement, carry_leaf, stacked
@@ -325,12 +323,7 @@ def _together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array
 
 def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:
     """Raise `ValueError` for what is none of these; returns `overlap` as an int."""
-    if graph is not None and not isinstance(graph, Graph) and not takes(graph, "num_nodes"):
-        hint = "; did you mean `mixing`?" if takes(graph, "graph", "step") else "."
-        raise ValueError(
-            "sgp: `graph` must be a js.topology.Graph, a function of the number of nodes that "
-            f"makes one, or None, got {described(graph)}{hint}"
-        )
+    check_graph(_OWNER, graph)
     check_mixing(mixing)
     try:
         count = -1 if isinstance(overlap, bool) else operator.index(overlap)

@@ -6,8 +6,8 @@ from numbers import Real
 
 import numpy as np
 
-from ._checks import as_size
-from ._consensus import Consensus
+from ._arguments import as_size
+from ._convergence import Convergence
 from ._graph import Graph
 from ._mixing import TOLERANCE, Mixing, mixing_matrix, rotation_matrices
 
@@ -61,7 +61,7 @@ class GraphAnalysis:
     weight_range: tuple[float, float] | None
     messages: tuple[int, ...]
     permutes: tuple[int, ...]
-    _consensus: Consensus = field(repr=False)
+    _convergence: Convergence = field(repr=False)
 
     @property
     def weights_move(self) -> bool:
@@ -121,11 +121,11 @@ class GraphAnalysis:
 
     def error(self, rounds: int) -> float:
         """Consensus error after `rounds` rounds; a million take little longer than one."""
-        return self._consensus.error(as_size("rounds", rounds, least=0))
+        return self._convergence.error(as_size("rounds", rounds, least=0))
 
     def errors(self, rounds: int) -> np.ndarray:
         """Consensus errors after 0, 1, ..., `rounds` rounds, (rounds + 1,) float64."""
-        return self._consensus.errors(as_size("rounds", rounds, least=0))
+        return self._convergence.errors(as_size("rounds", rounds, least=0))
 
     def __repr__(self) -> str:
         return f"<GraphAnalysis of {self.graph.name}({self.graph.num_nodes})>"
@@ -206,26 +206,26 @@ def analyse(
             doubly_stochastic.append(bool(np.all(np.abs(matrix.sum(axis=1) - 1) <= TOLERANCE)))
             yield matrix
 
-    consensus = Consensus(matrices())
+    convergence = Convergence(matrices())
     weight_range = None
     if all(doubly_stochastic):
         weight_range = (1.0, 1.0)
-    elif consensus.limit is not None:
-        weight_range = (float(consensus.limit.min()), float(consensus.limit.max()))
+    elif convergence.limit is not None:
+        weight_range = (float(convergence.limit.min()), float(convergence.limit.max()))
     return GraphAnalysis(
         graph=graph,
         mixing=mixing,
         tolerance=float(tolerance),
         model_bytes=model_bytes,
         doubly_stochastic=tuple(doubly_stochastic),
-        product=consensus.product,
-        second_eigenvalue=consensus.second_eigenvalue,
-        mixes=consensus.mixes,
-        rounds_to_tolerance=consensus.rounds_within(tolerance),
+        product=convergence.product,
+        second_eigenvalue=convergence.second_eigenvalue,
+        mixes=convergence.mixes,
+        rounds_to_tolerance=convergence.rounds_within(tolerance),
         weight_range=weight_range,
         messages=tuple(map(len, graph.out_peers(0))),
         permutes=tuple(_permutes(graph, step) for step in range(graph.num_rounds)),
-        _consensus=consensus,
+        _convergence=convergence,
     )
 
 

@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from ._checks import as_rows, as_size, check_connected, check_phone_book
+from ._arguments import as_rows, as_size, described, takes
 from ._colouring import Edge, colour_edges
+from ._phone_book import check_connected, check_phone_book
 
 Peers = tuple[tuple[int, ...], ...]  # per node
 
@@ -178,3 +180,22 @@ def from_phone_book(
 def unique(row: Sequence[int]) -> tuple[int, ...]:
     """`row` with the first of equal entries only."""
     return tuple(dict.fromkeys(row))
+
+
+def check_graph(owner: str, graph: Any) -> None:
+    """Refuse what neither is a graph nor makes one.
+
+    Args:
+      owner: of the argument, for messages.
+      graph: a `Graph`, a function `(num_nodes) -> Graph`, or None.
+
+    Raises:
+      ValueError: something else.
+    """
+    if graph is None or isinstance(graph, Graph) or takes(graph, "num_nodes"):
+        return
+    hint = "; did you mean `mixing`?" if takes(graph, "graph", "step") else "."
+    raise ValueError(
+        f"{owner}: `graph` must be a js.topology.Graph, a function of the number of nodes that "
+        f"makes one, or None, got {described(graph)}{hint}"
+    )

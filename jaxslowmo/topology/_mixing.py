@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ._callables import described, parameters, takes
+from ._arguments import described, parameters, takes
 from ._graph import Graph
 
 # (graph, step) -> P[destination, source], (num_nodes, num_nodes), columns sum to 1.
@@ -77,7 +77,14 @@ def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.nd
 
 
 def check_mixing(mixing: Any) -> None:
-    """Raise `ValueError` unless `mixing` is None or can be called with a graph and a step."""
+    """Refuse what can't be called as a mixing is.
+
+    Args:
+      mixing: a callable `(graph, step) -> P[destination, source]`, or None.
+
+    Raises:
+      ValueError: something else.
+    """
     if mixing is None or takes(mixing, "graph", "step"):
         return
     is_factory = mixing is uniform_mixing or mixing is self_weighted

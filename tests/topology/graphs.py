@@ -1,8 +1,10 @@
 """Graphs to draw from, and what an exchange does, each told apart from the code under test."""
 
+import re
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
@@ -136,3 +138,8 @@ def exchange(found: topology.ExchangeRound, values: np.ndarray) -> np.ndarray:
             arrived[destination] = values[source]
         after = after + weights * arrived
     return after
+
+
+def refused(message: str):
+    """What cannot work is refused when it is built, and the message says why."""
+    return pytest.raises(ValueError, match=re.escape(message))

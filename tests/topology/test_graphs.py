@@ -1,12 +1,17 @@
 """Each graph worked by hand, and what holds for all of them."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
-from topology.graphs import FAIRSCALE, MOST_NODES, NAMED, PAIRED, comes_round, named_graphs
+from topology.graphs import FAIRSCALE, MOST_NODES, NAMED, PAIRED, comes_round, named_graphs, refused
+
+TABLE = topology.from_phone_book
+RING = topology.ring(3)
 
 # Peers of node 0, in the order of their turns.
 BY_HAND = {
@@ -201,9 +206,149 @@ def test_npeer_is_refused_exactly_where_a_distance_comes_round(peers):
             assert len(graph.permutations(0)) == peers
 
 
-def test_tables_may_hold_numpy_integers_and_graphs_are_hashable():
-    graph = topology.from_phone_book(np.array([[1, 2], [2, 0], [0, 1]]))
-    same = topology.Graph(3, 1, [[1, 2], [2, 0], [0, 1]])
-    assert graph == same
-    assert hash(graph) == hash(same)
-    assert all(type(peer) is int for row in same.phone_book for peer in row)
+@pytest.mark.parametrize("bits", range(6))
+def test_hypercube_partners_differ_in_one_bit_and_swap(bits):
+    graph = topology.hypercube(2**bits)
+    assert graph.num_rounds == max(1, bits)
+    assert graph.is_regular
+    for step in range(bits):
+        out = graph.out_peers(step)
+        assert [peer for (peer,) in out] == [node ^ (1 << step) for node in range(2**bits)]
+        assert out == graph.in_peers(step)
+    product = np.eye(2**bits)
+    for step in range(bits):
+        product = topology.mixing_matrix(graph, None, step) @ product
+    np.testing.assert_allclose(product, np.full_like(product, 2.0**-bits))
+
+
+def test_hypercube_with_two_peers_per_step():
+    graph = topology.hypercube(8, peers_per_step=2)
+    assert [graph.out_peers(step)[0] for step in range(3)] == [(1, 2), (4, 1), (2, 4)]
+
+
+@pytest.mark.parametrize("size", [3, 6, 12])
+def test_hypercubes_of_other_sizes_are_refused(size):
+    message = f"hypercube: `num_nodes` must be a power of 2.*got {size}"
+    with pytest.raises(ValueError, match=message):
+        topology.hypercube(size)
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
+def test_sizes(make):
+    sizes = [0, -4, 4.0, math.inf, math.nan, True, "4", None, np.True_, np.float32(4)]
+    for size in sizes:
+        with refused(f"`num_nodes` must be an int >= 1, got {size!r}."):
+            make(size)
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
+def test_sizes_may_be_integers_of_numpy(make):
+    graph = make(np.int64(4), peers_per_step=np.uint8(1))
+    assert graph == make(4, peers_per_step=1)
+    assert (type(graph.num_nodes), type(graph.peers_per_step)) == (int, int)
+
+
+def test_other_arguments_may_be_integers_of_numpy():
+    four = np.int32(4)
+    assert topology.grid_2d(8, rows=four) == topology.grid_2d(8, rows=4)
+    assert topology.inner_outer(8, group_size=four) == topology.inner_outer(8, group_size=4)
+    assert topology.random_matching(8, seed=four, num_rounds=four) == topology.random_matching(
+        8, seed=4, num_rounds=4
+    )
+    assert TABLE([[1], [0]], np.int64(1)) == TABLE([[1], [0]])
+    assert topology.Graph(np.int64(2), np.int64(1), ((1,), (0,))) == TABLE([[1], [0]])
+    assert topology.analyse(RING).error(four) == topology.analyse(RING).error(4)
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=list(NAMED))
+def test_peers_per_step(make):
+    for num_nodes in (1, 8):
+        for peers in (0, -1, 1.0, True, "1"):
+            with refused(f"`peers_per_step` must be an int >= 1, got {peers!r}."):
+                make(num_nodes, peers_per_step=peers)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("directed_exponential", 6),
+        ("bipartite_exponential", 6),
+        ("directed_linear", 8),
+        ("bipartite_linear", 8),
+        ("ring", 2),
+        ("symmetric_exponential", 5),
+        ("complete", 7),
+        ("inner_outer", 4),
+        ("torus_2d", 3),
+        ("grid_2d", 2),
+        ("star", 1),
+    ],
+)
+def test_more_peers_than_the_phone_book_has(name, entries):
+    NAMED[name](8, peers_per_step=entries)
+    with refused(f"`peers_per_step` must be at most {entries}, ") as caught:
+        NAMED[name](8, peers_per_step=entries + 1)
+    assert str(caught.value).endswith(f"{name}(8), got {entries + 1}.")
+
+
+def test_more_peers_than_there_are_matchings():
+    with refused("`peers_per_step` must be at most 3, the length of the phone book row of node 0"):
+        topology.random_matching(8, num_rounds=3, peers_per_step=4)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("num_nodes", [3, 5, 33])
+def test_odd_numbers_of_nodes_in_pairs(name, num_nodes):
+    with refused(f"{name}: `num_nodes` must be even, since") as caught:
+        NAMED[name](num_nodes)
+    assert str(caught.value).endswith(f"got {num_nodes}.")
+
+
+@pytest.mark.parametrize(("num_nodes", "loop"), [(2, 2), (6, 6)])
+def test_distances_that_come_round(num_nodes, loop):
+    with refused(f"multiple of `num_nodes`={num_nodes}, where nodes would send to themselves"):
+        topology.npeer_directed_exponential(num_nodes, peers_per_step=2)
+    with refused(f"`peers_per_step`=2 gives {loop}."):
+        topology.npeer_directed_exponential(num_nodes, peers_per_step=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: topology.grid_2d(12, rows=5), "`rows` must divide `num_nodes`=12, got 5."),
+        (lambda: topology.torus_2d(12, rows=24), "`rows` must divide `num_nodes`=12, got 24."),
+        (lambda: topology.torus_2d(12, rows=0), "`rows` must be an int >= 1, got 0."),
+        (lambda: topology.grid_2d(12, rows=3.0), "`rows` must be an int >= 1, got 3.0."),
+        (
+            lambda: topology.inner_outer(8, group_size=3),
+            "`group_size` must divide `num_nodes`=8, got 3.",
+        ),
+        (
+            lambda: topology.inner_outer(8, group_size=-2),
+            "`group_size` must be an int >= 1, got -2.",
+        ),
+        (
+            lambda: topology.random_matching(8, num_rounds=0),
+            "`num_rounds` must be an int >= 1, got 0.",
+        ),
+        (
+            lambda: topology.random_matching(8, num_rounds=1),
+            "`num_rounds` must be at least 2 to connect 8 nodes, got 1.",
+        ),
+        (
+            lambda: topology.random_matching(1, num_rounds=2.5),
+            "`num_rounds` must be an int >= 1, got 2.5.",
+        ),
+        (lambda: topology.random_matching(8, seed=-1), "`seed` must be an int >= 0, got -1."),
+        (lambda: topology.random_matching(8, seed=None), "`seed` must be an int >= 0, got None."),
+    ],
+)
+def test_arguments_of_single_graphs(make, message):
+    with refused(message):
+        make()
+
+
+def test_matchings_that_are_unlikely_to_connect(monkeypatch):
+    monkeypatch.setattr(topology.graphs._varied, "_DRAWS", 0)
+    with refused("2 matchings did not connect 8 nodes in 0 draws; give a larger `num_rounds`."):
+        topology.random_matching(8, num_rounds=2)

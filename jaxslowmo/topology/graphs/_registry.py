@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .._graph import Graph
 from ._exponential import (
     bipartite_exponential,
     directed_exponential,
@@ -12,7 +13,6 @@ from ._exponential import (
     npeer_directed_exponential,
     symmetric_exponential,
 )
-from ._graph import Graph
 from ._linear import bipartite_linear, directed_linear, ring
 from ._static import complete, grid_2d, star, torus_2d
 from ._varied import inner_outer, random_matching

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ._checks import as_divisor, as_size, check_even
+from .._arguments import as_divisor, as_size, check_even
+from .._graph import Graph, from_phone_book
 from ._circulant import powers_below
-from ._graph import Graph, from_phone_book
 from ._static import largest_divisor_to_root
 
 _DRAWS = 1000

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from ._checks import as_size
-from ._graph import Graph, unique
+from .._arguments import as_size
+from .._graph import Graph, unique
 
 
 def circulant(

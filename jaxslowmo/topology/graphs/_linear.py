@@ -1,8 +1,8 @@
 """Rings, and graphs whose peers lie at all odd distances."""
 
-from ._checks import as_size, check_even
+from .._arguments import as_size, check_even
+from .._graph import Graph
 from ._circulant import both_ways, circulant
-from ._graph import Graph
 
 
 def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ._sparse import Sparse
-
 _MOST_DOUBLINGS = 60
 # A factor that leaves less of a product than this has left its rounding error: the product is 0.
 _VANISHED = 1e-10
@@ -20,7 +18,7 @@ _PROBES = 8
 _SLACK = 1 + 1e-9
 
 
-class Consensus:
+class Convergence:
     """The nodes' disagreement after any number of rounds.
 
     Args:
@@ -40,7 +38,7 @@ class Consensus:
         self._matrices, sums = [], []
         for matrix in matrices:
             exact = matrix / matrix.sum(axis=0)
-            self._matrices.append(Sparse(exact))
+            self._matrices.append(_Sparse(exact))
             sums.append(exact.sum(axis=1))
         row_sums = np.array(sums)
         self.num_rounds, self._size = row_sums.shape
@@ -160,6 +158,33 @@ class Consensus:
         return float(min(np.abs(np.linalg.eigvals(self._powers[0])).max(), 1.0))
 
 
+class _Sparse:
+    """A square matrix that others are multiplied with from the left, by its few entries.
+
+    Dense products would take most of the time.
+
+    Args:
+      matrix: (n, n), entries >= 0, no row of zeros.
+    """
+
+    def __init__(self, matrix: np.ndarray):
+        rows, self._columns = np.nonzero(matrix)
+        self._entries = matrix[rows, self._columns][:, None]
+        self._starts = np.searchsorted(rows, np.arange(len(matrix)))
+        # Collecting rows costs about this much more than multiplying with them.
+        self._dense = matrix if 4 * len(rows) > matrix.size else None
+
+    def times(self, right: np.ndarray) -> np.ndarray:
+        """The product with (n, m) `right`."""
+        if self._dense is not None:
+            return self._dense @ right
+        return np.add.reduceat(self._entries * right[self._columns], self._starts, axis=0)
+
+    def pattern_times(self, right: np.ndarray) -> np.ndarray:
+        """Where the product with bool (n, m) `right` is not 0."""
+        return np.logical_or.reduceat(right[self._columns], self._starts, axis=0)
+
+
 def _stationary(matrix: np.ndarray) -> np.ndarray:
     """The vector with sum 1 that a primitive matrix, whose columns sum to 1, keeps.
 
@@ -207,7 +232,7 @@ def _length(x: np.ndarray) -> float:
     return float(np.sqrt(np.square(x).sum()))
 
 
-def _is_primitive(matrices: Sequence[Sparse], size: int) -> bool:
+def _is_primitive(matrices: Sequence[_Sparse], size: int) -> bool:
     """Whether a power of the rotation's product has no zeros; decided on the zeros alone."""
     pattern = np.eye(size, dtype=bool)
     for matrix in matrices:

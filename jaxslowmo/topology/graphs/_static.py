@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from ._checks import as_divisor, as_size
+from .._arguments import as_divisor, as_size
+from .._graph import Graph, from_phone_book, unique
 from ._circulant import circulant
-from ._graph import Graph, from_phone_book, unique
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:

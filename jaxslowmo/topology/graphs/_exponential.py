@@ -1,8 +1,8 @@
 """Graphs whose peers lie at distances that grow exponentially: mixed in a logarithm of rounds."""
 
-from ._checks import as_size, check_even
+from .._arguments import as_size, check_even
+from .._graph import Graph, from_phone_book
 from ._circulant import both_ways, circulant, powers_below
-from ._graph import Graph, from_phone_book
 
 
 def npeer_directed_exponential(

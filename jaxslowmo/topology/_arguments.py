@@ -1,0 +1,75 @@
+"""Arguments as they are given: numbers of nodes, tables of peers, functions."""
+
+import inspect
+import operator
+from typing import Any
+
+
+def as_size(argument: str, value: object, least: int = 1) -> int:
+    """`value`, also one of NumPy's integers, as an int; raises unless it is one >= `least`."""
+    size = _plain(value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
+    return size
+
+
+def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
+    """`table` as tuples with plain integers; an entry that is none is left for a check to name."""
+    try:
+        return tuple(tuple(map(_plain, row)) for row in table)
+    except TypeError:
+        raise ValueError(
+            f"`{argument}` must hold one sequence of peers per node, got {table!r}."
+        ) from None
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, bool):
+        return entry
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
+
+
+def as_divisor(argument: str, value: object, num_nodes: int) -> int:
+    """`value` as an int; raises unless it is one that divides the number of nodes."""
+    divisor = as_size(argument, value)
+    if num_nodes % divisor:
+        raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {divisor}.")
+    return divisor
+
+
+def check_even(name: str, num_nodes: int) -> None:
+    """Raise for an odd number of nodes, other than a single one, which sends nothing."""
+    if num_nodes % 2 and num_nodes > 1:
+        raise ValueError(
+            f"{name}: `num_nodes` must be even, since nodes exchange in pairs of an even and an "
+            f"odd one and one would be left over; got {num_nodes}."
+        )
+
+
+def takes(value: Any, *arguments: str) -> bool:
+    """Whether `value` can be called with so many arguments by position, as far as is known."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions do not tell
+        pass
+    return True
+
+
+def described(value: Any) -> str:
+    """For messages: a function with what it takes, anything else as it is."""
+    try:
+        return f"{value.__name__}, which takes ({parameters(value)})"
+    except (AttributeError, TypeError, ValueError):
+        return repr(value)
+
+
+def parameters(function: Any) -> str:
+    """Names of a function's parameters, separated by commas."""
+    return ", ".join(inspect.signature(function).parameters)
