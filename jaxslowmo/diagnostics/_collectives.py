@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .._scopes import PHASE
+
 COLLECTIVES = (
     "all-reduce",
     "reduce-scatter",
@@ -21,7 +23,7 @@ COLLECTIVES = (
 Groups = tuple[tuple[int, ...], ...] | None
 
 # Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
-_PHASE = re.compile(r"phase:([^/()]+)")
+_PHASE = re.compile(rf"{PHASE}([^/()]+)")
 
 
 @dataclass(frozen=True)

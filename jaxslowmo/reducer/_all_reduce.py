@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ..algorithms import check_axis_argument, check_weight, increment
@@ -18,7 +19,7 @@ from ._order import Order, check_order
 from ._reduce_buckets import BucketLayout, init_hook, reduce_plainly, reduce_with_hook
 
 BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's reducer
-_OWNER = "all_reduce_gradients"
+_OWNER = ALL_REDUCE_GRADIENTS
 
 
 class AllReduceGradientsState(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._scopes import GRADIENTS
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
 from ..tree import BufferPlan, leaf_names, note_buffers, plan_buffers
@@ -87,7 +88,7 @@ def reduce_plainly(
 
     Communication: one all-reduce over `axis_name` per bucket; see `weighted_means`.
     """
-    note_buffers("gradients", plan, leaf_names(grads))
+    note_buffers(GRADIENTS, plan, leaf_names(grads))
     flats = plan.pack(grads)
     if weight is None:
         means = []
@@ -112,7 +113,7 @@ def reduce_with_hook(
 
     Communication: the hook's, and with a weight one all-reduce of 8 bytes before it.
     """
-    note_buffers("gradients", plan, leaf_names(grads))
+    note_buffers(GRADIENTS, plan, leaf_names(grads))
     flats = plan.pack(grads)
     if weight is not None:
         total = total_weight(weight, axis_name)

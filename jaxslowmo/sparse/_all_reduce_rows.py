@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._scopes import ALL_REDUCE_ROWS
 from .._typing import AxisName, PyTree
 from ..algorithms import check_axis_argument, check_weight, increment
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
@@ -16,7 +17,7 @@ from ._cost import PATHS, Path
 from ._exchange import Facts, TableReduction
 from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_row_gradient
 
-OWNER = "all_reduce_rows"
+OWNER = ALL_REDUCE_ROWS
 
 
 class AllReduceRowsState(NamedTuple):

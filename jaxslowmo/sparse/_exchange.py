@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._scopes import PHASE
 from .._typing import AxisName
 from ..algorithms import run_if
 from ..collectives import all_mean, gather_slices, quotient, scaled
@@ -70,7 +71,7 @@ class TableReduction:
             return mean, gathered.facts
 
         def again(_: Table) -> Table:
-            with jax.named_scope("phase:overflow"):
+            with jax.named_scope(f"{PHASE}overflow"):
                 if self._sends_rows(gradient, most):
                     return self._combine(gradient, self._gather(gradient, most, weight))
                 return self._mean_of_table(gradient, gathered.shares)

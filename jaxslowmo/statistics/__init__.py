@@ -2,7 +2,7 @@
 
 from ._measured import MeasuredStep as MeasuredStep
 from ._measured import measured as measured
-from ._report import Bucket as Bucket
-from ._report import KindOfStep as KindOfStep
-from ._report import StepReport as StepReport
+from ._step_report import Bucket as Bucket
+from ._step_report import KindOfStep as KindOfStep
+from ._step_report import StepReport as StepReport
 from ._times import StepTimes as StepTimes

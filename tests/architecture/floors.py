@@ -12,6 +12,7 @@ TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
 FLOORS = {
     "_warn": -1,
     "_typing": -1,
+    "_scopes": -1,
     "tree": 0,
     "topology": 0,
     "mesh": 1,

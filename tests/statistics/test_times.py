@@ -1,12 +1,22 @@
 """What becomes of traces: synthetic programs and the operations that devices ran."""
 
+import itertools
 import warnings
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.profiler import ProfileData
 
-from jaxslowmo.statistics._program import StepProgram, Work
-from jaxslowmo.statistics._times import DeviceOp, mean_times, step_times
+from jaxslowmo.statistics._step_program import StepProgram, Work
+from jaxslowmo.statistics._times import (
+    DeviceOp,
+    intersection,
+    length,
+    mean_times,
+    step_times,
+    union,
+)
 from jaxslowmo.statistics._trace import device_ops
 
 
@@ -232,3 +242,24 @@ def test_traces_of_gpus_have_streams_of_kernels():
     assert measured.communication["gradients"] == pytest.approx(18e-9)
     assert measured.overlap_time == pytest.approx(10e-9)
     assert measured.other_compute_time == 0
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
+
+
+def instants(intervals):
+    return {t for start, end in intervals for t in range(start, end)}
+
+
+@given(INTERVALS, INTERVALS)
+def test_intervals_hold_the_same_instants_as_sets_do(first, second):
+    for found, expected in (
+        (union(first), instants(first)),
+        (intersection(first, second), instants(first) & instants(second)),
+    ):
+        assert instants(found) == expected
+        # Disjoint, not even touching, and in order.
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
+        assert all(start < end for start, end in found)
+    assert length(first) == len(instants(first))
+    assert length(intersection(first, second)) <= min(length(first), length(second))

@@ -5,10 +5,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from .._scopes import (
+    ALL_REDUCE_GRADIENTS,
+    ALL_REDUCE_ROWS,
+    EVERY_PHASE,
+    GRADIENTS,
+    METRICS,
+    MODEL_STATE,
+    SKIP_UNUSED,
+)
 from ..diagnostics import COLLECTIVES, Instruction, parse_module, phase_of
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
-GRADIENTS = "gradients"
 
 
 class Work(NamedTuple):
@@ -21,11 +29,11 @@ class Work(NamedTuple):
 
 # Scopes of the library around what it exchanges, by the name that reports give it.
 _SCOPES = (
-    ("all_reduce_gradients", GRADIENTS),
-    ("all_reduce_rows", GRADIENTS),
-    ("skip_unused", "unused"),
-    ("model_state", "model_state"),
-    ("metrics", "metrics"),
+    (ALL_REDUCE_GRADIENTS, GRADIENTS),
+    (ALL_REDUCE_ROWS, GRADIENTS),
+    (SKIP_UNUSED, "unused"),
+    (MODEL_STATE, MODEL_STATE),
+    (METRICS, METRICS),
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
@@ -126,7 +134,7 @@ class StepProgram:
             phases = set(map(phase_of, scopes)) - {None}
             phase = phases.pop() if len(phases) == 1 else None
         if phase is not None:
-            return "model_state" if phase == "*" else phase
+            return MODEL_STATE if phase == EVERY_PHASE else phase
         named = (name for part, name in _SCOPES if part in scope)
         return next(named, _pass_of(scope))
 

@@ -1,0 +1,18 @@
+"""Names of the scopes around what the library exchanges, for those who make and who read them.
+
+`jax.named_scope` puts them before the operations inside: profiles and compiled programs hold them.
+"""
+
+# Of transforms: what is reduced under them. (Their errors begin with the same names.)
+ALL_REDUCE_GRADIENTS = "all_reduce_gradients"
+ALL_REDUCE_ROWS = "all_reduce_rows"
+SKIP_UNUSED = "skip_unused"
+# Of a train step.
+MODEL_STATE = "model_state"
+METRICS = "metrics"
+# "phase:NAME", around the exchange of one event of a parameter transform.
+PHASE = "phase:"
+EVERY_PHASE = "*"  # as NAME: part of whichever exchange is due
+
+# Not a scope: buffers of gradients are noted under this name, those of parameters under a phase's.
+GRADIENTS = "gradients"
