@@ -7,6 +7,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SETTING = "Setting"
 # The loops that recipes for optax give a transform to.
 LOOP = "A loop of your own: shard_map"
@@ -15,11 +16,12 @@ MAPPED = "pmap and vmap"
 
 def sections(page: str) -> dict[str, list[str]]:
     """Code blocks by heading; those before the first heading are under ""."""
-    _, *rest = re.split(r"^## (.*)$", "## \n" + _read(page), flags=re.MULTILINE)
-    return {
-        title.strip(): _BLOCK.findall(text)
-        for title, text in zip(rest[::2], rest[1::2], strict=True)
-    }
+    return {title: _BLOCK.findall(text) for title, text in _texts(page).items()}
+
+
+def outputs(page: str, title: str) -> list[str]:
+    """What the page says that code of this section prints."""
+    return _OUTPUT.findall(_texts(page)[title])
 
 
 def num_blocks(page: str) -> int:
@@ -49,6 +51,11 @@ def _execute(page: str, title: str, names: dict[str, Any]) -> None:
     assert blocks, f"{page} has no code under {title!r}"
     for i, block in enumerate(blocks):
         exec(compile(block, f"{page}: {title or 'start'} [{i}]", "exec"), names)
+
+
+def _texts(page: str) -> dict[str, str]:
+    _, *rest = re.split(r"^## (.*)$", "## \n" + _read(page), flags=re.MULTILINE)
+    return {title.strip(): text for title, text in zip(rest[::2], rest[1::2], strict=True)}
 
 
 def _read(page: str) -> str:

@@ -1,0 +1,125 @@
+"""The README and the pages: short, reachable, true to the recorded results, each thing once."""
+
+import itertools
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(ROOT.glob("docs/*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
+NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+_LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+# Such as `tests/golden` or `benchmarks/results/bench_reducer.md`, and not `OUT/logs`.
+_PATH = re.compile(
+    r"`((?:benchmarks|colab|docs|examples|jaxslowmo|requirements|tests|torch_compat)/[\w./*-]*)`"
+)
+
+
+def without_code(path: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def headings(path: Path) -> list[tuple[int, str]]:
+    found = re.findall(r"^(#+) (.*)$", without_code(path), flags=re.MULTILINE)
+    return [(len(marks), title) for marks, title in found]
+
+
+def anchor(title: str) -> str:
+    """As GitHub and mkdocs make it of a heading."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+
+
+def paragraphs(path: Path) -> list[str]:
+    blocks = re.split(r"\n\s*\n", without_code(path))
+    return [" ".join(b.split()) for b in blocks if not b.lstrip().startswith(("|", "#", "!"))]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the lines of tables."""
+    lines = re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) <= 9000
+
+
+def test_the_overview_names_every_page_and_says_what_it_is_for():
+    overview = (ROOT / "docs/index.md").read_text("utf-8")
+    named = re.findall(r"^- .*\[[^\]]+\]\(([\w-]+\.md)\)(?:.*\w)", overview, flags=re.MULTILINE)
+    assert sorted(["index.md", *named]) == [page.name for page in PAGES]
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+    assert [file for entry in navigation for file in entry.values()] == ["index.md", *named]
+
+
+def test_readme_links_every_page():
+    linked = set(_LINK.findall((ROOT / "README.md").read_text("utf-8")))
+    assert {f"docs/{page.name}" for page in PAGES} - {"docs/index.md"} <= linked
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=NAMES)
+def test_links_lead_somewhere(path):
+    for link in _LINK.findall(without_code(path)):
+        file, _, part = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        if part:
+            assert part in [anchor(title) for _, title in headings(target)], link
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=NAMES)
+def test_files_that_are_named_exist(path):
+    for name in _PATH.findall(path.read_text("utf-8")):
+        assert list(ROOT.glob(name.rstrip("/"))), name
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=NAMES)
+def test_headings_are_in_order(path):
+    levels = [level for level, _ in headings(path)]
+    assert levels.count(1) == 1 == levels[0]
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_nothing_is_said_twice():
+    seen = Counter(text for path in TEXTS for text in paragraphs(path) if len(text) > 60)
+    assert [text for text, times in seen.items() if times > 1] == []
+
+
+def test_marks_are_explained():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]
+    marks = {mark.partition(":")[0] for mark in settings["ini_options"]["markers"]}
+    explained = (ROOT / "tests/README.md").read_text("utf-8")
+    assert marks <= set(re.findall(r"^- `(\w+)`:", explained, flags=re.MULTILINE))
+
+
+RECORDED = {
+    "torch: DDP": "torch: DDP",
+    "`all_reduce_gradients`": "jax: all_reduce",
+    "the same, 1 MiB buckets in ready order that XLA keeps apart": "jax: all_reduce, apart",
+    "`sgp`": "jax: sgp",
+    "`sgp`, `overlap=1`": "jax: sgp, overlapped",
+    "`slowmo` over `local_sgd(12)`, every 48": "jax: slowmo(12, 48)",
+    "`local_sgd(48)`": "jax: local_sgd(48)",
+    "`diloco(48)`": "jax: diloco(48)",
+    "torch: PostLocalSGD(48)": "torch: PostLocalSGD(48)",
+    "no communication": "jax: no communication",
+}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_steps_on_slow_links_are_as_recorded(name):
+    text = (ROOT / name).read_text("utf-8")
+    text = re.sub(r".*?^(\| step \| ms \|.*?)\n\n.*", r"\1", text, flags=re.DOTALL | re.MULTILINE)
+    shown = {row[0]: row[1:] for row in rows(text)}
+    results = ROOT / "benchmarks/results/cluster_step_time_200mbit.md"
+    recorded = {row[0]: row[1:] for row in rows(results.read_text("utf-8"))}
+    for step, key in RECORDED.items():
+        milliseconds, ratio, _, megabytes = recorded[key]
+        assert shown[step][:2] == [milliseconds.split()[0], ratio], step
+        assert float(shown[step][2]) == pytest.approx(float(megabytes), abs=0.0051), step
+    assert {*RECORDED, "step", "---"} == set(shown)
