@@ -2,6 +2,6 @@
 
 from ._checkpoints import Checkpoints as Checkpoints
 from ._checkpoints import Restored as Restored
-from ._consensus import export_consensus as export_consensus
-from ._consensus import load_consensus as load_consensus
-from ._errors import CheckpointError as CheckpointError
+from ._export import export_consensus as export_consensus
+from ._export import load_consensus as load_consensus
+from ._folder import CheckpointError as CheckpointError

@@ -12,7 +12,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from ._errors import UnreadableError
+from ._folder import UnreadableError
 
 
 def first_line(error: BaseException) -> str:

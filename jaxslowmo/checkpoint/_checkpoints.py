@@ -13,14 +13,22 @@ import orbax.checkpoint as ocp
 from .._typing import PyTree
 from .._warn import warn_user
 from ..train import TrainState, TrainStep
-from ._agree import first_failure, of_first_process
 from ._arrays import first_line
-from ._errors import CheckpointError, UnreadableError
-from ._files import ARRAYS, RECORD, complete_steps, processes, resolved, set_aside
-from ._input import checked_json
+from ._folder import (
+    ARRAYS,
+    RECORD,
+    CheckpointError,
+    UnreadableError,
+    complete_steps,
+    first_failure,
+    of_first_process,
+    processes,
+    quiet_orbax,
+    resolved,
+    set_aside,
+)
 from ._prints import prints_of
-from ._quiet import quiet_orbax
-from ._record import as_stored, record_of
+from ._record import as_stored, checked_json, record_of
 from ._restore import Found, Reading, Template, finished, read
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from ..mesh import FINGERPRINT_SEEDS, fingerprint
-from ._errors import UnreadableError
+from ._folder import UnreadableError
 
 
 @jax.jit

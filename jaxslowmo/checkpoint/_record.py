@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import NamedSharding
 
 from .._typing import PyTree
-from ..algorithms import Placement
+from ..transform import Placement
 from ..mesh import model_axes
 from ..train import TrainState
 from ..tree import leaf_names
-from ._errors import CheckpointError, UnreadableError
+from ._folder import RECORD, CheckpointError, UnreadableError
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
@@ -93,7 +94,26 @@ class Record:
         return Placement(self.replicas, sizes, frozenset(self.automatic), certain)
 
 
-def from_json(value: Any, where: object) -> Record:
+def read_record(path: epath.Path) -> Record:
+    """The record of a checkpoint.
+
+    Raises:
+      CheckpointError: a missing or damaged file, another library's checkpoint, a newer format.
+    """
+    file = path / RECORD / "metadata"
+    if not file.exists():
+        raise UnreadableError(
+            f"{path} has no file {RECORD}/metadata: it is damaged, or was not written by "
+            "jaxslowmo.checkpoint."
+        )
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UnreadableError(f"{path} is damaged: {file} is no JSON ({error}).") from error
+    return _from_json(value, path)
+
+
+def _from_json(value: Any, where: object) -> Record:
     """The record in a stored value.
 
     Raises:
@@ -128,6 +148,18 @@ def from_json(value: Any, where: object) -> Record:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
+
+
+def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`extra` as it will come back.
+
+    Raises:
+      ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(json.dumps({} if extra is None else dict(extra)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{owner}: `extra` must be plain JSON: {error}.") from None
 
 
 def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:

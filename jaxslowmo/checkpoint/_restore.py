@@ -7,14 +7,13 @@ import jax
 from etils import epath
 
 from .._typing import PyTree
-from ..algorithms import OuterState, Placement, SGPState
+from ..transform import OuterState, Placement, SGPState
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
 from ._arrays import read_arrays
-from ._errors import CheckpointError
-from ._files import ARRAYS, read_record
+from ._folder import ARRAYS, CheckpointError
 from ._prints import check_prints, host_print, prints_of
-from ._record import Record, as_stored, record_of
+from ._record import Record, as_stored, read_record, record_of
 from ._resize import resized
 
 NUM_LISTED = 5  # differences in a message

@@ -28,7 +28,7 @@ from jaxslowmo.checkpoint import (  # noqa: E402
     load_consensus,
 )
 from jaxslowmo.checkpoint import _checkpoints as module  # noqa: E402
-from jaxslowmo.checkpoint._errors import UnreadableError  # noqa: E402
+from jaxslowmo.checkpoint._folder import UnreadableError  # noqa: E402
 
 read = module.read
 mesh = js.make_mesh({"replica": 4})

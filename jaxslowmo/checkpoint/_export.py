@@ -13,11 +13,9 @@ from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays
-from ._errors import CheckpointError
-from ._files import ARRAYS, RECORD, processes, resolved
-from ._input import checked_json
+from ._folder import ARRAYS, RECORD, CheckpointError, processes, quiet_orbax, resolved
 from ._prints import check_prints, host_print, prints_of
-from ._quiet import quiet_orbax
+from ._record import checked_json
 
 _FORMAT = 1
 _MARK = "jaxslowmo_consensus"

@@ -1,21 +1,28 @@
-"""Where checkpoints lie, which of them are complete, and how their arrays are read."""
+"""The folder of a run: where it is, what is complete in it, and how processes share it."""
 
 import itertools
-import json
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
+from pathlib import PurePath
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-
-from ._agree import first_failure
-from ._errors import CheckpointError, UnreadableError
-from ._record import Record, from_json
+from jax.experimental import multihost_utils
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or used: which one, what is wrong, and what can be done."""
+
+
+class UnreadableError(CheckpointError):
+    """Files are missing, cut short or not of this library: an older checkpoint may do."""
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
@@ -73,20 +80,41 @@ def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
     first_failure(0)
 
 
-def read_record(path: epath.Path) -> Record:
-    """The record of a checkpoint.
+def first_failure(own: int) -> int:
+    """The lowest code that is not 0 on any process, or 0.
 
-    Raises:
-      CheckpointError: a missing or damaged file, another library's checkpoint, a newer format.
+    Communication: none with one process; else one gather of 4 bytes through the host.
     """
-    file = path / RECORD / "metadata"
-    if not file.exists():
-        raise UnreadableError(
-            f"{path} has no file {RECORD}/metadata: it is damaged, or was not written by "
-            "jaxslowmo.checkpoint."
-        )
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UnreadableError(f"{path} is damaged: {file} is no JSON ({error}).") from error
-    return from_json(value, path)
+    if jax.process_count() == 1:
+        return own
+    codes = np.ravel(multihost_utils.process_allgather(np.array([own], np.int32)))
+    failures = codes[codes != 0]
+    return int(failures.min()) if failures.size else 0
+
+
+def of_first_process(numbers: Sequence[int]) -> list[int]:
+    """Process 0's numbers (int32), on all processes.
+
+    Communication: none with one process; else two broadcasts of a few bytes through the host.
+    """
+    if jax.process_count() == 1:
+        return list(numbers)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
+    own = np.zeros(length, np.int32)
+    own[: len(numbers)] = numbers[:length]
+    return [int(n) for n in multihost_utils.broadcast_one_to_all(own)] if length else []
+
+
+def _is_foreign(record: logging.LogRecord) -> bool:
+    return "orbax" not in PurePath(record.pathname).parts
+
+
+def quiet_orbax() -> None:
+    """Drop what orbax logs: it names every file that it touches, which no terminal needs.
+
+    Other users of the same logger keep theirs. Its errors go, too: a save that fails in the
+    background is logged with its stack, and raised by the next `save`, `wait` or `close`.
+    """
+    logger = logging.getLogger("absl")  # orbax logs through absl
+    if _is_foreign not in logger.filters:
+        logger.addFilter(_is_foreign)

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from jaxslowmo.algorithms._carry import AnchorShards, Placement
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, SYNCS, batch, make_step, on_host
-from jaxslowmo.algorithms._carry import AnchorShards, Placement
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 
 
