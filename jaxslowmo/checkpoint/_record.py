@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from .._typing import PyTree
-from ..transform import Placement
+from ..algorithms import Placement
 from ..mesh import model_axes
 from ..train import TrainState
 from ..tree import leaf_names

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import PyTree
-from ..transform import ParameterTransform, Placement, carry_leaf, stacked
+from ..algorithms import ParameterTransform, Placement, carry_leaf, stacked
 from ..train import TrainState
 
 

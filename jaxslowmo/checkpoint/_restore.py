@@ -7,7 +7,7 @@ import jax
 from etils import epath
 
 from .._typing import PyTree
-from ..transform import OuterState, Placement, SGPState
+from ..algorithms import OuterState, Placement, SGPState
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
 from ._arrays import read_arrays
