@@ -1,4 +1,4 @@
 """SlowMo, local SGD and stochastic gradient push for scripts under torch_xla's `xmp.spawn`."""
 
-from ._base_algorithm import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+from ._options import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
 from ._wrapper import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel

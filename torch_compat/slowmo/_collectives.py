@@ -17,8 +17,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from .. import runtime
-from ._flat import by_dtype
-from ._places import Places
+from ._options import Places
 
 # (tensor to be written, its new value)
 Writes = list[tuple[torch.Tensor, torch.Tensor]]
@@ -133,7 +132,7 @@ class Collectives:
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
         if self.places.world_size > 1:
-            for same in by_dtype(tensors):
+            for same in _by_dtype(tensors):
                 xm.all_reduce("sum", same, groups=groups, pin_layout=False)
         return tensors
 
@@ -148,3 +147,85 @@ class Collectives:
             self._speaks[key] = device_data([float(speaks)], torch.float32, key[1])
         mask = (self._speaks[key] > 0).reshape(())  # scalars stay scalars
         return [torch.where(mask, t.detach(), torch.zeros_like(t)) for t in tensors]
+
+
+def broadcast(
+    buffers: Sequence[torch.Tensor], collectives: Collectives, device: torch.device
+) -> None:
+    """All processes get rank 0's buffers.
+
+    Communication: one all-reduce of their bytes.
+    """
+    with own_graph(device):
+        spoken = collectives.only_first(buffers)
+    with own_graph(device) as writes:
+        writes.extend(zip(buffers, collectives.total(spoken), strict=True))
+
+
+def average_gradients(
+    trained: Sequence[torch.nn.Parameter], collectives: Collectives, device: torch.device
+) -> None:
+    """Gradients become their mean over the processes of the node.
+
+    Communication: one all-reduce inside every node, of the bytes of `trained`.
+    """
+    # Another process may have a gradient where this one has none, and all must send alike.
+    with torch.no_grad():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        shares = [grad.detach() / collectives.places.nprocs_per_node for grad in grads]
+    del grads
+    with own_graph(device):
+        means = collectives.total_in_node(shares)
+    for param, mean in zip(trained, means, strict=True):
+        param.grad = mean
+
+
+def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch.Tensor:
+    """All elements in order, as (length,), never a view.
+
+    Zeros follow where `length` is larger than their number.
+    """
+    parts = [tensor.detach().reshape(-1) for tensor in tensors]
+    missing = 0 if length is None else length - sum(part.numel() for part in parts)
+    if missing:
+        parts.append(parts[0].new_zeros(missing))
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+
+
+def unflatten(like: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The elements of `flat` in the shapes and dtypes of `like`, in order; new tensors."""
+    parts, offset = [], 0
+    for tensor in like:
+        part = flat[offset : offset + tensor.numel()].reshape(tensor.shape)
+        # A view would keep all of `flat` alive.
+        parts.append(part.to(tensor.dtype, copy=True))
+        offset += tensor.numel()
+    return parts
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors that have elements, those of one dtype together, in order of first appearance."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def pack(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """One vector per dtype, new ones."""
+    return [flatten(same) for same in _by_dtype(tensors)]
+
+
+def unpack(like: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inverse of `pack`, for tensors of the shapes, dtypes and order of `like`."""
+    parts = {id(tensor): tensor for tensor in like}  # what has no elements stays
+    for same, flat in zip(_by_dtype(like), flats, strict=True):
+        parts |= dict(zip(map(id, same), unflatten(same, flat), strict=True))
+    return [parts[id(tensor)] for tensor in like]
+
+
+def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`value * factor`, a (1,) one, computed at least in float32, in the dtype of `value`."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (value.to(wide) * factor.to(wide).reshape(())).to(value.dtype)

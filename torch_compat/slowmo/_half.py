@@ -1,12 +1,12 @@
 """Half-precision parameters with float32 masters: averages whose rounding is not lost."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ._collectives import Writes
-from ._flat import flatten, unflatten
+from ._collectives import Writes, flatten, unflatten
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -97,6 +97,31 @@ class Masters:
                 f"`fp32_params`[{bad[0]}] must have the {sizes[bad[0]]} elements of parameter "
                 f"{bad[0]} of the module, got {given[bad[0]]}."
             )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What one call of `perform_slowmo` works on.
+
+    Attributes:
+      tensors: the module's parameters, in their order.
+      masters: their float32 copies, where these are given.
+      device: that of both.
+    """
+
+    tensors: list[torch.nn.Parameter]
+    masters: Masters | None
+    device: torch.device
+
+    def residuals(self, sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What `sent` lacks of the masters; nothing without masters."""
+        return [] if self.masters is None else self.masters.residuals(sent)
+
+    def become(self, values: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]) -> Writes:
+        """Parameters become `values`; with masters these values and what they lacked, rounded."""
+        if self.masters is None:
+            return [*zip(self.tensors, values, strict=True)]
+        return self.masters.restored(residuals, values)
 
 
 def _as_list(value: Any) -> list[torch.Tensor]:

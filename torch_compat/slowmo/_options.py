@@ -1,14 +1,13 @@
-"""What the constructor refuses, and what it only mentions."""
+"""What the constructor is given: what it means, what is refused, and what is only mentioned."""
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 import torch_xla.runtime as xr
-
-from ._base_algorithm import SlowMoBaseAlgorithm
-from ._places import Places
 
 _UNUSED = {
     "synch_freq": 0,
@@ -24,6 +23,80 @@ _OVERLAP = (
     "run beside the next step, and a torch_xla program runs one graph after the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
+
+
+class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its name
+    """How the nodes come together between two slow steps."""
+
+    LOCALSGD = "localsgd"
+    SGP = "sgp"
+
+    @classmethod
+    def of(cls, value: object) -> "SlowMoBaseAlgorithm":
+        """The member that `value`, a member or its string, names.
+
+        Raises:
+          ValueError: any other value.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            names = ", ".join(repr(member.value) for member in cls)
+            raise ValueError(
+                f"`slowmo_base_algorithm` must be a SlowMoBaseAlgorithm or one of {names}, got "
+                f"{value!r}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Places:
+    """One process among all.
+
+    Node k consists of ranks k * nprocs_per_node to (k + 1) * nprocs_per_node - 1; the first of them
+    is its master.
+
+    Attributes:
+      rank: of this process, 0 or more.
+      world_size: number of processes.
+      nprocs_per_node: processes in each node.
+
+    Raises:
+      ValueError: no positive int, or not a divisor of the world's size.
+    """
+
+    rank: int
+    world_size: int
+    nprocs_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        size = self.nprocs_per_node
+        _check_count("nprocs_per_node", size)
+        if self.world_size % size:
+            raise ValueError(
+                f"`nprocs_per_node` must divide the number of processes, {self.world_size}, got "
+                f"{size}."
+            )
+
+    @property
+    def node(self) -> int:
+        """The node of this process."""
+        return self.rank // self.nprocs_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.nprocs_per_node
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this process speaks for its node."""
+        return self.rank % self.nprocs_per_node == 0
+
+    @property
+    def node_groups(self) -> list[list[int]]:
+        """The ranks of every node."""
+        size = self.nprocs_per_node
+        return [list(range(k * size, (k + 1) * size)) for k in range(self.num_nodes)]
 
 
 def settle(given: Mapping[str, Any]) -> tuple[Places, SlowMoBaseAlgorithm | None]:
@@ -72,14 +145,17 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
       ValueError: naming the argument, the rule and the value.
     """
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
-        value = options[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+        _check_count(name, options[name])
     momentum, slow_lr = options["slowmo_momentum"], options["slowmo_lr"]
     if not (_is_number(momentum) and 0 <= momentum < 1):
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
     if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
 
 
 def _check_place(name: str, given: int | None, actual: int) -> None:

@@ -1,12 +1,13 @@
-"""The push-sum weight of a process, and whether its module holds x or x / w."""
+"""What base algorithms do to parameters: exact averages, and exchanges with push-sum weights."""
 
 from collections.abc import Sequence
 
 import torch
 
 from .. import runtime
-from ._collectives import write
-from ._flat import times
+from ._collectives import Collectives, own_graph, pack, times, unpack, write
+from ._gossip import Gossip
+from ._half import Parameters
 
 
 class PushSum:
@@ -62,3 +63,71 @@ class PushSum:
         if self.is_numerator and self.moves:
             write(zip(params, self.estimates(params), strict=True))
         self.is_numerator = False
+
+
+class Averaging:
+    """Averages of the parameters of one process with those of others; all take part alike.
+
+    Attributes:
+      exchanges: exchanges with peers so far, which tell the round of the next.
+    """
+
+    def __init__(self, collectives: Collectives, gossip: Gossip, push_sum: PushSum) -> None:
+        self._collectives = collectives
+        self._gossip = gossip
+        self._push_sum = push_sum
+        self.exchanges = 0
+
+    def average(self, params: Parameters) -> None:
+        """Parameters become their mean over nodes, the push-sum weight 1.
+
+        Communication: one all-reduce of their bytes, and of 4 where weights move; nothing with a
+          single node.
+        """
+        places, push_sum = self._collectives.places, self._push_sum
+        if places.num_nodes == 1:
+            return
+        weights = [push_sum.weight] if push_sum.moves else []
+        with own_graph(params.device):
+            numerators = push_sum.numerators(params.tensors)
+            shares = self._collectives.shares([*numerators, *weights])
+            sent = [] if params.masters is None else shares[: len(numerators)]
+            shares = self._collectives.only_masters(shares)
+        residuals = []
+        if params.masters is not None:
+            # Shares in half precision are rounded, and the residual must know how: only now are
+            # they values, which no optimisation computes again at another precision.
+            with own_graph(params.device):
+                sent = [share.float() * places.num_nodes for share in sent]
+                residuals = params.residuals(sent)
+        with own_graph(params.device):
+            sums = self._collectives.total(shares)
+        with own_graph(params.device) as writes:
+            means = sums[: len(numerators)]
+            if push_sum.moves:
+                means = [times(mean, 1 / sums[-1]) for mean in means]
+                push_sum.reset()
+            writes.extend(params.become(means, residuals))
+        push_sum.is_numerator = False
+
+    def exchange(self, params: Parameters) -> None:
+        """One exchange with the peers of the round.
+
+        Communication: that of `Gossip.exchange`; nothing with a single node.
+        """
+        push_sum = self._push_sum
+        if not self._gossip.plan.rounds:
+            return
+        with own_graph(params.device):
+            numerators = push_sum.numerators(params.tensors)
+            residuals = params.residuals(numerators)
+            flats = pack(numerators)
+        with own_graph(params.device):
+            flats, push_sum.weight = self._gossip.exchange(self.exchanges, flats, push_sum.weight)
+        with own_graph(params.device) as writes:
+            new = unpack(params.tensors, flats)
+            values = new if params.masters else push_sum.estimates(new)
+            writes.extend(params.become(values, residuals))
+        # Masters stay numerators, and parameters with them until the next forward pass.
+        push_sum.is_numerator = params.masters is not None
+        self.exchanges += 1

@@ -1,19 +1,13 @@
-"""What a wrapper saves beside the parameters, and what it takes back."""
+"""The state dict of a wrapper: what it has beside the parameters, and what is taken back."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from ._collectives import own_graph
-from ._flat import times
-from ._slow_momentum import SlowMomentum
-
-if TYPE_CHECKING:
-    from ._wrapper import SlowMoDistributedDataParallel as Wrapper
+from ._options import Places
+from ._replica import Replica, State, Whole
+from ._slow_momentum import SlowMomentum, SlowSteps
 
 # FairScale's two; the others are ours. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
@@ -22,7 +16,7 @@ _SLOW = ("anchor", "velocity", "rates", "ends", "whole_anchor", "whole_velocity"
 _WEIGHT_TOLERANCE = 1e-5
 
 
-def entries_of(wrapper: Wrapper) -> dict[str, torch.Tensor]:
+def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
     """The wrapper's own entries.
 
     Returns:
@@ -31,108 +25,70 @@ def entries_of(wrapper: Wrapper) -> dict[str, torch.Tensor]:
       .velocity (shard,) float32, .rates (groups,) float64, .ends (groups,) int64; before, once a
       forward pass has seen them, slowmo.initial (N + 1,) float32, the initial parameters.
     """
+    state = replica.state()
     entries: dict[str, Any] = {
-        "num_updates": wrapper.num_updates,
-        "exchanges": wrapper._averaging.exchanges,
-        "rank": wrapper.process_rank,
-        "world_size": wrapper.process_world_size,
+        "num_updates": state.num_updates,
+        "exchanges": state.exchanges,
+        "rank": replica.places.rank,
+        "world_size": replica.places.world_size,
     }
-    slow = wrapper._slow
-    if slow.momentum is not None:
-        entries |= _slow_entries(slow.momentum)
-        entries |= {"anchor": slow.momentum.anchor, "velocity": slow.momentum.velocity}
-    elif slow.initial is not None:
-        entries["initial"] = slow.initial
+    slow = state.momentum
+    if slow is not None:
+        rates = torch.tensor(slow.rates or [], dtype=torch.float64)
+        entries |= {"ends": slow.span.ends, "rates": rates}
+        entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
+    elif state.initial is not None:
+        entries["initial"] = state.initial
     own = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
-    if wrapper.sgp:
-        own["ps_weight"] = wrapper.ps_weight
-        own["is_sgp_ps_numerator"] = torch.tensor(wrapper.is_sgp_ps_numerator)
+    if replica.push_sum.is_on:
+        own["ps_weight"] = state.weight
+        own["is_sgp_ps_numerator"] = torch.tensor(state.is_numerator)
     return own
 
 
-def consolidate(wrapper: Wrapper) -> dict[str, Any]:
-    """The state of all processes in one, on this one's device."""
-    collectives, module, device = wrapper._collectives, wrapper.module, wrapper._device()
-    params = [p for p in module.parameters() if p.is_floating_point()]
-    buffers = list(module.buffers())
-    push_sum, slow = wrapper._push_sum, wrapper._slow.momentum
-    whole = [] if wrapper._slow.initial is None else [wrapper._slow.initial]
-    if slow is not None and not wrapper.slowmo_memory_efficient:
-        whole = [slow.anchor, slow.velocity]
-    with own_graph(device):
-        shares = collectives.shares([*push_sum.numerators(params), *whole, push_sum.weight])
-        shares = collectives.only_masters(shares)
-        spoken = collectives.only_first(buffers)
-    with own_graph(device):
-        *means, weight = collectives.total(shares)
-        spoken = collectives.total(spoken)
-        if slow is not None and wrapper.slowmo_memory_efficient:
-            whole = [collectives.gather(part) for part in (slow.anchor, slow.velocity)]
-    with own_graph(device):
-        whole = means[len(params) :] or whole
-        if slow is not None:
-            # No view: reading one would launch a graph of its own, unordered.
-            whole = [value[: slow.span.total].clone() for value in whole]
-        means = means[: len(params)]
-        if push_sum.moves:
-            means = [times(mean, 1 / weight) for mean in means]
-        copies = [value.to(b.dtype) for b, value in zip(buffers, spoken, strict=True)]
-    replaced = dict(zip(map(id, [*params, *buffers]), [*means, *copies], strict=True))
+def consolidated(
+    state_dict: Mapping[str, Any],
+    params: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    whole: Whole,
+) -> dict[str, Any]:
+    """The state dict that fits every rank of any number of processes.
 
+    Args:
+      state_dict: that of the wrapper, made with `keep_vars=True`.
+      params: in it, in the order of `whole.params`.
+      buffers: likewise.
+      whole: what takes their place.
+    """
+    values = [*whole.params, *whole.buffers]
+    replaced = dict(zip(map(id, [*params, *buffers]), values, strict=True))
     state = {}
-    for key, value in wrapper.state_dict(keep_vars=True).items():
+    for key, value in state_dict.items():
         value = replaced.get(id(value), value)
         state[key] = value.detach() if isinstance(value, torch.Tensor) else value
-    for key in ("rank", "world_size", "anchor", "velocity"):
-        state.pop(_PREFIX + key, None)
-    if wrapper.sgp:
-        state["ps_weight"] = torch.ones(1)
-        state["is_sgp_ps_numerator"] = torch.tensor(False)
-    names = ("whole_anchor", "whole_velocity") if slow is not None else ("initial",)
-    for name, value in zip(names, whole, strict=False):
-        state[_PREFIX + name] = value
+    for name in ("rank", "world_size", "anchor", "velocity"):
+        state.pop(_PREFIX + name, None)
+    if "ps_weight" in state:
+        state |= {"ps_weight": torch.ones(1), "is_sgp_ps_numerator": torch.tensor(False)}
+    for name, value in whole.slow.items():
+        state[_PREFIX + (name if name == "initial" else f"whole_{name}")] = value
     return state
 
 
-@dataclass(frozen=True)
-class State:
-    """What a wrapper takes over from a state dict.
-
-    Attributes:
-      num_updates: calls of `perform_slowmo`.
-      exchanges: exchanges with peers.
-      momentum: anchor and velocity, on the host.
-      initial: (N + 1,) float32, the initial parameters, on the host.
-      weight: (1,) float32, on the host.
-      is_numerator: whether the module's parameters are x and not x / w.
-      unexpected: entries that the wrapper has no place for.
-    """
-
-    num_updates: int
-    exchanges: int
-    momentum: SlowMomentum | None
-    initial: torch.Tensor | None
-    weight: torch.Tensor
-    is_numerator: bool
-    unexpected: list[str]
-
-    def apply(self, wrapper: Wrapper) -> None:
-        """Give it to the wrapper."""
-        wrapper.num_updates = self.num_updates
-        wrapper._averaging.exchanges = self.exchanges
-        wrapper._slow.momentum, wrapper._slow.initial = self.momentum, self.initial
-        if wrapper.sgp:
-            wrapper._push_sum.weight = self.weight
-            wrapper._push_sum.is_numerator = self.is_numerator
-
-
 def take(
-    state_dict: Mapping[str, Any], prefix: str, wrapper: Wrapper
-) -> tuple[dict[str, Any], State]:
+    state_dict: Mapping[str, Any], prefix: str, replica: Replica, *, has_slow_momentum: bool
+) -> tuple[dict[str, Any], State, list[str]]:
     """The entries of others, and the wrapper's own, checked; `state_dict` is left alone.
 
+    None of its own need be there: FairScale's dicts hold no counters and no slow momentum, and both
+    then start anew.
+
+    Returns:
+      Entries of others; the state, on the host; names of entries that the wrapper has no place for.
+
     Raises:
-      ValueError: the state of another rank or number of processes; see `parse`.
+      ValueError: slow momentum or a push-sum weight of another rank or number of processes, of
+        another kind of wrapper, or of another size.
     """
     own: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -140,49 +96,46 @@ def take(
         name = key.removeprefix(prefix)
         mine = key.startswith(prefix) and (name in _FAIRSCALE or name.startswith(_PREFIX))
         (own if mine else others)[name if mine else key] = value
-    return others, parse(own, wrapper)
 
-
-def parse(own: Mapping[str, Any], wrapper: Wrapper) -> State:
-    """Check the wrapper's own entries of a state dict, none of which need be there.
-
-    FairScale's dicts hold no counters and no slow momentum: both then start anew.
-
-    Raises:
-      ValueError: slow momentum or a push-sum weight of another rank or number of processes, of
-        another kind of wrapper, or of another size.
-    """
-    entries = {k.removeprefix(_PREFIX): v for k, v in own.items() if k.startswith(_PREFIX)}
+    is_sgp = replica.push_sum.is_on
+    unexpected = [] if is_sgp else [name for name in _FAIRSCALE if name in own]
+    if not has_slow_momentum:
+        unexpected += [_PREFIX + key for key in _SLOW if _PREFIX + key in own]
+    entries = {
+        name.removeprefix(_PREFIX): value
+        for name, value in own.items()
+        if name.startswith(_PREFIX) and name not in unexpected
+    }
     weight = torch.as_tensor(own.get("ps_weight", torch.ones(1))).detach().float().reshape(1)
-    is_numerator = bool(own.get("is_sgp_ps_numerator", False))
-    unexpected = [] if wrapper.sgp else [key for key in _FAIRSCALE if key in own]
-    if not wrapper.slowmo:
-        unexpected += [_PREFIX + key for key in _SLOW if key in entries]
-        entries = {key: value for key, value in entries.items() if key not in _SLOW}
-    moved = wrapper.sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
-    if moved and not wrapper._push_sum.moves:
+    moved = is_sgp and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
+    if moved and not replica.push_sum.moves:
         raise ValueError(
             f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
             "and `mixing` weights are always 1; it belongs to others."
         )
-    _check_place(entries, moved, wrapper)
-    return State(
+    if moved or "anchor" in entries or "initial" in entries:
+        _check_place(entries, replica.places)
+    state = State(
         num_updates=int(entries.get("num_updates", 0)),
         exchanges=int(entries.get("exchanges", 0)),
-        momentum=_read_slow(entries, wrapper),
+        momentum=_read_momentum(entries, replica.slow) if "ends" in entries else None,
         initial=_copy(entries["initial"]) if "initial" in entries else None,
         weight=weight.cpu().clone(),
-        is_numerator=is_numerator,
-        unexpected=unexpected,
+        is_numerator=bool(own.get("is_sgp_ps_numerator", False)),
     )
+    return others, state, unexpected
 
 
-def _check_place(entries: Mapping[str, Any], moved: bool, wrapper: Wrapper) -> None:
-    bound = moved or "anchor" in entries or "initial" in entries
-    if not bound or "rank" not in entries:
+def _check_place(entries: Mapping[str, Any], places: Places) -> None:
+    """A dict that says of which rank it is, is of this one.
+
+    Raises:
+      ValueError: it is another's.
+    """
+    if "rank" not in entries:
         return
     saved = int(entries["rank"]), int(entries["world_size"])
-    here = wrapper.process_rank, wrapper.process_world_size
+    here = places.rank, places.world_size
     if saved != here:
         raise ValueError(
             f"`state_dict` was saved by rank {saved[0]} of {saved[1]} processes and holds that "
@@ -191,28 +144,21 @@ def _check_place(entries: Mapping[str, Any], moved: bool, wrapper: Wrapper) -> N
         )
 
 
-def _read_slow(entries: Mapping[str, Any], wrapper: Wrapper) -> SlowMomentum | None:
-    if "ends" not in entries:
-        return None
-    span = wrapper._slow.span(tuple(entries["ends"].tolist()))
+def _read_momentum(entries: Mapping[str, Any], slow: SlowSteps) -> SlowMomentum:
+    span = slow.span(tuple(entries["ends"].tolist()))
     rates = entries["rates"].tolist() or None
     if "anchor" in entries:
         anchor, velocity = entries["anchor"], entries["velocity"]
         if anchor.numel() != span.length:
             raise ValueError(
                 f"`state_dict` holds {anchor.numel()} elements of slow momentum, but with "
-                f"`slowmo_memory_efficient`={wrapper.slowmo_memory_efficient} this wrapper keeps "
+                f"`slowmo_memory_efficient`={slow.is_sharded} this wrapper keeps "
                 f"{span.length}; build it with the value that the saved one had, or load a dict "
                 "that consolidated_state_dict() made."
             )
     else:
         anchor, velocity = (span.part_of(entries["whole_" + k]) for k in ("anchor", "velocity"))
     return SlowMomentum(span, _copy(anchor), _copy(velocity), rates)
-
-
-def _slow_entries(slow: SlowMomentum) -> dict[str, Any]:
-    rates = torch.tensor(slow.rates or [], dtype=torch.float64)
-    return {"ends": torch.tensor(slow.span.ends), "rates": rates}
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

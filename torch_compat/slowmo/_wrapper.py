@@ -8,19 +8,13 @@ import torch
 import torch_xla
 
 from ..autograd_threads import ensure_autograd_threads
-from ._averaging import Averaging
 from ._backward import AfterBackward
-from ._base_algorithm import SlowMoBaseAlgorithm
-from ._collectives import Collectives
-from ._data_parallel import average_gradients, broadcast
-from ._gossip import Gossip
-from ._graphs import plan_gossip
-from ._half import HALF, Masters
-from ._optimizer import groups_of
-from ._options import settle
-from ._push_sum import PushSum
-from ._slow_steps import SlowSteps
-from ._state import consolidate, entries_of, take
+from ._gossip import plan_gossip
+from ._half import HALF, Masters, Parameters
+from ._options import SlowMoBaseAlgorithm, settle
+from ._replica import Replica
+from ._slow_momentum import Groups
+from ._state import consolidated, entries_of, take
 
 _log = logging.getLogger(__name__)
 
@@ -166,15 +160,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         self.localsgd_frequency = localsgd_frequency
         self.localsgd = base == SlowMoBaseAlgorithm.LOCALSGD
         self.sgp = base == SlowMoBaseAlgorithm.SGP
-        self.num_updates = 0
 
         num_nodes = places.num_nodes if self.sgp else 1
         plan = plan_gossip(graph, mixing, num_nodes, nprocs_per_node, push_sum=push_sum)
-        self._collectives = Collectives(places)
-        self._push_sum = PushSum(self.sgp, plan.weight_moves)
-        self._gossip = Gossip(plan, self._collectives)
-        self._averaging = Averaging(self._collectives, self._gossip, self._push_sum)
-        self._slow = SlowSteps(self._collectives, self._push_sum, slowmo_memory_efficient)
+        self._replica = Replica(places, plan, is_sgp=self.sgp, is_sharded=slowmo_memory_efficient)
         self._after_backward = AfterBackward(self._finish_backward)
 
     @property
@@ -183,54 +172,64 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         return self.training
 
     @property
+    def num_updates(self) -> int:
+        """Calls of `perform_slowmo` so far."""
+        return self._replica.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._replica.num_updates = number
+
+    @property
     def ps_weight(self) -> torch.Tensor:
         """The push-sum weight w, (1,) float32."""
-        return self._push_sum.weight
+        return self._replica.push_sum.weight
 
     @ps_weight.setter
     def ps_weight(self, weight: torch.Tensor) -> None:
-        self._push_sum.weight = weight
+        self._replica.push_sum.weight = weight
 
     @property
     def is_sgp_ps_numerator(self) -> bool:
         """Whether the module holds x and not x / w."""
-        return self._push_sum.is_numerator
+        return self._replica.push_sum.is_numerator
 
     @is_sgp_ps_numerator.setter
     def is_sgp_ps_numerator(self, is_numerator: bool) -> None:
-        self._push_sum.is_numerator = is_numerator
+        self._replica.push_sum.is_numerator = is_numerator
 
     @property
     def global_momentum_buffers_initialized(self) -> bool:
         """Whether there is an anchor."""
-        return self._slow.momentum is not None
+        return self._replica.slow.momentum is not None
 
     @property
     def old_params(self) -> torch.Tensor | None:
         """This process' part of the anchor, (shard,) float32."""
-        return None if self._slow.momentum is None else self._slow.momentum.anchor
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.anchor
 
     @property
     def global_momentum_buffer(self) -> torch.Tensor | None:
         """This process' part of m, (shard,) float32; v where the learning rate was 0."""
-        return None if self._slow.momentum is None else self._slow.momentum.momentum_buffer()
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.momentum_buffer()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; it sees rank 0's buffers and de-biased parameters.
 
         Communication: buffers, where there are any; see the class.
         """
-        device = self._device()
-        buffers = [b for b in self.module.buffers() if b.numel()]
-        if self.broadcast_buffers and buffers and self.process_world_size > 1:
-            broadcast(buffers, self._collectives, device)
+        replica, device = self._replica, self._device()
+        if self.broadcast_buffers:
+            replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
+        params = list(self.module.parameters())
         if self.slowmo and self.training and torch.is_grad_enabled():
-            self._slow.remember(list(self.module.parameters()), device)
-        self._push_sum.make_estimates(list(self.module.parameters()))
+            replica.slow.remember(params, device)
+        replica.push_sum.make_estimates(params)
         output = self.module(*inputs, **kwargs)
-        needed = self.nprocs_per_node > 1 or self._push_sum.moves
         if (
-            needed
+            replica.waits_for_backward
             and torch.is_grad_enabled()
             and not self._after_backward.watch(output, device)
             and self.training
@@ -259,17 +258,17 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
         Communication: see the class. Nothing is traced in steps in which nothing is due.
         """
-        groups = groups_of(optimizer)
-        params = list(self.module.parameters())
-        masters = None if fp32_params is None else Masters(params, fp32_params)
-        if self.num_updates == 0 and masters is None and any(p.dtype in HALF for p in params):
+        replica, groups = self._replica, Groups(optimizer)
+        tensors = list(self.module.parameters())
+        masters = None if fp32_params is None else Masters(tensors, fp32_params)
+        if self.num_updates == 0 and masters is None and any(p.dtype in HALF for p in tensors):
             warnings.warn(
                 "Set `fp32_params` in perform_slowmo() for half-precision parameters; accuracy is "
                 "lost without.",
                 stacklevel=2,
             )
-        device = self._device()
-        momentum = self._slow.ready(groups, params, masters, device) if self.slowmo else None
+        params = Parameters(tensors, masters, self._device())
+        momentum = replica.slow.ready(groups, params) if self.slowmo else None
 
         update = self.num_updates + 1
         slow = momentum is not None and update % self.slowmo_frequency == 0
@@ -279,13 +278,12 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             or (self.sgp and slow and self.slowmo_sgp_average_params)
         )
         gossip = self.sgp and self.training and not exact and not average
-        if average and self.logical_world_size > 1:
-            self._averaging.average(params, masters, device)
-        elif gossip and self._gossip.plan.rounds:
-            self._averaging.exchange(params, masters, device)
+        if average:
+            replica.average(params)
+        elif gossip:
+            replica.exchange(params)
         if momentum is not None and slow:
-            decay, slow_lr = self.slowmo_momentum, self.slowmo_lr
-            self._slow.step(momentum, groups, params, masters, decay, slow_lr, device)
+            replica.slow.step(momentum, groups, params, self.slowmo_momentum, self.slowmo_lr)
         _log.debug(
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
@@ -306,7 +304,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
         """
-        state = consolidate(self)
+        params = [p for p in self.module.parameters() if p.is_floating_point()]
+        buffers = list(self.module.buffers())
+        whole = self._replica.whole(params, buffers, self._device())
+        state = consolidated(self.state_dict(keep_vars=True), params, buffers, whole)
         return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
     def _init_global_momentum_buffers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -318,7 +319,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
           ValueError: parameters in half precision.
         """
         if self.slowmo:
-            self._slow.anchor_now(groups_of(optimizer), self._device())
+            self._replica.slow.anchor_now(Groups(optimizer), self._device())
 
     def _device(self) -> torch.device:
         """The device of this process, on which all parameters must be."""
@@ -330,19 +331,17 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 f"found {', '.join(sorted(map(str, devices)))}."
             )
         ensure_autograd_threads(here)
-        self._push_sum.to(here)
+        self._replica.push_sum.to(here)
         return here
 
     def _finish_backward(self, device: torch.device) -> None:
-        params = list(self.module.parameters())
-        if self.nprocs_per_node > 1:
-            trained = [param for param in params if param.requires_grad]
-            average_gradients(trained, self._collectives, device)
-        self._push_sum.make_numerators(params)
+        self._replica.after_backward(list(self.module.parameters()), device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + key: value for key, value in entries_of(self).items()})
+        destination.update(
+            {prefix + key: value for key, value in entries_of(self._replica).items()}
+        )
 
     def _load_from_state_dict(
         self,
@@ -355,9 +354,11 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Refuses the state of another rank or number of processes with a ValueError."""
-        others, state = take(state_dict, prefix, self)
-        unexpected_keys.extend(prefix + key for key in state.unexpected if strict)
+        others, state, unexpected = take(
+            state_dict, prefix, self._replica, has_slow_momentum=self.slowmo
+        )
+        unexpected_keys.extend(prefix + key for key in unexpected if strict)
         super()._load_from_state_dict(
             others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        state.apply(self)
+        self._replica.take_over(state)

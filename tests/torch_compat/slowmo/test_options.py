@@ -5,10 +5,9 @@ import warnings
 
 import pytest
 import torch
-import torch_xla
 
-from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from torch_compat.slowmo._options import Places
 
 ARGUMENTS = [
     "module",
@@ -39,20 +38,6 @@ ARGUMENTS = [
 ]
 DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
 DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
-
-
-@pytest.fixture
-def build(monkeypatch):
-    """The wrapper of one rank, as the constructor sees the world."""
-
-    def build(world=4, rank=1, nprocs_per_node=1, module=None, **options):
-        monkeypatch.setattr(torch_xla.runtime, "world_size", lambda: world)
-        monkeypatch.setattr(torch_xla.runtime, "global_ordinal", lambda: rank)
-        return SlowMoDistributedDataParallel(
-            module or torch.nn.Linear(3, 2), nprocs_per_node, **options
-        )
-
-    return build
 
 
 def test_arguments_order_and_defaults_are_fairscales():
@@ -111,84 +96,6 @@ def test_refused(build, options, message):
         build(**options)
 
 
-class Edge:
-    def __init__(self, dest):
-        self.dest = dest
-
-
-class Manager:
-    """Shaped like FairScale's GraphManager: destinations are ranks of masters."""
-
-    def __init__(self, rows, peers_per_itr=1):
-        self.phone_book = [[Edge(dest) for dest in row] for row in rows]
-        self.peers_per_itr = peers_per_itr
-
-    def is_dynamic_graph(self):
-        return True
-
-
-class Uniform:
-    def is_uniform(self):
-        return True
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"graph": topology.ring(8)}, r"`graph` must have as many nodes as there are, 4, got"),
-        ({"graph": "spiral"}, r"unknown graph 'spiral'; the graphs are"),
-        ({"graph": 7}, r"`graph` must be None, a jaxslowmo.topology.Graph"),
-        ({"graph": Manager([[1], [1], [3], [0]])}, r"(?i)self|itself|node 1"),
-        ({"graph": type("M", (), {"phone_book": [[1], [0]]})()}, r"`graph.phone_book` must hold"),
-        ({"graph": "bipartite_exponential", "world": 5}, r"even"),
-        ({"graph": "bipartite_linear", "world": 3}, r"even"),
-        ({"mixing": 0.5}, r"`mixing` must be None or a callable"),
-        ({"mixing": lambda graph, step: torch.ones(4, 4).numpy()}, r"column of P must sum to 1"),
-        (
-            {"mixing": topology.self_weighted([0.3, 0.5, 0.6, 0.4]), "push_sum": False},
-            r"`push_sum`=False needs a doubly stochastic mixing",
-        ),
-    ],
-)
-def test_graphs_that_cannot_work_are_refused_at_once(build, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(slowmo_base_algorithm="sgp", **options)
-
-
-def test_self_loops_of_fairscales_default_with_two_peers_are_refused(build):
-    with pytest.raises(ValueError, match=r"peers_per_step"):
-        build(
-            world=2,
-            slowmo_base_algorithm="sgp",
-            graph=lambda n: topology.npeer_directed_exponential(n, peers_per_step=2),
-        )
-
-
-@pytest.mark.parametrize("graph", ["ring", topology.ring, topology.ring(4), None])
-def test_forms_of_a_graph(build, graph):
-    plan = build(slowmo_base_algorithm="sgp", graph=graph)._gossip.plan
-    name = topology.npeer_directed_exponential(4) if graph is None else topology.ring(4)
-    assert len(plan.rounds) == name.num_rounds
-    assert not plan.weight_moves
-
-
-def test_a_graph_manager_counts_masters(build):
-    """The irregular table of the recording, with two processes in each node."""
-    table = [[1, 3], [0, 2], [0, 3], [1, 0]]
-    manager = Manager([[2 * dest for dest in row] for row in table])
-    net = build(
-        world=8,
-        nprocs_per_node=2,
-        slowmo_base_algorithm="sgp",
-        graph=manager,
-        mixing=Uniform(),
-    )
-    rounds = net._gossip.plan.rounds
-    expected = topology.exchange_rounds(topology.from_phone_book(table))
-    assert [r.permutations for r in rounds] == [r.permutations for r in expected]
-    assert net._gossip.plan.weight_moves
-
-
 def test_one_warning_names_all_arguments_without_effect(build):
     with pytest.warns(UserWarning, match="without effect on XLA") as caught:
         build(
@@ -242,3 +149,11 @@ def test_frequencies_out_of_step(build):
 def test_a_single_process(build):
     with pytest.warns(UserWarning, match="there is one process"):
         build(world=1, rank=0)
+
+
+def test_places_of_two_nodes_of_three():
+    places = [Places(rank, 6, 3) for rank in range(6)]
+    assert [place.node for place in places] == [0, 0, 0, 1, 1, 1]
+    assert [place.rank for place in places if place.is_master] == [0, 3]
+    assert places[4].num_nodes == 2
+    assert places[4].node_groups == [[0, 1, 2], [3, 4, 5]]

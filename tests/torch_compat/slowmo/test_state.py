@@ -1,7 +1,6 @@
 """What a wrapper saves and loads: it continues with the same bits."""
 
 import io
-import warnings
 
 import numpy as np
 import pytest
@@ -194,20 +193,6 @@ def test_consolidated_state_loads_on_any_rank_of_any_number(kind, tmp_path):
 
 
 # Without devices: what is refused.
-
-
-@pytest.fixture
-def build(monkeypatch):
-    def build(world=4, rank=1, **options):
-        monkeypatch.setattr(torch_xla.runtime, "world_size", lambda: world)
-        monkeypatch.setattr(torch_xla.runtime, "global_ordinal", lambda: rank)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return SlowMoDistributedDataParallel(
-                torch.nn.Linear(3, 2), **{"nprocs_per_node": 1, **options}
-            )
-
-    return build
 
 
 def with_anchor(net, length=2, ends=(8,)):

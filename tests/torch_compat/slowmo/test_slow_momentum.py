@@ -1,16 +1,34 @@
-"""Training against the same training written out in NumPy, in float64."""
+"""Slow momentum: against the same written out in NumPy, in float64; its start, its parts."""
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
 from slowmo_models import HIDDEN, WIDTH, Perceptron, batch, perceptron, train_step, values
-from slowmo_recorded import Prescribed
 from slowmo_spawned import spawned
 
-from jaxslowmo import topology
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo._slow_momentum import Groups, Span
+
+
+def test_parts_of_all_processes_are_the_whole():
+    whole = torch.arange(10.0)
+    spans = [Span((4, 10), 4, index) for index in range(4)]
+    assert (spans[0].length, spans[0].padded) == (3, 12)
+    parts = torch.cat([span.part_of(whole) for span in spans])
+    assert torch.equal(parts, torch.nn.functional.pad(whole, (0, 2)))
+
+
+def test_groups_without_parameters_do_not_count():
+    first, second = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (4,)))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1)
+    optimizer.param_groups.insert(0, {"params": [], "lr": 9.0})
+    groups = Groups(optimizer)
+    assert [id(param) for param in groups.params] == [id(first), id(second)]
+    assert groups.ends == (6, 10)
+    assert groups.rates(torch.device("cpu")) == [0.1, 0.5]
+
 
 STEPS, AVERAGE_EVERY, SLOW_EVERY, RATE, MOMENTUM, SLOW_RATE = 9, 2, 4, 0.2, 0.6, 0.9
 
@@ -84,89 +102,60 @@ def test_a_million_parameters_follow_the_oracle(world):
     assert moved > 5e-4
 
 
-# Push-sum whose weights move, under slow momentum: estimates, not numerators, are averaged (which
-# FairScale's recordings of it do not do).
-TABLE = [[1, 3], [0, 2], [0, 3], [1, 0]]
-KEEP = [0.3, 0.5, 0.65, 0.4]
-SHAPES = [(3, 5), (), (4,)]
-
-
-def prescribed(t: int, rank: int) -> list[np.ndarray]:
-    rng = np.random.default_rng([t, rank])
-    return [np.asarray(rng.normal(size=shape)) for shape in SHAPES]
-
-
-def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndarray]:
+def one_parameter(options: dict):
+    """What is kept for slow momentum must survive in-place optimizers."""
     device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
-    nodes = torch_xla.runtime.world_size() // nprocs_per_node
+    module = torch.nn.Linear(5, 1, bias=False).to(device)
+    torch.nn.init.constant_(module.weight, 1.0)
     net = SlowMoDistributedDataParallel(
-        Prescribed(prescribed(0, 99), None, torch.float32).to(device),
-        nprocs_per_node,
-        slowmo_base_algorithm="sgp",
-        graph=topology.from_phone_book(TABLE) if nodes == 4 else None,
-        mixing=topology.self_weighted(KEEP[:nodes]),
-        slowmo_frequency=3,
-        slowmo_momentum=MOMENTUM,
-        **options,
+        module, nprocs_per_node=1, slowmo_frequency=2, localsgd_frequency=1, **options
     )
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    history = []
-    for t in range(STEPS):
-        grads = [torch.tensor(g, dtype=torch.float32).to(device) for g in prescribed(t, rank)]
-        net(grads)["loss"].backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for t in range(6):
+        net(torch.full((2, 5), 0.1 * (rank + t)).to(device)).sum().backward()
         optimizer.step()
-        net.zero_grad(set_to_none=True)
+        net.zero_grad()
         net.perform_slowmo(optimizer)
         runtime.run_pending()
-        flat = np.concatenate([p.detach().cpu().numpy().ravel() for p in net.parameters()])
-        history.append(np.append(flat, net.ps_weight.item()))
-    return np.stack(history)
+        if t % 2:
+            anchor = net.old_params.cpu().numpy()
+            assert np.isfinite(anchor).all()
+    return module.weight.detach().cpu().numpy().ravel(), anchor
 
 
-def push_sum_in_numpy(
-    nodes: int, members: int, *, slowmo_memory_efficient: bool, slowmo_sgp_average_params=False
-) -> np.ndarray:
-    def flat(arrays: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([a.ravel() for a in arrays])
-
-    graph = topology.from_phone_book(TABLE) if nodes == 4 else topology.directed_exponential(nodes)
-    mixing = topology.self_weighted(KEEP[:nodes])
-    z = np.stack([flat(prescribed(0, 99))] * nodes)
-    w, exchanges = np.ones(nodes), 0
-    anchor, outer = z.copy(), np.zeros_like(z)
-    history = []
-    for t in range(STEPS):
-        grads = [flat(prescribed(t, rank)) for rank in range(nodes * members)]
-        x = w[:, None] * z - RATE * np.stack(grads).reshape(nodes, members, -1).mean(1)
-        slow = (t + 1) % 3 == 0
-        if slow and (slowmo_memory_efficient or slowmo_sgp_average_params):
-            z, w = np.stack([x.sum(0) / w.sum()] * nodes), np.ones(nodes)
-        else:
-            matrix = topology.mixing_matrix(graph, mixing, exchanges)
-            x, w, exchanges = matrix @ x, matrix @ w, exchanges + 1
-            z = x / w[:, None]
-        if slow:
-            outer = MOMENTUM * outer + (anchor - z) / RATE
-            anchor = anchor - RATE * outer
-            z = anchor.copy()
-        history.append(np.concatenate([z, w[:, None]], axis=1))
-    return np.stack(history)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_of_one_parameter(world, whole):
+    results = spawned(world, one_parameter, {"slowmo_memory_efficient": not whole})
+    weight = results[0][0]
+    for rank, (_, anchor) in enumerate(results):
+        part = weight if whole or world == 1 else weight[3 * rank : 3 * rank + 3]
+        np.testing.assert_allclose(anchor[: part.size], part, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"slowmo_memory_efficient": True},
-        {"slowmo_memory_efficient": False},
-        {"slowmo_memory_efficient": False, "slowmo_sgp_average_params": True},
-    ],
-)
-@pytest.mark.parametrize("nprocs_per_node", [1, 2])
-def test_push_sum_weights_under_slow_momentum(options, nprocs_per_node):
-    results = spawned(4, push_sum_on_device, nprocs_per_node, options)
-    nodes = 4 // nprocs_per_node
-    expected = push_sum_in_numpy(nodes, nprocs_per_node, **options)
-    assert np.ptp(expected[..., -1]) > 0.3
-    for rank, ours in enumerate(results):
-        theirs = expected[:, rank // nprocs_per_node]
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+def rates_of_zero():
+    """Warm-up from 0 and decay to 0, at slow steps (FairScale divides by them)."""
+    device = torch_xla.device()
+    module = Perceptron(2, 2).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_frequency=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    seen = []
+    for rate in (0.0, 0.1, torch.tensor(0.0), 0.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        net(torch.ones(1, 2).to(device)).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+        runtime.run_pending()
+        seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in net.parameters()]))
+    assert torch.isfinite(net.global_momentum_buffer.cpu()).all()
+    return torch.stack(seen).numpy()
+
+
+def test_a_rate_of_zero_at_a_slow_step():
+    for seen in spawned(2, rates_of_zero):
+        assert np.isfinite(seen).all()
+        np.testing.assert_array_equal(seen[2], seen[1])
+        np.testing.assert_array_equal(seen[3], seen[2])
+        assert np.abs(seen[1] - seen[0]).max() > 0.05
+        assert np.abs(seen[4] - seen[3]).max() > 0.05

@@ -1,4 +1,4 @@
-"""Calls in the wrong order, at rates of zero, without a backward pass: clear answers."""
+"""The wrapper in a script: calls in the wrong order, no backward pass, nodes of two."""
 
 import warnings
 
@@ -6,15 +6,11 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
-from slowmo_models import Perceptron
+from slowmo_models import Perceptron, values
 from slowmo_spawned import spawned
 
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
-
-
-def here() -> tuple[torch.device, int]:
-    return torch_xla.device(), torch_xla.runtime.global_ordinal()
 
 
 def messages(call) -> list[str]:
@@ -28,7 +24,7 @@ def messages(call) -> list[str]:
 
 
 def one_device_troubles() -> dict[str, list[str]]:
-    device, _ = here()
+    device = torch_xla.device()
 
     def built(module=None, **options):
         module = module or torch.nn.Linear(2, 2).to(device)
@@ -89,37 +85,9 @@ def test_troubles():
         assert found[key] == [], key
 
 
-def rates_of_zero():
-    """Warm-up from 0 and decay to 0, at slow steps (FairScale divides by them)."""
-    device, _ = here()
-    module = Perceptron(2, 2).to(device)
-    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_frequency=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    seen = []
-    for rate in (0.0, 0.1, torch.tensor(0.0), 0.0, 0.1):
-        optimizer.param_groups[0]["lr"] = rate
-        net(torch.ones(1, 2).to(device)).sum().backward()
-        optimizer.step()
-        net.zero_grad()
-        net.perform_slowmo(optimizer)
-        runtime.run_pending()
-        seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in net.parameters()]))
-    assert torch.isfinite(net.global_momentum_buffer.cpu()).all()
-    return torch.stack(seen).numpy()
-
-
-def test_a_rate_of_zero_at_a_slow_step():
-    for seen in spawned(2, rates_of_zero):
-        assert np.isfinite(seen).all()
-        np.testing.assert_array_equal(seen[2], seen[1])
-        np.testing.assert_array_equal(seen[3], seen[2])
-        assert np.abs(seen[1] - seen[0]).max() > 0.05
-        assert np.abs(seen[4] - seen[3]).max() > 0.05
-
-
 def idle_forward():
     """Without buffers, masters or slow momentum a forward pass launches nothing of its own."""
-    device, _ = here()
+    device = torch_xla.device()
     module = torch.nn.Linear(2, 2).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_momentum=0.0)
     runtime.run_pending()
@@ -130,3 +98,29 @@ def idle_forward():
 
 def test_a_forward_pass_alone():
     assert spawned(1, idle_forward) == [True]
+
+
+def members():
+    """With two levels processes of a node hold the same bits after every kind of step."""
+    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    net = SlowMoDistributedDataParallel(
+        Perceptron(8, 6).to(device), 2, slowmo_base_algorithm="sgp", slowmo_frequency=4
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    history = []
+    for t in range(6):
+        x = torch.full((3, 8), 0.1 * (rank + t)).to(device)
+        (net(x) ** 2).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+        history.append(values(net.module)["w1"])
+    return history
+
+
+def test_members_of_a_node_agree():
+    a, b, c, d = spawned(4, members)
+    assert all(map(np.array_equal, a, b))
+    assert all(map(np.array_equal, c, d))
+    assert np.array_equal(a[3], c[3]), "a slow step makes all equal"
+    assert np.isfinite(a[-1]).all()

@@ -1,0 +1,169 @@
+"""Tensors as one vector; buffers, and that the graphs of an exchange are alike on all devices."""
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from slowmo_models import values
+from slowmo_spawned import spawned
+
+from jaxslowmo import topology
+from torch_compat import runtime
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo._collectives import flatten, pack, times, unflatten, unpack
+
+
+def test_many_tensors_as_one_vector_and_back():
+    tensors = [torch.arange(3.0), torch.tensor(5.0), torch.ones(2, 2, dtype=torch.bfloat16)]
+    flat = flatten(tensors, 10)
+    assert flat.tolist() == [0, 1, 2, 5, 1, 1, 1, 1, 0, 0]
+    for tensor, part in zip(tensors, unflatten(tensors, flat), strict=True):
+        assert part.dtype == tensor.dtype
+        assert torch.equal(part, tensor)
+    alone = torch.ones(2)
+    assert flatten([alone]).data_ptr() != alone.data_ptr(), "never a view"
+
+
+def test_one_vector_per_dtype_and_back():
+    tensors = [torch.ones(2), torch.tensor([2**40]), torch.zeros(0), torch.full((1, 2), 3.0)]
+    flats = pack(tensors)
+    assert [flat.tolist() for flat in flats] == [[1, 1, 3, 3], [2**40]]
+    for tensor, part in zip(tensors, unpack(tensors, flats), strict=True):
+        assert torch.equal(part, tensor)
+
+
+def test_half_precision_is_multiplied_in_float32():
+    value, factor = torch.tensor([1.0, 3.0], dtype=torch.bfloat16), torch.tensor([1 / 3])
+    assert torch.equal(times(value, factor), (value.float() / 3).to(torch.bfloat16))
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("counts", torch.tensor([2**40 + rank, rank]))
+        self.register_buffer("flags", torch.tensor([rank == 0, rank == 1, True]))
+        self.register_buffer("means", torch.full((2,), float("nan") if rank else 0.1))
+        self.register_buffer("rounded", torch.full((2,), 0.1 + rank, dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("unsaved", torch.tensor(7.0 + rank), persistent=False)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * self.unsaved
+
+
+def broadcast(training: bool, broadcast_buffers: bool):
+    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    net = SlowMoDistributedDataParallel(
+        Buffered(rank).to(device), nprocs_per_node=1, broadcast_buffers=broadcast_buffers
+    )
+    net.train(training)
+    with torch.no_grad():
+        seen = net()
+    runtime.run_pending()
+    state = {k: v.float() for k, v in net.module.state_dict().items() if k != "counts"}
+    runtime.run_pending()
+    state = {k: v.cpu().numpy() for k, v in state.items()}
+    return seen.cpu().numpy(), net.module.counts.tolist(), state
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_of_every_dtype_are_rank_0s(training):
+    for seen, counts, state in spawned(4, broadcast, training, True):
+        assert seen.tolist() == [7, 7, 7]
+        assert counts == [2**40, 0]
+        assert state["flags"].tolist() == [1, 0, 1]
+        np.testing.assert_allclose(state["means"], 0.1, rtol=1e-6)
+        np.testing.assert_allclose(state["rounded"], 0.1, rtol=1e-2)
+
+
+def test_buffers_stay_where_told_so():
+    results = spawned(2, broadcast, True, False)
+    assert [seen[0] for seen, _, _ in results] == [7, 8]
+    assert [counts for _, counts, _ in results] == [[2**40, 0], [2**40 + 1, 1]]
+
+
+def batch_norm():
+    """Also what the batches' own statistics make of the buffers."""
+    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to(device)
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, localsgd_frequency=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for t in range(3):
+        net(torch.full((5, 4), 1.0 + rank + t).to(device)).sum().backward()
+        optimizer.step()
+        net.zero_grad()
+        net.perform_slowmo(optimizer)
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(2, 4).to(device))
+    return values(net.module)
+
+
+def test_batch_norm():
+    first, second = spawned(2, batch_norm)
+    assert first["1.num_batches_tracked"] == 3
+    for key, value in first.items():
+        np.testing.assert_allclose(value, second[key], rtol=1e-6, err_msg=key)
+
+
+class Lopsided(torch.nn.Module):
+    """The same on all devices; made in another order, of views, and used otherwise on rank 1."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__()
+        base = torch.arange(12.0).to(device)
+        late = torch.nn.Parameter(torch.ones(3, device=device)) if rank == 1 else None
+        self.first = torch.nn.Parameter(base.reshape(3, 4) + 0 if rank else base.view(3, 4))
+        self.second = late if rank == 1 else torch.nn.Parameter(torch.ones(3, device=device))
+        flags = torch.tensor([True, False])
+        self.register_buffer("flags", (flags.to(device) if rank else ~flags.to(device)))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.first
+        return y.sum() if self.rank == 1 else y.sum() + self.second.sum()
+
+
+def lopsided(nprocs_per_node: int, options: dict):
+    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    options = dict(options)
+    if "keep" in options:
+        nodes = torch_xla.runtime.world_size() // nprocs_per_node
+        options["mixing"] = topology.self_weighted(options.pop("keep")[:nodes])
+    net = SlowMoDistributedDataParallel(
+        Lopsided(rank, device), nprocs_per_node, slowmo_frequency=4, **options
+    )
+    params = list(net.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for t in range(8):
+        net(torch.full((2, 3), 1.0 + t).to(device)).backward()
+        if rank == 0:
+            optimizer.step()
+        else:  # the same, traced otherwise
+            with torch.no_grad():
+                for p in params:
+                    if p.grad is not None:
+                        p.sub_(p.grad * 0.1)
+        net.zero_grad(set_to_none=t % 2 == 0)
+        net.perform_slowmo(optimizer)
+    return values(net.module)
+
+
+@pytest.mark.parametrize("nprocs_per_node", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"localsgd_frequency": 2},
+        {"slowmo_base_algorithm": "sgp", "slowmo_memory_efficient": False},
+        {"slowmo_base_algorithm": "sgp", "keep": [0.6, 0.3, 0.5, 0.7]},
+    ],
+)
+def test_devices_may_trace_their_own_steps_differently(nprocs_per_node, options):
+    """Only the exchange must be the same on all: otherwise devices wait for each other."""
+    results = spawned(4, lopsided, nprocs_per_node, options)
+    for result in results[1:]:
+        assert set(result) == {"first", "second", "flags"}
+        if "memory" not in str(options):
+            np.testing.assert_allclose(result["second"], results[0]["second"], rtol=1e-5)

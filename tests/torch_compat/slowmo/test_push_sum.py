@@ -1,0 +1,116 @@
+"""Push-sum weights: what the module holds, and training against the same written out in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from slowmo_recorded import Prescribed
+from slowmo_spawned import spawned
+
+from jaxslowmo import topology
+from torch_compat import runtime
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo._push_sum import PushSum
+
+
+def test_numerators_and_estimates_of_a_module():
+    push_sum = PushSum(is_on=True, moves=True)
+    push_sum.weight = torch.tensor([0.25])
+    params = [torch.nn.Parameter(torch.full((2,), 8.0))]
+    push_sum.make_numerators(params)
+    assert params[0].tolist() == [2.0, 2.0]
+    push_sum.make_numerators(params)
+    assert params[0].tolist() == [2.0, 2.0], "once"
+    assert push_sum.numerators(params)[0].tolist() == [2.0, 2.0]
+    push_sum.make_estimates(params)
+    assert params[0].tolist() == [8.0, 8.0]
+    assert not push_sum.is_numerator
+
+
+# Weights that move under slow momentum: estimates, not numerators, are averaged (which FairScale's
+# recordings of it do not do).
+STEPS, RATE, MOMENTUM = 9, 0.2, 0.6
+TABLE = [[1, 3], [0, 2], [0, 3], [1, 0]]
+KEEP = [0.3, 0.5, 0.65, 0.4]
+SHAPES = [(3, 5), (), (4,)]
+
+
+def prescribed(t: int, rank: int) -> list[np.ndarray]:
+    rng = np.random.default_rng([t, rank])
+    return [np.asarray(rng.normal(size=shape)) for shape in SHAPES]
+
+
+def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndarray]:
+    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    nodes = torch_xla.runtime.world_size() // nprocs_per_node
+    net = SlowMoDistributedDataParallel(
+        Prescribed(prescribed(0, 99), None, torch.float32).to(device),
+        nprocs_per_node,
+        slowmo_base_algorithm="sgp",
+        graph=topology.from_phone_book(TABLE) if nodes == 4 else None,
+        mixing=topology.self_weighted(KEEP[:nodes]),
+        slowmo_frequency=3,
+        slowmo_momentum=MOMENTUM,
+        **options,
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    history = []
+    for t in range(STEPS):
+        grads = [torch.tensor(g, dtype=torch.float32).to(device) for g in prescribed(t, rank)]
+        net(grads)["loss"].backward()
+        optimizer.step()
+        net.zero_grad(set_to_none=True)
+        net.perform_slowmo(optimizer)
+        runtime.run_pending()
+        flat = np.concatenate([p.detach().cpu().numpy().ravel() for p in net.parameters()])
+        history.append(np.append(flat, net.ps_weight.item()))
+    return np.stack(history)
+
+
+def push_sum_in_numpy(
+    nodes: int, members: int, *, slowmo_memory_efficient: bool, slowmo_sgp_average_params=False
+) -> np.ndarray:
+    def flat(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([a.ravel() for a in arrays])
+
+    graph = topology.from_phone_book(TABLE) if nodes == 4 else topology.directed_exponential(nodes)
+    mixing = topology.self_weighted(KEEP[:nodes])
+    z = np.stack([flat(prescribed(0, 99))] * nodes)
+    w, exchanges = np.ones(nodes), 0
+    anchor, outer = z.copy(), np.zeros_like(z)
+    history = []
+    for t in range(STEPS):
+        grads = [flat(prescribed(t, rank)) for rank in range(nodes * members)]
+        x = w[:, None] * z - RATE * np.stack(grads).reshape(nodes, members, -1).mean(1)
+        slow = (t + 1) % 3 == 0
+        if slow and (slowmo_memory_efficient or slowmo_sgp_average_params):
+            z, w = np.stack([x.sum(0) / w.sum()] * nodes), np.ones(nodes)
+        else:
+            matrix = topology.mixing_matrix(graph, mixing, exchanges)
+            x, w, exchanges = matrix @ x, matrix @ w, exchanges + 1
+            z = x / w[:, None]
+        if slow:
+            outer = MOMENTUM * outer + (anchor - z) / RATE
+            anchor = anchor - RATE * outer
+            z = anchor.copy()
+        history.append(np.concatenate([z, w[:, None]], axis=1))
+    return np.stack(history)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slowmo_memory_efficient": True},
+        {"slowmo_memory_efficient": False},
+        {"slowmo_memory_efficient": False, "slowmo_sgp_average_params": True},
+    ],
+)
+@pytest.mark.parametrize("nprocs_per_node", [1, 2])
+def test_push_sum_weights_under_slow_momentum(options, nprocs_per_node):
+    results = spawned(4, push_sum_on_device, nprocs_per_node, options)
+    nodes = 4 // nprocs_per_node
+    expected = push_sum_in_numpy(nodes, nprocs_per_node, **options)
+    assert np.ptp(expected[..., -1]) > 0.3
+    for rank, ours in enumerate(results):
+        theirs = expected[:, rank // nprocs_per_node]
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
