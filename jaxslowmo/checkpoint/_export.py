@@ -48,7 +48,7 @@ def export_consensus(
       CheckpointError: the folder holds something else, or cannot be written.
 
     Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, with
-    weights one of 4 bytes besides.
+      weights one of 4 bytes besides.
     """
     quiet_orbax()
     path, beside = resolved(folder), checked_json("export_consensus", extra)

@@ -78,8 +78,8 @@ def all_mean_in_slices(
     Returns:
       The mean over `axis_name`, `(n,)`.
 
-    Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica,
-    and one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
+    Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica, and
+      one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
     """
     if axis_size(axis_name) == 1:
         return all_mean(flat, axis_name, factor=factor)

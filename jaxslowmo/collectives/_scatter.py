@@ -95,9 +95,9 @@ def mean_to_shards(
       `(rows, lanes)`, equal on the devices of one replica.
 
     Communication: one reduce-scatter of the padded buffer over `axis_name` (of the rest over each
-    further axis); with L local devices each takes 1/L of it, and one all-gather of a shard over
-    `local_axis_name` follows. None where the axis has size 1. Between processes on CPU, R - 1
-    collective-permutes of a shard take the place of a reduce-scatter, with the same bytes.
+      further axis); with L local devices each takes 1/L of it, and one all-gather of a shard over
+      `local_axis_name` follows. None where the axis has size 1. Between processes on CPU, R - 1
+      collective-permutes of a shard take the place of a reduce-scatter, with the same bytes.
     """
     count = axis_size(axis_name)
     shards = _in_shards(flat, layout, count)
@@ -129,8 +129,8 @@ def all_gather_shards(
       `(size,)`, equal on all replicas.
 
     Communication: one all-gather of the padded buffer over `axis_name` (of a part of it over each
-    further axis); with L local devices each takes 1/L of it, and one all-gather of the whole over
-    `local_axis_name` follows. None where the axis has size 1.
+      further axis); with L local devices each takes 1/L of it, and one all-gather of the whole over
+      `local_axis_name` follows. None where the axis has size 1.
     """
     if axis_size(axis_name) == 1:
         return shard.reshape(-1)[:size]

@@ -14,10 +14,10 @@ class TextSplit:
     """A corpus divided between the replicas and validation.
 
     Attributes:
-        shares: one uint8 vector per replica, its documents one after another.
-        share_documents: names of the documents in each share.
-        validation: uint8 vector of the held-out documents.
-        validation_documents: their names.
+      shares: one uint8 vector per replica, its documents one after another.
+      share_documents: names of the documents in each share.
+      validation: uint8 vector of the held-out documents.
+      validation_documents: their names.
     """
 
     shares: tuple[np.ndarray, ...]
@@ -34,12 +34,12 @@ def split_corpus(corpus: Corpus, num_replicas: int, *, validation_every: int = 1
     (one `validation_every`-th). The same corpus and numbers give the same split.
 
     Args:
-        corpus: what `read_corpus` returned.
-        num_replicas: shares to make, >= 1.
-        validation_every: one file (or byte) in this many is held out, >= 2.
+      corpus: what `read_corpus` returned.
+      num_replicas: shares to make, >= 1.
+      validation_every: one file (or byte) in this many is held out, >= 2.
 
     Raises:
-        ValueError: if a number is out of range, or there are more replicas than files or bytes.
+      ValueError: if a number is out of range, or there are more replicas than files or bytes.
     """
     if num_replicas < 1:
         raise ValueError(f"`replicas` must be >= 1, got {num_replicas}.")

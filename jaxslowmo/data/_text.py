@@ -18,8 +18,8 @@ class Document:
     """One text file.
 
     Attributes:
-        name: path relative to the corpus, with forward slashes.
-        text: its bytes, not decoded; at least one.
+      name: path relative to the corpus, with forward slashes.
+      text: its bytes, not decoded; at least one.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Corpus:
     """Text files in a fixed order.
 
     Attributes:
-        source: the path that was read.
-        documents: sorted by name; no two have the same bytes.
-        skipped: (name, reason) of every file that was left out, sorted by name.
-        is_single_file: whether `source` is a file, which may be cut into parts.
+      source: the path that was read.
+      documents: sorted by name; no two have the same bytes.
+      skipped: (name, reason) of every file that was left out, sorted by name.
+      is_single_file: whether `source` is a file, which may be cut into parts.
     """
 
     source: str
@@ -57,16 +57,16 @@ def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     """Reads a text corpus, the same one every time for the same files.
 
     Args:
-        path: a text file, or a folder that is searched for them: hidden and cache folders are
-            not entered, binary, empty, unreadable and duplicate files are skipped and listed.
-            `None` is the .py source of the running interpreter's standard library without its
-            tests and installed packages (some 12 MB; it differs between Python versions).
+      path: a text file, or a folder that is searched for them: hidden and cache folders are
+        not entered, binary, empty, unreadable and duplicate files are skipped and listed.
+        `None` is the .py source of the running interpreter's standard library without its
+        tests and installed packages (some 12 MB; it differs between Python versions).
 
     Returns:
-        A `Corpus` with at least one document. Everything is read into memory.
+      A `Corpus` with at least one document. Everything is read into memory.
 
     Raises:
-        ValueError: if the path is empty or does not exist, or no text is found there.
+      ValueError: if the path is empty or does not exist, or no text is found there.
     """
     if path is None:
         return _read_folder(default_corpus_path(), is_stdlib=True)

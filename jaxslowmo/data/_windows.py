@@ -13,16 +13,16 @@ class TextBatches(Iterator[np.ndarray]):
     the other replicas read and wherever a run resumed.
 
     Args:
-        shares: one uint8 vector per replica (`TextSplit.shares`).
-        batch_size: windows per replica, >= 1.
-        window: bytes per window, >= 2: the model's context length + 1.
-        seed: of the random positions, >= 0.
-        replicas: which replicas the shares are of, for a process that makes only the batches of its
-            own; default 0, 1, ...
+      shares: one uint8 vector per replica (`TextSplit.shares`).
+      batch_size: windows per replica, >= 1.
+      window: bytes per window, >= 2: the model's context length + 1.
+      seed: of the random positions, >= 0.
+      replicas: which replicas the shares are of, for a process that makes only the batches of its
+        own; default 0, 1, ...
 
     Raises:
-        ValueError: for a number out of range, `replicas` that are not one per share, or a share
-            smaller than one batch.
+      ValueError: for a number out of range, `replicas` that are not one per share, or a share
+        smaller than one batch.
 
     Example:
         >>> batches = TextBatches([np.arange(100, dtype=np.uint8)], batch_size=2, window=5, seed=0)
@@ -86,7 +86,7 @@ class TextBatches(Iterator[np.ndarray]):
         """Continues where `get_state` was called.
 
         Raises:
-            ValueError: if the state is of an iterator that would give other batches.
+          ValueError: if the state is of an iterator that would give other batches.
         """
         mine = self.get_state()
         for name in mine.keys() - {"next_batch"}:
@@ -113,17 +113,17 @@ def validation_batches(
     """Evenly spaced windows of the held-out text, the same at every call and for every seed.
 
     Args:
-        text: uint8 vector (`TextSplit.validation`).
-        num_batches: batches to make, >= 1.
-        batch_size: windows per batch, >= 1.
-        window: bytes per window, >= 2.
+      text: uint8 vector (`TextSplit.validation`).
+      num_batches: batches to make, >= 1.
+      batch_size: windows per batch, >= 1.
+      window: bytes per window, >= 2.
 
     Returns:
-        uint8 (num_batches, batch_size, window). Windows overlap only where the text is too short
-        for that many.
+      uint8 (num_batches, batch_size, window). Windows overlap only where the text is too short
+      for that many.
 
     Raises:
-        ValueError: for a number out of range, or a text shorter than one window.
+      ValueError: for a number out of range, or a text shorter than one window.
     """
     _check_sizes(num_batches=num_batches, batch_size=batch_size, window=window)
     if text.size < window:

@@ -12,7 +12,7 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
 
     Communication: one all-reduce of each leaf over `axis_name` (all others add zeros); none where
-    its size is 1.
+      its size is 1.
     """
 
     def first(x: jax.Array) -> jax.Array:

@@ -48,8 +48,8 @@ def consensus(
       ValueError: unknown axis, leaves without the leading axis (all named), or shares that are no
         such pairs.
 
-    Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge
-    the leaves); where replicas weigh one of the weights too, 4 bytes, 8 for float64.
+    Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge the
+      leaves); where replicas weigh one of the weights too, 4 bytes, 8 for float64.
     """
     replicas = check_stacked("consensus", params, mesh, axis_name)
     pairs = [(1.0, None)] if shares is None else _checked(shares, params, replicas)

@@ -125,7 +125,7 @@ def init(
         of a replica.
 
     Communication: none over devices; with several processes one exchange of the trees' names,
-    shapes and dtypes (a few KiB) through the host.
+      shapes and dtypes (a few KiB) through the host.
     """
     check_stacked("init", stacked_params, mesh, axis_name)
     check_same_tree(stacked_params)

@@ -18,16 +18,16 @@ class GPTConfig:
     """Shape of a `GPT`.
 
     Attributes:
-        num_layers: transformer blocks, >= 1.
-        num_heads: attention heads; divides `embed_dim`.
-        embed_dim: width of the residual stream.
-        context_length: bytes that the model sees; a training window has one more.
-        vocab_size: 256, one symbol per byte value.
-        dtype: dtype of activations and matrix products: "float32" or "bfloat16".
-            Parameters, softmax, layer-norm statistics and the loss are always float32.
+      num_layers: transformer blocks, >= 1.
+      num_heads: attention heads; divides `embed_dim`.
+      embed_dim: width of the residual stream.
+      context_length: bytes that the model sees; a training window has one more.
+      vocab_size: 256, one symbol per byte value.
+      dtype: dtype of activations and matrix products: "float32" or "bfloat16".
+        Parameters, softmax, layer-norm statistics and the loss are always float32.
 
     Raises:
-        ValueError: for a size below 1, heads that do not divide the width, an unknown dtype.
+      ValueError: for a size below 1, heads that do not divide the width, an unknown dtype.
     """
 
     num_layers: int
@@ -116,11 +116,11 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
     for a seed on every backend and with every version of jax, and nothing has to be compiled.
 
     Args:
-        config: shape of the model.
-        seed: of the random numbers, >= 0.
+      config: shape of the model.
+      seed: of the random numbers, >= 0.
 
     Raises:
-        ValueError: if `seed` is negative.
+      ValueError: if `seed` is negative.
     """
     if seed < 0:
         raise ValueError(f"`seed` must be >= 0, got {seed}.")
@@ -146,7 +146,7 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
     `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
 
     Raises:
-        ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
+      ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
     """
     graph, template = nnx.split(_abstract(config))
 

@@ -22,7 +22,7 @@ def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
     """The preset called `name`, computing in `dtype`.
 
     Raises:
-        ValueError: for an unknown name or dtype.
+      ValueError: for an unknown name or dtype.
     """
     if name not in GPT_PRESETS:
         raise ValueError(f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}.")
