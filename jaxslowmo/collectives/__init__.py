@@ -12,8 +12,8 @@ from ._packed import pack as pack
 from ._packed import unpack as unpack
 from ._permute import Permutation as Permutation
 from ._permute import permute as permute
-from ._quantised import Quantised as Quantised
-from ._quantised import quantised_mean as quantised_mean
+from ._quantised_mean import Quantised as Quantised
+from ._quantised_mean import quantised_mean as quantised_mean
 from ._reduce import all_mean as all_mean
 from ._reduce import all_mean_in_slices as all_mean_in_slices
 from ._reduce import scaled as scaled
@@ -22,7 +22,7 @@ from ._scatter import mean_to_shards as mean_to_shards
 from ._scatter import own_shard as own_shard
 from ._shard_layout import ShardLayout as ShardLayout
 from ._shard_layout import shard_layout as shard_layout
-from ._sparsified import top_k_mean as top_k_mean
+from ._top_k_mean import top_k_mean as top_k_mean
 from ._weighted import TotalWeight as TotalWeight
 from ._weighted import quotient as quotient
 from ._weighted import relative_weight as relative_weight

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from ._text import Corpus, Document
+from ._corpus import Corpus, Document
 
 
 @dataclasses.dataclass(frozen=True)

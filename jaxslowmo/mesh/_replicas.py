@@ -16,9 +16,9 @@ from ..tree import leaf_names
 from ._axes import axis_names, vary_over, varying_axes
 from ._build import VirtualMesh
 from ._kept import kept_with
+from ._layouts import Layouts, layouts_of, sharded_like
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
-from ._sharded_like import Layouts, layouts_of, sharded_like
-from ._verify import check_same_tree
+from ._same_tree import check_same_tree
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:

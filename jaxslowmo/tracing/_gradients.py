@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._typing import PyTree
 from ..tree import leaf_names
 from ._facts import Fact, output_facts
-from ._loss import as_full_loss
+from ._full_loss import as_full_loss
 
 
 def gradient_facts(

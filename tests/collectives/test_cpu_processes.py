@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.collectives import permute
 from jaxslowmo.collectives._cpu_processes import between_cpu_processes
-from jaxslowmo.collectives._ring import ring_scatter_sum
+from jaxslowmo.collectives._scatter import ring_scatter_sum
 
 
 @pytest.mark.parametrize("replicas", [2, 5])

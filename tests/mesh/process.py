@@ -1,4 +1,4 @@
-"""One of two processes, whose parameter trees may differ. Started by `test_processes.py`."""
+"""One of two processes, whose parameter trees may differ. Started by `test_same_tree.py`."""
 
 import os
 import sys

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.mesh._verify import describe, differences
+from jaxslowmo.mesh._same_tree import describe, differences
 
 SECONDS = 60
 

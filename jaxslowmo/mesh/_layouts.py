@@ -1,15 +1,19 @@
-"""How the leaves of a tree lie inside a replica, read off arrays or types."""
+"""How the leaves of a tree lie inside a replica: read off arrays or types, and given to states."""
 
 from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ._axes import axis_names
 from ._mapped import AnyMesh, model_axes
+
+Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
+"""Path, shape and layout inside a replica of each parameter that has one."""
 
 
 def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree | None:
@@ -66,3 +70,38 @@ def _over(spec: Any, axes: frozenset[str]) -> P:
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def layouts_of(stacked_params: PyTree) -> Layouts:
+    """How parameters `(replicas, *s)` lie inside a replica."""
+    return tuple(
+        (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
+        if isinstance(leaf.sharding, NamedSharding)
+    )
+
+
+def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
+    """`state` with the leaves that mirror a parameter sharded as it is inside a replica.
+
+    Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
+    every device. A leaf mirrors a parameter if its path ends in the parameter's and its shape is
+    the parameter's, as in optax's states.
+
+    Args:
+      state: one replica's state, under the replica axis.
+      layouts: of the parameters.
+
+    Communication: none.
+    """
+
+    def place(path: tuple, x: jax.Array) -> jax.Array:
+        for suffix, shape, spec in layouts:
+            if x.shape == shape and path[len(path) - len(suffix) :] == suffix:
+                return lax.with_sharding_constraint(x, spec)
+        return x
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:  # there, types carry the layout already
+        return state
+    return jax.tree_util.tree_map_with_path(place, state)
