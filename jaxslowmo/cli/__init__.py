@@ -1,3 +1,3 @@
-"""The command line: `jaxslowmo train`, `compare`, `tune` and `inspect`; needs the `train` extra."""
+"""The command line: `jaxslowmo train`, `compare`, `tune`, `inspect`, `launch`; extra `train`."""
 
 from ._main import main as main

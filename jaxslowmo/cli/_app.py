@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,20 +11,19 @@ import typer
 
 import jaxslowmo
 
-from ._cluster_config import CheckpointConfig, ClusterConfig
-from ._config import PRESET_DEFAULTS, CompareConfig, train_config
 from ._errors import CommandError, usage_errors
-from ._inspect import inspect_app
-from ._launch import launch
-from ._launchers import is_one_of_several
-from ._options import with_config_options
-from ._supervise import end_with_parent, is_child, supervise
-from ._tune import tune_app
+from .config._checkpoint import CheckpointConfig
+from .config._cluster import ClusterConfig
+from .config._compare import CompareConfig
+from .config._options import folder_option, same_option, with_options
+from .config._train import PRESET_DEFAULTS, train_config, train_options
+from .inspect._commands import inspect_app
+from .processes._launch import launch
+from .processes._launchers import is_child, is_one_of_several
+from .processes._supervise import end_with_parent, supervise
+from .tune._commands import tune_app
 
-Out = Annotated[
-    Path | None,
-    typer.Option(help="Folder for the results (default: runs/COMMAND-DATE).", show_default=False),
-]
+Out = Annotated[Path | None, folder_option("COMMAND")]
 
 app = typer.Typer(
     help="Data-parallel training whose replicas rarely talk.",
@@ -56,40 +55,24 @@ def run(argv: Sequence[str] | None = None) -> int:
     return int(result or 0)
 
 
-def _train(*, out: Out = None, **given: Any) -> None:
+def _train(*, out: Out = None, train: dict[str, Any]) -> None:
     """Trains a byte-level language model with one algorithm."""
     with usage_errors():
-        config = train_config(given)
+        config = train_config(train)
     if is_one_of_several(config.cluster) and not is_child():
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
     if is_child():
         end_with_parent()
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
-    from ._train import train
+    from ._train import train as run_train
 
-    raise typer.Exit(train(config, out))
+    raise typer.Exit(run_train(config, out))
 
 
-def _compare(
-    *,
-    algorithms: Annotated[
-        str,
-        typer.Option(
-            help="Separated by commas; the ratios are to the first. Each may bring settings: "
-            "sgp+overlap=1+graph=ring."
-        ),
-    ] = "all_reduce,local_sgd,slowmo",
-    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
-    out: Out = None,
-    **given: Any,
-) -> None:
+def _compare(*, out: Out = None, train: dict[str, Any], **given: Any) -> None:
     """Trains with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
-        config = CompareConfig(
-            train=train_config(given),
-            algorithms=tuple(name.strip() for name in algorithms.split(",") if name.strip()),
-            seeds=_integers("--seeds", seeds),
-        )
+        config = CompareConfig(train_config(train), **given)
     from ._compare import compare
 
     raise typer.Exit(compare(config, out))
@@ -102,32 +85,20 @@ def _launch(
         int, typer.Option(help="How often to start all again after one was lost.", min=0)
     ] = 0,
     heartbeat_timeout: Annotated[
-        int, typer.Option(help="Seconds after which a silent process is given up.", min=2)
-    ] = 10,
+        int, same_option(ClusterConfig, "heartbeat_timeout")
+    ] = ClusterConfig.heartbeat_timeout,
 ) -> None:
     """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
     raise typer.Exit(launch(processes, restarts, heartbeat_timeout, context.args))
 
 
-def _integers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(f"{option} must be integers separated by commas, got {text}") from None
-
-
-def _register(name: str, command: Callable[..., None], leave_out: tuple[str, ...] = ()) -> None:
-    app.command(name)(with_config_options(command, leave_out=leave_out))
-
-
-_register("train", _train)
-_ONLY_TRAIN = [
-    field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)
-]
-_register(
-    "compare",
-    _compare,
-    leave_out=("algorithm", "seed", "statistics", "statistics_rate", *_ONLY_TRAIN),
+_ONLY_TRAIN = {
+    *("algorithm", "seed", "statistics", "statistics_rate"),
+    *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
+}
+app.command("train")(with_options(_train, train=train_options().keys()))
+app.command("compare")(
+    with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN)
 )
 app.command(
     "launch",

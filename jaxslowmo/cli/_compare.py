@@ -5,17 +5,17 @@ from typing import Any
 
 from rich.console import Console
 
-from ._config import CompareConfig, TrainConfig
-from ._devices import Placement, choose_mesh
-from ._errors import usage_errors
-from ._figure import draw_comparison
-from ._output import make_folder, write_json
-from ._progress import Reporter
-from ._run import Job, RunResult
+from ._errors import EXIT_CODES, usage_errors
+from ._output import make_folder, say, write_json
 from ._tables import compare_rows, compare_table
-from ._text import Text, load_text
-from ._train import EXIT_CODES
 from ._units import format_count
+from .config._compare import CompareConfig
+from .figures._comparison import draw_comparison
+from .run._devices import Placement, choose_mesh
+from .run._job import Job, RunResult
+from .run._progress import Reporter
+from .run._recipes import describe_exchanges
+from .run._text import load_text
 
 
 def compare(config: CompareConfig, out: Path | None) -> int:
@@ -39,31 +39,31 @@ def compare(config: CompareConfig, out: Path | None) -> int:
     folder = make_folder(out, "compare")
     write_json(folder / "config.json", config)
     size = format_count(next(iter(jobs.values())).num_parameters)
-    for line in (f"{size} parameters, {placement.description}", text.description):
-        console.print(line, highlight=False, soft_wrap=True)
+    say(console, f"{size} parameters, {placement.description}", text.description)
 
     runs: list[RunResult] = []
     for name in config.algorithms:
         # Popped: its programs are freed before the next one compiles.
-        runs += _run_seeds(jobs.pop(name), name, config.seeds, folder, console)
+        runs += _run_seeds(jobs.pop(name), name, config, folder, console)
         if runs[-1].was_stopped:
             break
-    _write_results(config, placement, text, size, runs, folder, console)
+    _write_results(config, placement, size, runs, folder, console)
     statuses = {run.status for run in runs}
     worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
 
 
 def _run_seeds(
-    job: Job, name: str, seeds: tuple[int, ...], folder: Path, console: Console
+    job: Job, name: str, config: CompareConfig, folder: Path, console: Console
 ) -> list[RunResult]:
     runs: list[RunResult] = []
-    for seed in seeds:
-        label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-        with Reporter(console, label, job.config.steps, would=job.placement.is_virtual) as reporter:
+    for seed in config.seeds:
+        label = name if len(config.seeds) == 1 else f"{name}, seed {seed}"
+        steps, would = config.train.steps, job.placement.is_virtual
+        with Reporter(console, label, steps, would=would) as reporter:
             # Some file systems have no colons in names.
             out = folder / f"{name.replace(':', '-')}-seed{seed}"
-            runs.append(job.run(seed, out, reporter))
+            runs.append(job.run(config.run(name, seed), out, reporter))
         if runs[-1].was_stopped:
             break
     return runs
@@ -72,7 +72,6 @@ def _run_seeds(
 def _write_results(
     config: CompareConfig,
     placement: Placement,
-    text: Text,
     size: str,
     runs: list[RunResult],
     folder: Path,
@@ -93,21 +92,12 @@ def _write_results(
         would=placement.is_virtual,
     )
     console.print(compare_table(rows, would=placement.is_virtual))
-    console.print(str(picture), highlight=False, soft_wrap=True)
+    say(console, str(picture))
 
 
 def _describe(config: CompareConfig, placement: Placement, size: str) -> str:
-    train: TrainConfig = config.train
-    seeds, used = len(config.seeds), set(config.base_algorithms)
-    exchanges = [
-        text
-        for text, users in (
-            (f"average every {train.algorithm.sync_every}", {"local_sgd", "slowmo"}),
-            (f"slow step every {train.algorithm.slow_every}", {"slowmo", "slowmo_sgp", "diloco"}),
-            (f"gossip over {train.algorithm.graph}", {"sgp", "slowmo_sgp"}),
-        )
-        if users & used
-    ]
+    train, seeds = config.train, len(config.seeds)
+    exchanges = describe_exchanges(config.base_algorithms, train.algorithm)
     parts = [
         f"byte-level GPT, {size} parameters",
         placement.description,

@@ -1,9 +1,14 @@
-"""What goes wrong because of how a command was called: one line that says what to do."""
+"""How commands end: exit codes, and one line that says what to do about a wrong call."""
 
 import contextlib
 from collections.abc import Iterator
 
+DIVERGED = 1
 USAGE_ERROR = 2
+LOST_A_PROCESS = 75  # EX_TEMPFAIL: try again
+INTERRUPTED = 130  # as shells say of a program that SIGINT ended
+# By how a run ended; SIGTERM, which preempts, lets it end well.
+EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
 # What the `train` extra installs and the command line imports.
 _EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ._errors import USAGE_ERROR, CommandError, missing_extra
+from ._errors import INTERRUPTED, USAGE_ERROR, CommandError, missing_extra
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         code = _complain(missing)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     sys.exit(code)
 
 

@@ -1,14 +1,14 @@
-"""Where results go: a folder, metrics as JSON lines, and configurations as JSON."""
+"""Where results go: a folder, values as JSON, sentences on the terminal."""
 
 import dataclasses
 import datetime
 import json
 import math
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from rich.console import Console
 
 from ._errors import CommandError
 
@@ -37,42 +37,15 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(_finite(plain), indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; of a last line that was cut off nothing."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+def json_line(record: dict[str, Any]) -> str:
+    """One line; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(record)) + "\n"
 
 
-class JsonLines:
-    """A file with one JSON object per line, each on disk as soon as it is written.
-
-    Args:
-        path: of the file; what it held is replaced.
-        records: to begin with.
-    """
-
-    def __init__(self, path: Path, records: Sequence[dict[str, Any]] = ()):
-        self._file = path.open("w", encoding="utf-8")
-        for record in records:
-            self.write(record)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Appends a line; NaN and infinities, which JSON lacks, become null."""
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
-
-    def __enter__(self) -> "JsonLines":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
+def say(console: Console, *sentences: str) -> None:
+    """Prints each on a line of its own, as it is: not coloured, and wrapped by the terminal."""
+    for sentence in sentences:
+        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

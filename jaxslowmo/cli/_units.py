@@ -18,6 +18,14 @@ def format_loss(loss: float | None) -> str:
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
 
 
+def format_limit(limit: int) -> str:
+    """A limit of bytes as users write it: 0, 1.5 MiB, 4,000 B."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if limit >= size and limit * 100 % size == 0:
+            return f"{limit / size:g} {unit}"
+    return f"{limit:,} B" if limit else "0"
+
+
 def _scaled(count: float, units: tuple[str, ...]) -> str:
     step = 0
     # 999.5 and more would print as 1e+03.

@@ -15,6 +15,12 @@ class Outcome(NamedTuple):
     out: str
     err: str
 
+    @property
+    def rows(self) -> list[list[str]]:
+        """Cells of the lines of tables that rich has drawn."""
+        lines = [line.strip("│ ") for line in self.out.splitlines() if line.startswith("│")]
+        return [[part.strip() for part in line.split("│")] for line in lines]
+
 
 @pytest.fixture
 def call(

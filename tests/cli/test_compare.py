@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-from jaxslowmo.cli._figure import draw_comparison
-from jaxslowmo.cli._tables import compare_rows
-
 
 def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
     out = tmp_path / "out"
@@ -54,33 +51,3 @@ def test_one_algorithm_with_several_settings(call, text, tmp_path):
     folder = out / "sgp+overlap=1+mixing=self_weighted-0.7-seed0"
     settings = json.loads((folder / "config.json").read_text())["algorithm"]
     assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
-
-
-def test_a_figure_of_runs_that_all_diverged_is_empty_and_not_an_error(tmp_path):
-    draw_comparison({"slowmo": []}, tmp_path / "empty.png", title="", subtitle="")
-    assert (tmp_path / "empty.png").exists()
-
-
-def test_rows_average_over_the_seeds_that_finished():
-    def run(algorithm, seed, loss, sent, status="finished"):
-        return {
-            "algorithm": algorithm, "seed": seed, "status": status, "validation_loss": loss,
-            "bytes_sent": sent, "tokens_per_second": 10.0,
-        }  # fmt: skip
-
-    rows = compare_rows(
-        [
-            run("a", 0, 2.0, 100),
-            run("a", 1, 3.0, 100),
-            run("b", 0, 2.5, 25),
-            run("b", 1, None, 5, "diverged"),
-        ]
-    )
-    assert rows[0] == {
-        "algorithm": "a", "seeds": [0, 1], "validation_loss": 2.5, "spread": 1.0,
-        "bytes_sent": 100.0, "ratio": 1.0, "tokens_per_second": 10.0, "diverged": 0,
-    }  # fmt: skip
-    assert rows[1]["validation_loss"] == 2.5
-    assert rows[1]["spread"] is None
-    assert (rows[1]["ratio"], rows[1]["diverged"]) == (0.25, 1)
-    assert compare_rows([]) == []

@@ -99,10 +99,14 @@ def test_a_folder_for_results_that_cannot_be_made_is_refused(call, tmp_path, tex
 @pytest.mark.parametrize(
     ("package", "command", "modules"),
     [
-        ("typer", "train", ["_app", "_options"]),
-        ("rich", "train", ["_app", "_train", "_run", "_record", "_progress", "_tables"]),
-        ("flax", "train", ["_app", "_train", "_run", "_record"]),
-        ("matplotlib", "compare", ["_app", "_compare", "_figure"]),
+        ("typer", "train", ["_app", "config._options"]),
+        (
+            "rich",
+            "train",
+            ["_app", "_output", "_train", "_tables", "run._job", "run._recorder", "run._progress"],
+        ),
+        ("flax", "train", ["_app", "_train", "run._job", "run._recorder", "run._text"]),
+        ("matplotlib", "compare", ["_app", "_compare", "figures._comparison", "figures._style"]),
     ],
 )
 def test_a_missing_extra_is_named(call, monkeypatch, package, command, modules):

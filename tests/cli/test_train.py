@@ -13,7 +13,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import load_consensus
-from jaxslowmo.cli import _run
+from jaxslowmo.cli.run import _job
 
 # SGD compiles faster than AdamW, and most of these tests' time is compilation.
 DEMO = (
@@ -102,7 +102,7 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
         return {"validation_loss": 0.0}
 
     monkeypatch.setattr(js, "Evaluate", Watched)
-    monkeypatch.setattr(_run.Job, "evaluate", evaluate)
+    monkeypatch.setattr(_job.Job, "evaluate", evaluate)
     outcome = call(
         *DEMO, "--algorithm", "sgp", "--overlap", 2, "--data", text, "--out", out, "--steps", 3,
         "--learning-rate", 0.5, "--replicas", 2, "--checkpoint-every", 3, "--export",

@@ -1,0 +1,103 @@
+"""Which algorithm a run takes, and its settings."""
+
+import dataclasses
+
+from jaxslowmo.topology import GRAPHS, Mixing, self_weighted, uniform_mixing
+
+from ._fields import Checked, option
+
+# How each is built and drawn stands in run/_recipes.py.
+ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig(Checked):
+    """What the replicas exchange, and when. Fields that `algorithm` does not use are ignored."""
+
+    algorithm: str = option(
+        "slowmo",
+        "What replicas exchange: gradients every step (all_reduce), parameters with a few peers "
+        "every step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over "
+        "sgp.",
+        panel="Algorithm",
+        choices=ALGORITHMS,
+    )
+    bucket_mib: float = option(
+        25, "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
+        "tune buckets.", panel="Algorithm", least=0, below=2**20,
+    )  # fmt: skip
+    sync_every: int = option(
+        12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1
+    )
+    slow_every: int = option(
+        48, "Steps between slow (outer) steps of slowmo and diloco.", panel="Algorithm", least=1
+    )
+    graph: str = option(
+        "npeer_directed_exponential",
+        "Who sends to whom in sgp; see jaxslowmo inspect graph.",
+        panel="Algorithm",
+        choices=tuple(GRAPHS),
+    )
+    peers_per_step: int | None = option(
+        None, "Peers that a replica sends to in a step of sgp (default: the graph's).",
+        panel="Algorithm", least=1,
+    )  # fmt: skip
+    overlap: int = option(
+        0,
+        "sgp: 0 sends the new parameters; 1 those of before the step, beside the computation of "
+        "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
+        "sent k - 1 steps earlier.",
+        panel="Algorithm",
+        least=0,
+    )
+    mixing: str = option(
+        "uniform",
+        "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
+        panel="Algorithm",
+    )
+    slow_momentum: float = option(
+        0.5, "Momentum of slowmo's slow step.", panel="Algorithm", least=0, below=1
+    )
+    slow_learning_rate: float = option(
+        1.0, "Step size of slowmo's slow step.", panel="Algorithm", least=0
+    )
+    nesterov: bool = option(False, "Nesterov form of slowmo's slow step.", panel="Algorithm")
+    shard_state: bool = option(
+        True, "Spread slow state over the replicas (slowmo, diloco).", panel="Algorithm"
+    )
+    exact_average: bool = option(
+        True,
+        "Average in slowmo's slow step; without, it takes what its base left (and implies "
+        "--no-shard-state).",
+        panel="Algorithm",
+    )
+    outer_learning_rate: float = option(
+        0.7, "Learning rate of diloco's outer optimizer (SGD).", panel="Algorithm", least=0
+    )
+    outer_momentum: float = option(
+        0.9, "Nesterov momentum of diloco's outer optimizer.", panel="Algorithm", least=0, below=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_mixing(self.mixing)  # only for its checks
+
+
+def parse_mixing(text: str) -> Mixing:
+    """The mixing that "uniform" or "self_weighted:0.7" stands for.
+
+    Raises:
+        ValueError: for anything else, or a share outside (0, 1).
+    """
+    name, colon, share = text.partition(":")
+    if name == "uniform" and not colon:
+        return uniform_mixing()
+    if name == "self_weighted":
+        try:
+            return self_weighted(float(share))
+        except ValueError:
+            pass  # no number, or none between 0 and 1
+    raise ValueError(
+        "--mixing must be uniform, or self_weighted:SHARE with a share between 0 and 1, such as "
+        f"self_weighted:0.7; got {text}"
+    )

@@ -1,0 +1,149 @@
+"""Fields of configurations that are options of the command line: their rules, and their texts."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 1000,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_KEY = "rule"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What the command line knows of a field; `option` says what the attributes are."""
+
+    help: str
+    panel: str | None
+    choices: tuple[str, ...]
+    least: float | None
+    below: float | None
+    parse: Callable[[str, str], Any] | None
+    text: str | None
+    shows_default: bool
+    flag: str | None
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    panel: str | None = None,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    below: float | None = None,
+    parse: Callable[[str, str], Any] | None = None,
+    shows_default: bool = True,
+    flag: str | None = None,
+) -> Any:
+    """A field with what a command-line option needs to know.
+
+    Args:
+        default: its value where the option is not given, unless a preset has another; with
+            `parse` as text.
+        help: what it says in `--help`.
+        panel: under which heading it stands there; None: with the command's own options.
+        choices: the only values; () allows any.
+        least: lower bound.
+        below: exclusive upper bound.
+        parse: `parse(flag, text)` is the value of an option that is given as text.
+        shows_default: `--help` tells the default.
+        flag: how it is called, where that is not "--" and the field's name.
+    """
+    text, value = (default, parse("", default)) if parse else (None, default)
+    rule = Rule(help, panel, choices, least, below, parse, text, shows_default, flag)
+    return dataclasses.field(default=value, metadata={_KEY: rule})
+
+
+def options_of(config: Any) -> dict[str, tuple[dataclasses.Field[Any], Rule]]:
+    """Field and rule of those fields of a configuration, or its class, that are options."""
+    return {
+        field.name: (field, field.metadata[_KEY])
+        for field in dataclasses.fields(config)
+        if _KEY in field.metadata
+    }
+
+
+def flag_of(name: str, rule: Rule | None = None) -> str:
+    """How the option of a field is called."""
+    return (rule and rule.flag) or f"--{name.replace('_', '-')}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """Values against the rules of their options; `ValueError` with option, rule and value."""
+
+    def __post_init__(self) -> None:
+        for name, (_, rule) in options_of(self).items():
+            value, flag = getattr(self, name), flag_of(name, rule)
+            if value is None:
+                continue
+            if rule.choices and value not in rule.choices:
+                raise ValueError(f"{flag} must be one of {', '.join(rule.choices)}, got {value}")
+            # Written so that NaN fails, too.
+            if rule.least is not None and not value >= rule.least:
+                raise ValueError(f"{flag} must be >= {rule.least}, got {value}")
+            if rule.below is not None and not value < rule.below:
+                raise ValueError(f"{flag} must be < {rule.below}, got {value}")
+
+
+def check_different(flag: str, values: Collection[Any], what: str = "values") -> None:
+    """Refuses an empty list, and one that names something twice.
+
+    Raises:
+        ValueError: naming `flag`.
+    """
+    if not values or len(set(values)) < len(values):
+        given = ",".join(map(str, values)) or "nothing"
+        raise ValueError(f"{flag} must list one or more different {what}, got {given}")
+
+
+def parse_names(flag: str, text: str) -> tuple[str, ...]:
+    """The parts of "ring, star"."""
+    del flag
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def parse_integers(flag: str, text: str) -> tuple[int, ...]:
+    """The numbers of "4,8".
+
+    Raises:
+        ValueError: naming `flag`, for anything else.
+    """
+    try:
+        return tuple(int(part) for part in parse_names(flag, text))
+    except ValueError:
+        raise ValueError(f"{flag} must be integers separated by commas, got {text}") from None
+
+
+def parse_sizes(flag: str, text: str) -> tuple[int, ...]:
+    """Bytes of "1MiB,25MB,4096".
+
+    Raises:
+        ValueError: naming `flag`, for anything else.
+    """
+    return tuple(parse_size(flag, part) for part in parse_names(flag, text))
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of "25MiB".
+
+    Raises:
+        ValueError: naming `flag`, for anything else.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{flag} takes sizes such as 25MiB, 500kB or 4096, got {text.strip() or 'nothing'}"
+        )
+    return round(float(found[1]) * _UNITS[found[2].lower()])

@@ -1,0 +1,172 @@
+"""Configuration of `jaxslowmo train`: its parts, and the defaults of each preset."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from ._algorithms import AlgorithmConfig
+from ._checkpoint import CheckpointConfig
+from ._cluster import ClusterConfig
+from ._fields import Checked, Rule, option, options_of
+
+OPTIMIZERS = ("adamw", "sgd")
+SCHEDULES = ("cosine", "constant")
+EXECUTIONS = ("auto", "devices", "virtual")
+MODES = ("traced", "host")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Checked):
+    """The optimizer inside each replica and the schedule that it shares with slowmo."""
+
+    optimizer: str = option(
+        "adamw", "Optimizer inside each replica.", panel="Optimizer", choices=OPTIMIZERS
+    )
+    learning_rate: float = option(1e-3, "Peak learning rate.", panel="Optimizer", least=0)
+    warmup: int = option(30, "Steps of linear warm-up from 0.", panel="Optimizer", least=0)
+    schedule: str = option(
+        "cosine",
+        "After the warm-up: down to a tenth of the peak at the last step (cosine), or the peak.",
+        panel="Optimizer",
+        choices=SCHEDULES,
+    )
+    weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
+    clip: float = option(
+        1.0, "Largest norm of a gradient, as the optimizer gets it; 0: any.", panel="Optimizer",
+        least=0,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(Checked):
+    """One training run."""
+
+    preset: str = option("1m", "Size of the model, and defaults that suit it.", panel="Model")
+    dtype: str = option(
+        "float32",
+        "Dtype of activations and products; parameters are float32.",
+        panel="Model",
+        choices=DTYPES,
+    )
+    steps: int = option(300, "Optimizer steps.", panel="Training", least=1)
+    batch: int = option(8, "Windows per replica and step.", panel="Training", least=1)
+    accumulate: int = option(1, "Microbatches per step.", panel="Training", least=1)
+    seed: int = option(0, "Of the parameters and the batches.", panel="Training", least=0)
+    data: str | None = option(
+        None,
+        "A text file or a folder of them (default: the standard library's source).",
+        panel="Training",
+    )
+    eval_every: int = option(
+        50, "Steps between evaluations of the consensus model.", panel="Training", least=1
+    )
+    eval_batches: int = option(
+        8, "Batches (about 8 kB each) of an evaluation.", panel="Training", least=1
+    )
+    log_every: int = option(10, "Steps between lines of metrics.", panel="Training", least=1)
+    statistics: bool = option(
+        False,
+        "Measure what steps spend their time on: a table, and statistics.json beside the metrics.",
+        panel="Training",
+    )
+    statistics_rate: int = option(
+        100, "Of --statistics: after the first ten, measure every so many steps.",
+        panel="Training", least=1,
+    )  # fmt: skip
+    replicas: int = option(4, "Data-parallel replicas.", panel="Devices", least=1)
+    devices_per_replica: int = option(
+        1, "Devices that share a replica's batch (two levels).", panel="Devices", least=1
+    )
+    execution: str = option(
+        "auto",
+        "A device per replica, virtual replicas on one device, or whichever the machine allows.",
+        panel="Devices",
+        choices=EXECUTIONS,
+    )
+    mode: str = option(
+        "traced",
+        "One program for all steps, or one per kind of step chosen on the host.",
+        panel="Devices",
+        choices=MODES,
+    )
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.accumulate * self.devices_per_replica
+        if self.batch % parts:
+            raise ValueError(
+                "--batch must be a multiple of --accumulate times --devices-per-replica = "
+                f"{parts}, got {self.batch}"
+            )
+        if self.optimizer.warmup >= self.steps:
+            raise ValueError(
+                f"--warmup must be < --steps, got {self.optimizer.warmup} and {self.steps}"
+            )
+
+
+# What differs from the defaults above, by preset of the model.
+PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {"steps": 48, "batch": 4, "learning_rate": 1e-2, "eval_every": 24, "eval_batches": 1},
+    "demo": {
+        "steps": 192, "batch": 4, "learning_rate": 2e-3, "warmup": 16, "eval_every": 24,
+        # Few replicas take little slow momentum.
+        "eval_batches": 2, "slow_momentum": 0.2,
+    },
+    "1m": {},
+    "10m": {
+        "steps": 2000, "batch": 16, "learning_rate": 1e-3, "warmup": 100, "eval_every": 200,
+        "eval_batches": 16,
+    },
+    "124m": {
+        "steps": 20000, "batch": 16, "learning_rate": 6e-4, "warmup": 500, "eval_every": 500,
+        "eval_batches": 32,
+    },
+}  # fmt: skip
+
+
+PARTS: dict[str, type[Checked]] = {
+    "algorithm": AlgorithmConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "cluster": ClusterConfig,
+}
+
+
+def train_options() -> dict[str, tuple[type, dataclasses.Field[Any], Rule]]:
+    """Type, field and rule of every option of a `TrainConfig`, those of its parts included."""
+    found = {}
+    for cls in (TrainConfig, *PARTS.values()):
+        hints = get_type_hints(cls)
+        found |= {name: (hints[name], *known) for name, known in options_of(cls).items()}
+    return found
+
+
+def train_config(given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration with the values of `given`, then its preset's, then the defaults.
+
+    Args:
+        given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+
+    Raises:
+        ValueError: a value against its rule, or an unknown preset.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    preset = given.get("preset", TrainConfig.preset)
+    if preset not in PRESET_DEFAULTS:
+        raise ValueError(f"--preset must be one of {', '.join(PRESET_DEFAULTS)}, got {preset}")
+    values = {**PRESET_DEFAULTS[preset], **given}
+    if "warmup" not in given and "steps" in given and given["steps"] >= 1:
+        # A preset's warm-up suits its own number of steps.
+        default = values.get("warmup", OptimizerConfig.warmup)
+        values["warmup"] = min(default, given["steps"] // 10)
+
+    def of(cls: type) -> dict[str, Any]:
+        return {name: values[name] for name in options_of(cls) if name in values}
+
+    parts: dict[str, Any] = {name: cls(**of(cls)) for name, cls in PARTS.items()}
+    return TrainConfig(**of(TrainConfig), **parts)

@@ -1,0 +1,1 @@
+"""The pictures of the commands: one style, and a file for each."""

@@ -1,0 +1,142 @@
+"""The picture of a comparison: what a loss costs in steps, and in bytes."""
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from .._units import format_bytes
+from ..run._recipes import RECIPES
+from ._style import COLOURS, INK, clean, new_figure, write_title
+
+_STYLES = {name: (COLOURS[recipe.colour], recipe.marker) for name, recipe in RECIPES.items()}
+# An algorithm with settings of its own has its colour, and the next of these.
+_LINES = ("-", "--", ":", "-.")
+_SUBTITLE_WIDTH = 150  # letters that fit into a line
+
+
+def draw_comparison(
+    histories: Mapping[str, Sequence[Sequence[dict[str, Any]]]],
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    would: bool = False,
+) -> None:
+    """Draws validation loss against steps, and against bytes on a logarithmic axis.
+
+    Args:
+        histories: by algorithm, the records of each seed's run (`Recorder`); those with a
+            `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
+        path: of the PNG.
+        title: of the figure.
+        subtitle: what was run, in smaller letters.
+        would: whether the bytes are only what the runs would send.
+    """
+    lines_below_title = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
+    height = 0.91 - 0.04 * max(1, len(lines_below_title))
+    figure = new_figure((11, 5), (0.005, 0.01, 0.99, height), wspace=0.06)
+    by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
+    losses: list[float] = []
+    most_steps = 0
+    lines = _lines(histories)
+    for algorithm, runs in histories.items():
+        points = _mean_over_seeds(runs)
+        if points:
+            # All start at guessing: without that point there is room for the differences.
+            for point in points[1:] or points:
+                losses += [point["low"], point["high"]]
+            most_steps = max(most_steps, points[-1]["step"])
+            _draw(by_steps, algorithm, points, "step", lines[algorithm])
+            # Before the first exchange there is no place on a logarithmic axis.
+            sending = [p for p in points if p["bytes_sent"] > 0]
+            _draw(by_bytes, algorithm, sending, "bytes_sent", lines[algorithm])
+    by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(_label))
+    by_bytes.xaxis.set_minor_formatter(FuncFormatter(_minor_label))
+    by_steps.set_xlim(0, 1.02 * max(most_steps, 1))
+    by_steps.set_xlabel("optimizer steps", color=INK)
+    verb = "that a replica would send" if would else "sent by each replica"
+    by_bytes.set_xlabel(f"bytes {verb} (log scale)", color=INK)
+    by_steps.set_ylabel("validation loss of the consensus model\n(nats per byte)", color=INK)
+    _limit(by_steps, losses)
+    for axes in (by_steps, by_bytes):
+        clean(axes)
+    if losses:
+        by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
+    write_title(figure, title, lines_below_title, heights=(0.945, 0.9, 0.04))
+    figure.savefig(path)
+
+
+def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Points at the steps that every run evaluated."""
+    by_step = [
+        {record["step"]: record for record in run if record.get("validation_loss") is not None}
+        for run in runs
+    ]
+    if not by_step:
+        return []
+    steps = sorted(set.intersection(*(set(run) for run in by_step)))
+    points = []
+    for step in steps:
+        found = [run[step] for run in by_step]
+        losses = [record["validation_loss"] for record in found]
+        points.append(
+            {
+                "step": step,
+                "bytes_sent": statistics.fmean(record["bytes_sent"] for record in found),
+                "mean": statistics.fmean(losses),
+                "low": min(losses),
+                "high": max(losses),
+            }
+        )
+    return points
+
+
+def _lines(algorithms: Iterable[str]) -> dict[str, str]:
+    """Line style of each algorithm: in turn where they differ by their settings only."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for algorithm in algorithms:
+        name = algorithm.partition("+")[0]
+        found[algorithm] = _LINES[seen[name] % len(_LINES)]
+        seen[name] += 1
+    return found
+
+
+def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str, line: str) -> None:
+    colour, marker = _STYLES[algorithm.partition("+")[0]]
+    xs = [point[x] for point in points]
+    last = points[-1] if points else None
+    label = (
+        f"{algorithm}: {last['mean']:.3f} for {format_bytes(last['bytes_sent'])}" if last else ""
+    )
+    axes.fill_between(
+        xs, [p["low"] for p in points], [p["high"] for p in points],
+        color=colour, alpha=0.15, linewidth=0,
+    )  # fmt: skip
+    axes.plot(
+        xs, [point["mean"] for point in points],
+        color=colour, linestyle=line, linewidth=1.8, marker=marker, markersize=5,
+        markeredgecolor="white", markeredgewidth=0.7, label=label, zorder=3,
+    )  # fmt: skip
+
+
+def _limit(axes: Axes, losses: list[float]) -> None:
+    if losses:
+        margin = 0.06 * max(max(losses) - min(losses), 0.1)
+        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+
+
+def _label(count: float, _: int = 0) -> str:
+    number, unit = format_bytes(count).split()
+    return f"{float(number):g} {unit}"
+
+
+def _minor_label(count: float, _: int) -> str:
+    return _label(count) if f"{count:.0e}"[0] in "25" else ""

@@ -1,0 +1,1 @@
+"""`jaxslowmo inspect`: what graphs cost and how fast they mix; without jax."""

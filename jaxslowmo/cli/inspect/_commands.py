@@ -1,0 +1,60 @@
+"""The commands below `jaxslowmo inspect`. They use no device, and load no jax for it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxslowmo.topology import GRAPHS
+
+from .._errors import usage_errors
+from ..config._options import folder_option, with_options
+from ._config import InspectGraphConfig, InspectGraphsConfig
+
+_EPILOG = f"Graphs: {', '.join(GRAPHS)}."
+
+inspect_app = typer.Typer(
+    help="Shows what graphs cost and how fast they mix.", no_args_is_help=True, add_completion=False
+)
+
+
+def _graph(
+    *,
+    name: Annotated[
+        str | None, typer.Argument(help="Of the graph; see below.", show_default=False)
+    ] = None,
+    **given: Any,
+) -> None:
+    """Shows who sends to whom, what it costs, and how fast the nodes agree."""
+    with usage_errors():
+        config = InspectGraphConfig(name, **given)
+    from ._graph import inspect_graph
+
+    raise typer.Exit(inspect_graph(config))
+
+
+def _graphs(
+    *,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="Markdown file to write the tables into, between its markers; the picture goes "
+            "beside it.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path | None, folder_option("graphs")] = None,
+    **given: Any,
+) -> None:
+    """Compares graphs at several sizes: tables and a picture."""
+    # The picture shows all graphs that were asked for.
+    pictured = {"pictured": given["graphs"]} if "graphs" in given else {}
+    with usage_errors():
+        config = InspectGraphsConfig(**given, **pictured)
+    from ._graphs import inspect_graphs
+
+    raise typer.Exit(inspect_graphs(config, out, page))
+
+
+inspect_app.command("graph", epilog=_EPILOG)(with_options(_graph, InspectGraphConfig))
+inspect_app.command("graphs", epilog=_EPILOG)(with_options(_graphs, InspectGraphsConfig))

@@ -1,0 +1,154 @@
+"""Which devices run the replicas."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+
+import jaxslowmo as js
+
+from .._errors import CommandError
+from ..config._train import TrainConfig
+from ..processes._launchers import ALONE, Cluster
+
+# Each CPU device is a thread pool and a copy of everything; more of them help nobody.
+MAX_CPU_DEVICES = 64
+# The devices of a laptop share its cores, so one may come late to a collective; by default the
+# process aborts after 40 seconds of that.
+_PATIENCE = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+)
+# Between processes on CPU, all-reduces that stay apart travel beside the computation. A pass
+# of the compiler for CPUs alone: other platforms do not know it.
+_APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the replicas run.
+
+    Attributes:
+        mesh: for the training step, with the axes "replica" and, for two levels, "device".
+        description: the same in words.
+        is_virtual: replicas are `vmap`ped on one device and nothing is sent.
+        is_cpu: the devices are parts of the host.
+    """
+
+    mesh: jax.sharding.Mesh | js.VirtualMesh
+    description: str
+    is_virtual: bool
+    is_cpu: bool
+
+
+def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
+    """Devices for the replicas: call it before anything else touches a device.
+
+    "devices" is one device per replica (times `devices_per_replica`), on CPU as many as are
+    needed; "virtual" is all replicas on one device; "auto" is devices where there are enough of
+    them, else virtual. With several processes each gives as many devices, in order of processes:
+    of whole replicas, or of a part of one.
+
+    Raises:
+        CommandError: if there are fewer devices than "devices" needs, or they cannot be divided
+            evenly among the processes.
+    """
+    _check_division(config, cluster.count)
+    if cluster.count > 1 and config.execution == "virtual":
+        raise CommandError("--execution virtual is for one process, and devices for several")
+    axes = {"replica": config.replicas}
+    if config.devices_per_replica > 1:
+        axes["device"] = config.devices_per_replica
+    needed = config.replicas * config.devices_per_replica
+    ask_for_devices(config, cluster.count)
+    devices = jax.devices()
+    is_cpu = devices[0].platform == "cpu"
+    kind = "CPU device" if is_cpu else devices[0].device_kind
+    is_short = len(devices) < needed
+    if config.execution == "virtual" or (
+        config.execution == "auto" and is_short and cluster.count == 1
+    ):
+        each = "" if len(axes) == 1 else f" of {config.devices_per_replica} virtual devices"
+        return Placement(
+            mesh=js.virtual_mesh(axes),
+            description=f"{config.replicas} virtual replicas{each} on one {kind}",
+            is_virtual=True,
+            is_cpu=is_cpu,
+        )
+    if is_short:
+        raise CommandError(
+            f"--replicas {config.replicas} with --devices-per-replica "
+            f"{config.devices_per_replica} need {needed} devices, found {len(devices)} ({kind}): "
+            "use fewer, or --execution virtual"
+        )
+    each = "" if len(axes) == 1 else f" of {config.devices_per_replica} devices"
+    if cluster.count > 1:
+        devices = _even_share(devices, needed // cluster.count)
+    hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
+    return Placement(
+        mesh=js.make_mesh(axes, devices=devices[:needed]),
+        description=(
+            f"{config.replicas} replicas{each} on {needed} of {len(jax.devices())} {kind}s{hosts}"
+        ),
+        is_virtual=False,
+        is_cpu=is_cpu,
+    )
+
+
+def _check_division(config: TrainConfig, processes: int) -> None:
+    """Whole replicas for every process, or equal parts of one."""
+    replicas, each = config.replicas, config.devices_per_replica
+    if replicas % processes == 0:
+        return
+    if processes % replicas:
+        raise CommandError(
+            f"--replicas must be a multiple of the number of processes, {processes}, or divide it, "
+            f"got {replicas}"
+        )
+    if each % (processes // replicas):
+        raise CommandError(
+            f"--devices-per-replica must be a multiple of {processes // replicas}: with --replicas "
+            f"{replicas} and {processes} processes each replica spans as many; got {each}"
+        )
+
+
+def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
+    """As many CPU devices as a process needs, if that is where they will be.
+
+    Before processes are joined, too, which fixes the devices; where only the launcher knows the
+    number of processes, None, one for each.
+    """
+    needed = config.replicas * config.devices_per_replica
+    own = 1 if num_processes is None else max(1, needed // num_processes)
+    if config.execution != "virtual" and own <= MAX_CPU_DEVICES:
+        _ask_for_cpu_devices(own, alone=num_processes == 1)
+
+
+def _even_share(devices: list[Any], each: int) -> list[Any]:
+    """`each` devices of every process, process by process."""
+    chosen = []
+    for index in range(jax.process_count()):
+        own = [device for device in devices if device.process_index == index]
+        if len(own) < each:
+            raise CommandError(
+                f"process {index} has {len(own)} devices and its replicas need {each}: lower "
+                "--replicas or --devices-per-replica, or start more processes"
+            )
+        chosen += own[:each]
+    return chosen
+
+
+def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:
+    """As many CPU devices as that, unless the user chose a number or jax has started."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    wanted = _PATIENCE if alone else (*_PATIENCE, _APART)
+    new = [flag for flag in wanted if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()
+    chosen = getattr(jax.config, "jax_num_cpu_devices", -1) > 0
+    if chosen or "xla_force_host_platform_device_count" in flags:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # devices are in use already: there are as many as there are
+        return

@@ -1,0 +1,178 @@
+"""One training run: everything between a configuration and its metrics."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxslowmo as js
+from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
+
+from ..config._train import TrainConfig
+from ..processes._launchers import ALONE, Cluster
+from ..processes._stop import StopOnSignal
+from ._bytes import ByteLedger
+from ._devices import Placement
+from ._files import RunFiles
+from ._keeper import Keeper, Progress
+from ._progress import Reporter
+from ._recipes import build_algorithm
+from ._recorder import Recorder
+from ._session import Session
+from ._text import RunBatches, Text
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run left.
+
+    Attributes:
+        status: "finished", "interrupted" (Ctrl-C), "preempted" (SIGTERM) or "diverged".
+        records: the lines of metrics.jsonl.
+        summary: what summary.json holds.
+        statistics: what statistics.json holds, where it was asked for.
+        saved: the step of the newest checkpoint; None without any.
+    """
+
+    status: str
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+    statistics: js.StepReport | None = None
+    saved: int | None = None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal ended it early."""
+        return self.status in ("interrupted", "preempted")
+
+
+class Job:
+    """A configuration made ready: programs that several seeds share.
+
+    Args:
+        config: of all its runs, which differ in their seeds.
+        placement: where.
+        text: what `load_text` returned.
+        label: what the summary calls the algorithm; None: its name.
+        cluster: the processes that run it.
+
+    Raises:
+        ValueError: for arguments that the library refuses.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        placement: Placement,
+        text: Text,
+        label: str | None = None,
+        cluster: Cluster = ALONE,
+    ):
+        self.config, self.placement, self._text = config, placement, text
+        self.label = label or config.algorithm.algorithm
+        self._cluster = cluster
+        self._model = gpt_preset(config.preset, dtype=config.dtype)
+        self.num_parameters = num_parameters(self._model)
+        loss_fn = gpt_loss_fn(self._model)
+        self._algorithm = build_algorithm(config)
+        self.step = js.make_train_step(
+            loss_fn,
+            self._algorithm.optimizer,
+            sync=self._algorithm.sync,
+            gradients=self._algorithm.gradients,
+            mesh=placement.mesh,
+            mode=config.mode,  # pyright: ignore[reportArgumentType]
+            accumulate=config.accumulate,
+            # As the backward pass finishes the gradients, so that buckets can travel beside it.
+            order="ready" if self._algorithm.gradients else "reverse",
+        )
+        # One batch after another, so that memory does not grow with their number.
+        self._mean_loss = jax.jit(
+            lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
+        )
+
+    def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
+        """Loss of one copy of the parameters on the held-out text, nats per byte."""
+        del model_state
+        # On one device: all would compute the same, and CPU devices share their cores.
+        one = jax.tree.map(lambda x: x.addressable_data(0), params)
+        return {"validation_loss": float(self._mean_loss(one, self._text.validation))}
+
+    def run(
+        self, config: TrainConfig, out: Path, reporter: Reporter, *, saves: bool = False
+    ) -> RunResult:
+        """Trains and writes config.json, metrics.jsonl and summary.json to `out`.
+
+        With `config.statistics` also statistics.json. Ctrl-C and SIGTERM end it after the step in
+        progress, a loss that is not finite as soon as it is read.
+
+        Args:
+            config: the job's, with the seed of the run.
+            out: folder of the run.
+            reporter: shows the progress.
+            saves: keep checkpoints and resume from them, as `config.checkpoint` says.
+
+        Raises:
+            CommandError: a checkpoint that cannot be resumed.
+        """
+        params = init_gpt(self._model, config.seed)
+        batches = RunBatches(self._text, config, self.placement.mesh)
+        resumes = saves and config.checkpoint.resume
+        with (
+            Keeper(config, out, self.step, params) as keeper,
+            StopOnSignal(self._cluster) as stop,
+        ):
+            found = keeper.newest() if resumes else None
+            state, done, notes = found or (self.step.init(params, seed=config.seed), Progress(), ())
+            batches.position = done.next_batch
+            ledger = ByteLedger.of_step(self.step, state, batches.batch(0), sent=done.bytes_sent)
+            rate = config.statistics_rate if config.statistics else None
+            measured = js.measured(self.step, rate=rate) if rate else None
+            with RunFiles(out, config, writes=self._cluster.is_first, after=done.step) as files:
+                recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
+                if found:
+                    reporter.say(f"Resumed at step {done.step}.", *notes)
+                    recorder.note(done.step, resumed=list(notes))
+                else:
+                    if resumes:
+                        reporter.say(f"There is no checkpoint in {out}: from scratch.")
+                    # All replicas start alike.
+                    mean = js.consensus(state.params, mesh=self.placement.mesh)
+                    recorder.start(self.evaluate(mean))
+                session = Session(
+                    config=config,
+                    step=measured or self.step,
+                    evaluate=js.Evaluate(
+                        self.evaluate, mesh=self.placement.mesh, sync=self.step.sync
+                    ),
+                    batches=batches,
+                    recorder=recorder,
+                    keeper=keeper if saves else None,
+                    stop=stop,
+                    waits=self.placement.is_cpu,
+                )
+                status, state = session.train(state, done.step)
+                if saves and config.checkpoint.export and status == "finished":
+                    self._export(out / "model", state)
+        summary = recorder.summary(status) | self._facts(ledger)
+        statistics = measured.report() if measured else None
+        files.finish(summary, statistics)
+        return RunResult(status, recorder.records, summary, statistics, keeper.last)
+
+    def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
+        """What summary.json tells besides the recorder's numbers."""
+        return {
+            "algorithm": self.label,
+            "parameters": self.num_parameters,
+            "placement": self.placement.description,
+            "bytes_are_hypothetical": self.placement.is_virtual,
+            "bytes_per_step_by_kind": ledger.by_kind,
+            "data": self._text.description,
+        }
+
+    def _export(self, folder: Path, state: js.TrainState) -> None:
+        from jaxslowmo.checkpoint import export_consensus
+
+        shares = None if self.step.sync is None else self.step.sync.shares(state.opt_state[-1])
+        export_consensus(folder, state.params, mesh=self.placement.mesh, shares=shares)

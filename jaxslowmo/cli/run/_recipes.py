@@ -1,0 +1,184 @@
+"""The algorithms of the command line, a row for each: how it is built, described and drawn."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import optax
+
+import jaxslowmo as js
+from jaxslowmo.topology import make_graph
+
+from ..config._algorithms import ALGORITHMS, AlgorithmConfig, parse_mixing
+from ..config._train import OptimizerConfig, TrainConfig
+
+# What replicas exchange besides gradients, in words; in this order where there are several.
+_AVERAGE = "average every {sync_every}"
+_SLOW = "slow step every {slow_every}"
+_GOSSIP = "gossip over {graph}"
+_EXCHANGES = (_AVERAGE, _SLOW, _GOSSIP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a row builds from.
+
+    Attributes:
+        config: of the algorithm.
+        schedule: learning rate of the 0-based update count.
+        two_levels: whether a replica has several devices.
+    """
+
+    config: AlgorithmConfig
+    schedule: optax.Schedule
+    two_levels: bool
+
+    @property
+    def levels(self) -> dict[str, Any]:
+        """Argument of parameter transforms about the devices of a replica."""
+        return {"local_axis_name": "device"} if self.two_levels else {}
+
+
+def _all_reduce(setting: Setting) -> optax.GradientTransformation:
+    size = round(setting.config.bucket_mib * 2**20)
+    return js.all_reduce_gradients(
+        ("replica", "device") if setting.two_levels else "replica",
+        bucket_bytes=size,
+        first_bucket_bytes=min(size, 2**20),
+    )
+
+
+def _local_sgd(setting: Setting) -> js.ParameterTransform:
+    return js.local_sgd("replica", sync_every=setting.config.sync_every, **setting.levels)
+
+
+def _sgp(setting: Setting) -> js.ParameterTransform:
+    config = setting.config
+    return js.sgp(
+        "replica",
+        graph=lambda n: make_graph(config.graph, n, peers_per_step=config.peers_per_step),
+        mixing=parse_mixing(config.mixing),
+        overlap=config.overlap,
+        **setting.levels,
+    )
+
+
+def _slowmo(setting: Setting, base: js.ParameterTransform) -> js.ParameterTransform:
+    config = setting.config
+    return js.slowmo(
+        "replica",
+        base=base,
+        sync_every=config.slow_every,
+        momentum=config.slow_momentum,
+        slow_learning_rate=config.slow_learning_rate,
+        learning_rate=setting.schedule,
+        shard_state=config.shard_state and config.exact_average,
+        exact_average=config.exact_average,
+        nesterov=config.nesterov,
+        **setting.levels,
+    )
+
+
+def _diloco(setting: Setting) -> js.ParameterTransform:
+    config = setting.config
+    return js.diloco(
+        "replica",
+        sync_every=config.slow_every,
+        outer_optimizer=optax.sgd(
+            config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
+        ),
+        shard_state=config.shard_state,
+        **setting.levels,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """An algorithm.
+
+    Attributes:
+        colour: of its line in a picture, by its name in figures/_style.py.
+        marker: on that line, for print.
+        exchanges: those of `_EXCHANGES` that describe it.
+        gradients: builds its gradient transform; None where gradients are not exchanged.
+        sync: builds its parameter transform; None where parameters are not exchanged.
+    """
+
+    colour: str
+    marker: str
+    exchanges: tuple[str, ...] = ()
+    gradients: Callable[[Setting], optax.GradientTransformation] | None = None
+    sync: Callable[[Setting], js.ParameterTransform] | None = None
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "all_reduce": Recipe("black", "o", gradients=_all_reduce),
+    "local_sgd": Recipe("blue", "s", (_AVERAGE,), sync=_local_sgd),
+    "sgp": Recipe("pink", "v", (_GOSSIP,), sync=_sgp),
+    "slowmo": Recipe("vermilion", "D", (_AVERAGE, _SLOW), sync=lambda s: _slowmo(s, _local_sgd(s))),
+    "slowmo_sgp": Recipe("orange", "P", (_GOSSIP, _SLOW), sync=lambda s: _slowmo(s, _sgp(s))),
+    "diloco": Recipe("green", "^", (_SLOW,), sync=_diloco),
+}
+# Not after all training, when the first entry is missed.
+assert tuple(RECIPES) == ALGORITHMS, f"a recipe for each of {ALGORITHMS}, got {tuple(RECIPES)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """What `js.make_train_step` is given.
+
+    Attributes:
+        schedule: learning rate of the 0-based update count.
+        optimizer: inside each replica.
+        gradients: gradient transform, or None.
+        sync: parameter transform, or None.
+    """
+
+    schedule: optax.Schedule
+    optimizer: optax.GradientTransformation
+    gradients: optax.GradientTransformation | None
+    sync: js.ParameterTransform | None
+
+
+def build_algorithm(config: TrainConfig) -> Algorithm:
+    """The transforms of a configuration, over the axes "replica" and, for two levels, "device".
+
+    Raises:
+        ValueError: for a combination that the library refuses.
+    """
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    recipe = RECIPES[config.algorithm.algorithm]
+    setting = Setting(config.algorithm, schedule, two_levels=config.devices_per_replica > 1)
+    gradients = recipe.gradients(setting) if recipe.gradients else None
+    sync = recipe.sync(setting) if recipe.sync else None
+    if config.checkpoint.check_parameters:
+        if sync is None:
+            raise ValueError(
+                "--check-parameters is for algorithms that exchange parameters; all_reduce "
+                "exchanges gradients, and its loss tells"
+            )
+        sync = js.only_finite(sync)
+    return Algorithm(schedule, _optimizer(config.optimizer, schedule), gradients, sync)
+
+
+def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> list[str]:
+    """What any of the algorithms exchanges, and when, in words."""
+    told = {exchange for name in algorithms for exchange in RECIPES[name].exchanges}
+    return [exchange.format_map(vars(config)) for exchange in _EXCHANGES if exchange in told]
+
+
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0 to the peak, then a cosine down to a tenth of it, or the peak."""
+    peak = config.learning_rate
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, steps, 0.1 * peak)
+    return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
+
+
+def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    if config.optimizer == "adamw":
+        inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
+    else:
+        inner = optax.sgd(schedule, momentum=0.9)
+    # Clipping stands after the gradients were averaged (all_reduce), before the optimizer.
+    return optax.chain(optax.clip_by_global_norm(config.clip), inner) if config.clip else inner

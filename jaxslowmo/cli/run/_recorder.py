@@ -1,0 +1,153 @@
+"""Metrics of a run as it goes: one record per logged step."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+import jaxslowmo as js
+from jaxslowmo.models import GPT_PRESETS
+
+from ..config._train import TrainConfig
+from ._bytes import ByteLedger
+from ._files import RunFiles
+from ._progress import Reporter
+
+
+class Recorder:
+    """Collects records and passes them on.
+
+    A record has `step`, `loss` (mean over replicas, of that step's batches), `learning_rate` (of
+    that step's update), `tokens_per_second` (since the last record; null where a program was
+    compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` where the
+    consensus model was evaluated. The record of step 0 has only the last two.
+
+    Args:
+        config: of the run.
+        ledger: counts the bytes.
+        schedule: learning rate of the 0-based update count.
+        files: take each record, and may hold those of before the run was resumed.
+        reporter: shows the progress.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ledger: ByteLedger,
+        schedule: optax.Schedule,
+        files: RunFiles,
+        reporter: Reporter,
+    ):
+        self.records = files.records
+        self._config, self._ledger, self._schedule = config, ledger, schedule
+        self._files, self._reporter = files, reporter
+        context = GPT_PRESETS[config.preset].context_length
+        self._tokens_per_step = config.replicas * config.batch * context
+        self._seen: set[tuple[str, ...]] = set()
+        self._steps_since = 0
+        self._compiled_since = False
+        self._since = time.perf_counter()
+        self._began = self._since
+        self._timed_tokens, self._timed_seconds = 0, 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Per replica, so far."""
+        return self._ledger.sent
+
+    def start(self, reports: Mapping[str, float]) -> None:
+        """Records the evaluation before the first step."""
+        self._keep({"step": 0, "bytes_sent": 0, **reports})
+        self._restart_clock()
+
+    def step(
+        self,
+        result: js.StepResult,
+        *,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+        now: bool = False,
+    ) -> bool:
+        """Counts a step and records it if it is due, to be evaluated, or `now`.
+
+        Returns:
+            Whether to go on: False if its loss was read and is not finite.
+        """
+        sent = self._ledger.add(result.phase)
+        self._steps_since += 1
+        # A host-scheduled step compiles a program at the first step of each kind.
+        is_new = not self._seen or (self._config.mode == "host" and result.phase not in self._seen)
+        self._compiled_since |= is_new
+        self._seen.add(result.phase)
+        is_due = result.step == 1 or result.step % self._config.log_every == 0
+        if not (is_due or now or evaluate):
+            self._reporter.advance(result.step)
+            return True
+        record = {
+            "step": result.step,
+            "loss": _mean_of_all(result.metrics["loss"]),  # waits for the step
+            "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
+            "tokens_per_second": self._lap(),
+            "bytes_sent": sent,
+        }
+        go_on = math.isfinite(record["loss"])
+        if evaluate and go_on:
+            record.update(evaluate())
+        self._keep(record)
+        self._restart_clock()
+        return go_on
+
+    def summary(self, status: str) -> dict[str, Any]:
+        """The run in a few numbers, as summary.json has them."""
+        validations = [r["validation_loss"] for r in self.records if "validation_loss" in r]
+        last = self.records[-1] if self.records else {}
+        speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
+        return {
+            "status": status,
+            "algorithm": self._config.algorithm.algorithm,
+            "seed": self._config.seed,
+            "steps": last.get("step", 0),
+            "loss": last.get("loss"),
+            "validation_loss": validations[-1] if validations else None,
+            "bytes_sent": self._ledger.sent,
+            "tokens_per_second": speed,
+            "seconds": time.perf_counter() - self._began,
+        }
+
+    def note(self, step: int, **facts: Any) -> None:
+        """Records something else than a step: where a run was resumed or rolled back."""
+        self._keep({"step": step, "bytes_sent": self.bytes_sent, **facts})
+        self._restart_clock()
+
+    def _lap(self) -> float | None:
+        """Tokens per second of all replicas since the clock was restarted."""
+        tokens = self._steps_since * self._tokens_per_step
+        seconds = time.perf_counter() - self._since
+        if self._compiled_since:
+            return None
+        self._timed_tokens += tokens
+        self._timed_seconds += seconds
+        return tokens / seconds
+
+    def _restart_clock(self) -> None:
+        self._steps_since, self._compiled_since = 0, False
+        self._since = time.perf_counter()
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        self._files.write_record(record)
+        self._reporter.show(record)
+
+
+def _mean_of_all(losses: jax.Array) -> float:
+    """The mean over the replicas of all processes, so that all decide alike.
+
+    Communication: with several processes one all-gather of 4 bytes per replica.
+    """
+    if not losses.is_fully_addressable:
+        losses = multihost_utils.process_allgather(losses, tiled=True)
+    return float(np.mean(np.asarray(losses, np.float64)))

@@ -1,0 +1,133 @@
+"""The steps of a run: recorded, saved, stopped, and taken back where they went wrong."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxslowmo as js
+
+from ..config._train import TrainConfig
+from ..processes._stop import StopOnSignal
+from ._keeper import Keeper, Progress
+from ._recorder import Recorder
+from ._text import RunBatches
+
+Evaluation = Callable[[js.StepResult], Mapping[str, float]]
+
+
+@dataclasses.dataclass
+class Session:
+    """One run of the steps of a configuration.
+
+    Attributes:
+        config: of the run.
+        step: what does a step.
+        evaluate: the losses of the consensus model after a step.
+        batches: where they come from.
+        recorder: what is told of them.
+        keeper: what saves them; None for a run that is not saved.
+        stop: what may end them early.
+        waits: wait for every step before the next is started.
+    """
+
+    config: TrainConfig
+    step: js.TrainStep | js.MeasuredStep
+    evaluate: Evaluation
+    batches: RunBatches
+    recorder: Recorder
+    keeper: Keeper | None
+    stop: StopOnSignal
+    waits: bool
+
+    def train(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState]:
+        """Trains to the last step, or until something ends it.
+
+        Args:
+            state: after `done` steps.
+            done: steps.
+
+        Returns:
+            "finished", "interrupted", "preempted" or "diverged", and the last state.
+
+        Communication: that of the steps; evaluations and checkpoints bring the parameters together
+            and look whether all are finite.
+        """
+        options = self.config.checkpoint
+        rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
+        while True:
+            status, state, done = self._until_something(state, done)
+            if status != "diverged" or not rollbacks or self.keeper is None:
+                return status, state
+            found = self.keeper.newest()
+            if found is None:
+                return status, state
+            rollbacks -= 1
+            # The batches since then are left out: with them it would end like this again.
+            state, before, _ = found
+            self.recorder.note(before.step, rolled_back_from=done)
+            done = before.step
+
+    def _until_something(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
+        status = "interrupted"
+        # The second Ctrl-C, in the middle of a step, raises.
+        with contextlib.suppress(KeyboardInterrupt):
+            loop = js.train_loop(
+                self.step, state, self.batches, num_steps=self.config.steps, start=done
+            )
+            for result in loop:
+                state, done = result.state, result.step
+                if self.waits:
+                    # Devices of a host share its threads: steps queued behind each other could
+                    # hold the threads that an earlier step's collective waits for.
+                    jax.block_until_ready(result.metrics)
+                ending = self._after(result)
+                if ending is not None:
+                    return ending, state, done
+            status = "finished"
+        return status, state, done
+
+    def _after(self, result: js.StepResult) -> str | None:
+        """Records and saves; why to end here, if so."""
+        config, is_last = self.config, result.step == self.config.steps
+        asked = None if is_last else self.stop.after(result.step)
+        evaluates = is_last or result.step % config.eval_every == 0
+        saves = self.keeper is not None and (bool(asked) or self.keeper.is_due(result.step))
+        if not self.recorder.step(
+            result,
+            evaluate=functools.partial(self.evaluate, result) if evaluates else None,
+            now=bool(asked),
+        ):
+            return "diverged"
+        if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
+            return "diverged"
+        if saves and self.keeper is not None:
+            if not all_finite(result.state.params):
+                return "diverged"
+            progress = Progress(result.step, self.batches.position, self.recorder.bytes_sent)
+            self.keeper.save(result.state, progress, wait=bool(asked))
+        return asked
+
+
+def _was_refused(state: js.TrainState) -> bool:
+    """Whether an exchange did not take place, as all replicas know. Waits for the step."""
+    refused = state.opt_state[-1].refused
+    return bool(np.asarray(refused.addressable_data(0)).any())
+
+
+def all_finite(tree: object) -> bool:
+    """Whether all floats on all devices of all processes are.
+
+    Communication: with several devices one all-reduce of a boolean.
+    """
+    return bool(_all_finite(tree))
+
+
+@jax.jit
+def _all_finite(tree: object) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in floats])

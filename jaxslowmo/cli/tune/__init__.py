@@ -1,0 +1,1 @@
+"""`jaxslowmo tune`: settings, measured on the devices at hand."""

@@ -1,0 +1,86 @@
+"""What the commands below `jaxslowmo inspect` take and refuse."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxslowmo import topology
+from jaxslowmo.cli.inspect._graphs import BEGIN
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("graph", "give the NAME of a graph or --phone-book FILE; the names are npeer_"),
+        ("graph rnig --nodes 4", "unknown graph 'rnig'; the graphs are npeer_directed_exponential"),
+        ("graph ring", "--nodes must be given with the name of a graph"),
+        ("graph ring --nodes 0", "--nodes must be >= 1, got 0"),
+        ("graph ring --nodes four", "Invalid value for '--nodes'"),
+        ("graph ring --nodes 5000", "--nodes: at most 1024 nodes are analysed, since more take"),
+        (
+            "graph star --nodes 1024 --peers-per-step 1",
+            "--nodes: star with 1024 nodes takes minutes, since its rotation has 1023 rounds;",
+        ),
+        ("graphs --nodes 4,1025", "--nodes: at most 1024 nodes are analysed, since more take"),
+        ("graphs --picture-nodes 1025", "--picture-nodes: at most 1024 nodes are analysed"),
+        ("graph ring --nodes 4 --peers-per-step 0", "--peers-per-step must be >= 1, got 0"),
+        ("graph ring --nodes 4 --peers-per-step 3", "`peers_per_step` must be at most 2"),
+        ("graph ring --nodes 4 --rows 2", "ring has no option 'rows'"),
+        ("graph complete --nodes 4 --dedupe", "complete has no option 'dedupe'"),
+        ("graph bipartite_linear --nodes 5", "`num_nodes` must be even"),
+        ("graph ring --nodes 4 --mixing half", "--mixing must be uniform, or self_weighted:SHARE"),
+        ("graph ring --nodes 4 --mixing self_weighted:2", "--mixing must be uniform"),
+        ("graph ring --nodes 4 --tolerance 0", "--tolerance must lie strictly between 0 and 1"),
+        ("graph ring --nodes 4 --model-bytes -1", "--model-bytes must be >= 0, got -1"),
+        ("graph ring --nodes 4 --parameters -1", "--parameters must be >= 0, got -1"),
+        ("graph ring --nodes 4 --parameters 1 --model-bytes 4", "give one of --model-bytes and"),
+        ("graph ring --nodes 4 --phone-book x.json", "give the NAME of a graph or --phone-book"),
+        ("graph --phone-book x.json --nodes 4", "--nodes does not go with --phone-book"),
+        ("graph --phone-book /no/such/file", "--phone-book: cannot read /no/such/file: No such"),
+        ("graph --bogus", "No such option: --bogus"),
+        ("graphs --nodes ,", "--nodes must list one or more different values, got nothing"),
+        ("graphs --nodes 4,x", "--nodes must be integers separated by commas, got 4,x"),
+        ("graphs --nodes 0", "--nodes must be >= 1, got 0"),
+        ("graphs --picture-nodes 4,4", "--picture-nodes must list one or more different values"),
+        ("graphs --graphs ring,rnig", "--graphs must be of npeer_directed_exponential, "),
+        (
+            "graphs --graphs ring:two",
+            "--graphs: peers per step must be a number >= 1, as in ring:2",
+        ),
+        ("graphs --graphs ring,ring", "--graphs must list one or more different values"),
+        ("graphs --mixing none", "--mixing must be uniform"),
+        ("graphs --tolerance 1", "--tolerance must lie strictly between 0 and 1, got 1.0"),
+        ("graphs --page /no/such/page.md", "--page: cannot read /no/such/page.md: No such file"),
+        ("graphs --page README.md", f"--page: README.md must have a line {BEGIN}"),
+        ("nothing", "No such command 'nothing'"),
+    ],
+)
+def test_wrong_usage_is_one_line(call, monkeypatch, arguments, message):
+    monkeypatch.chdir(ROOT)
+    outcome = call("inspect", *arguments.split())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+    assert message in outcome.err
+
+
+def test_help_lists_the_graphs(call):
+    out = call("inspect", "graph", "--help").out
+    assert all(name in out for name in topology.GRAPHS)
+    assert "graphs" in call("inspect").out
+
+
+def test_inspecting_loads_no_jax():
+    code = (
+        "import sys\nfrom jaxslowmo.cli import main\n"
+        "try:\n    main(['inspect', 'graph', 'ring', '--nodes', '4'])\n"
+        "except SystemExit as exit:\n    print(exit.code, 'jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"

@@ -1,0 +1,85 @@
+"""A recipe for every algorithm, and what is built from it."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxslowmo.cli.config._algorithms import ALGORITHMS
+from jaxslowmo.cli.config._train import OptimizerConfig, train_config
+from jaxslowmo.cli.run._recipes import (
+    RECIPES,
+    build_algorithm,
+    describe_exchanges,
+    learning_rate_schedule,
+)
+
+
+def test_there_is_a_recipe_for_every_algorithm_that_can_be_asked_for():
+    assert tuple(RECIPES) == ALGORITHMS
+    for recipe in RECIPES.values():
+        assert (recipe.gradients is None) != (recipe.sync is None)
+        assert bool(recipe.exchanges) == bool(recipe.sync)
+    looks = {(recipe.colour, recipe.marker) for recipe in RECIPES.values()}
+    assert len(looks) == len(ALGORITHMS)
+
+
+def test_exchanges_are_told_once_and_in_one_order():
+    config = train_config({"sync_every": 2, "slow_every": 4, "graph": "ring"}).algorithm
+    average, slow, gossip = "average every 2", "slow step every 4", "gossip over ring"
+    assert describe_exchanges(["all_reduce"], config) == []
+    assert describe_exchanges(["sgp", "local_sgd"], config) == [average, gossip]
+    assert describe_exchanges(["slowmo", "diloco"], config) == [average, slow]
+    assert describe_exchanges(ALGORITHMS, config) == [average, slow, gossip]
+
+
+@pytest.mark.parametrize(("kind", "end"), [("cosine", 0.1), ("constant", 1.0)])
+def test_schedules_warm_up_from_zero(kind, end):
+    config = OptimizerConfig(learning_rate=2.0, warmup=4, schedule=kind)
+    schedule = learning_rate_schedule(config, 20)
+    np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 1, 2, 2 * end])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_exchange_gradients_or_parameters(algorithm):
+    built = build_algorithm(train_config({"algorithm": algorithm, "replicas": 2}))
+    assert (built.gradients is None) != (built.sync is None)
+    if built.sync is not None:
+        last = {"local_sgd": ("average",), "sgp": ("round 0",)}.get(algorithm, ("slow",))
+        due = {48: last, 47: ("round 0",) if "sgp" in algorithm else ()}
+        sync = built.sync.sized({"replica": 2})
+        assert {t: sync.phase(t) for t in due} == due
+
+
+@pytest.mark.parametrize(("mib", "buckets"), [(25, 1), (0.01, 2), (0, 5)])
+def test_gradients_travel_in_buckets_of_the_size_that_is_asked_for(mib, buckets, mesh_of):
+    """Last leaf first: four of 4 KiB, then one of 1 MiB; the first bucket obeys as well."""
+    given = {"algorithm": "all_reduce", "replicas": 2, "bucket_mib": mib}
+    gradients = build_algorithm(train_config(given)).gradients
+    assert gradients is not None
+    tree = [np.zeros(2**18, np.float32), *[np.zeros(2**10, np.float32)] * 4]
+    exchange = jax.shard_map(
+        lambda g: gradients.update(jax.lax.pcast(g, "replica", to="varying"), gradients.init(g))[0],
+        mesh=mesh_of({"replica": 2}),
+        in_specs=jax.sharding.PartitionSpec(),
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    assert jax.jit(exchange).lower(tree).as_text().count("stablehlo.all_reduce") == buckets
+
+
+def test_gossip_is_built_as_configured():
+    given = {
+        "algorithm": "sgp",
+        "graph": "ring",
+        "peers_per_step": 2,
+        "mixing": "self_weighted:0.5",
+    }
+    sync = build_algorithm(train_config(given)).sync
+    assert sync is not None
+    params = np.arange(4.0, dtype=np.float32)
+
+    def update(p):
+        return sync.update(np.zeros((), np.float32), sync.init(p), p)[0]
+
+    moved = jax.vmap(update, axis_name="replica")(params)
+    # Half of its own value, a quarter of each neighbour's on the ring.
+    np.testing.assert_allclose(params + moved, [1, 1, 2, 2])
