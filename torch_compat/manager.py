@@ -78,29 +78,21 @@ class TPUManager(mp.Process):
         init_timeout: float | None = 300,
     ):
         super().__init__(name="TPUManager", daemon=True)  # ends with the main process
-        counts = {
-            "prefetch": prefetch,
-            "batch_size_per_device": batch_size_per_device,
-            "grad_accumulation_steps": grad_accumulation_steps,
-        }
-        for name, value in counts.items():
-            counts[name] = _as_count(name, value)
-        for name, value in {"step_timeout": step_timeout, "init_timeout": init_timeout}.items():
-            _check_seconds(name, value)
+        self.prefetch = _as_count("prefetch", prefetch)
+        self.batch_size_per_device = _as_count("batch_size_per_device", batch_size_per_device)
+        self.grad_accumulation_steps = _as_count("grad_accumulation_steps", grad_accumulation_steps)
+        self.step_timeout = _as_seconds("step_timeout", step_timeout)
+        self.init_timeout = _as_seconds("init_timeout", init_timeout)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
         if collate_fn is not None and not callable(collate_fn):
             raise ValueError(f"`collate_fn` must be callable, got {collate_fn!r}.")
-        nprocs = _as_devices(nprocs)
-        self.nprocs, self.prefetch = nprocs, counts["prefetch"]
-        self.seed_base = _as_int("seed_base", seed_base)
-        self.batch_size_per_device = counts["batch_size_per_device"]
-        self.grad_accumulation_steps = counts["grad_accumulation_steps"]
         self.collate_fn = collate_fn
-        self.step_timeout, self.init_timeout = step_timeout, init_timeout
+        self.nprocs = _as_devices(nprocs)
+        self.seed_base = _as_int("seed_base", seed_base)
         self.statistics: StepStatistics | None = None
         self._synchronizer = TPUSynchronizer(model)
-        self._data_manager = TPUDataManager(dataset, nprocs, self.prefetch, start=False)
+        self._data_manager = TPUDataManager(dataset, self.nprocs, self.prefetch, start=False)
         # Of this process alone: a lock shared with a process that dies would be held for ever.
         self.lock = threading.RLock()
         self._should_load_parameters = False
@@ -338,10 +330,11 @@ def _as_count(name: str, value: Any) -> int:
     return count
 
 
-def _check_seconds(name: str, value: Any) -> None:
+def _as_seconds(name: str, value: Any) -> float | None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
         raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
+    return value
 
 
 def _as_devices(nprocs: Any) -> int | None:

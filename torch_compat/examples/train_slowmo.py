@@ -21,21 +21,16 @@ from tqdm import tqdm
 
 from .. import runtime
 from ..slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from .arguments import cpu_devices, natural, positive_float, positive_int
+from .arguments import add_model, make_parser, model_config, natural, positive_float, positive_int
 from .interrupt import end_forked_processes_at_once
-from .model import LanguageModel, LanguageModelConfig, mean_loss
-from .text import VOCABULARY, Text, TextStream, standard_library, validation_batch
+from .model import LanguageModel, mean_loss
+from .text import Text, TextStream, standard_library, validation_batch
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_compat.examples.train_slowmo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("train_slowmo", __doc__)
     add = parser.add_argument
-    add("--cpu-devices", type=cpu_devices, metavar="N", help="train on N CPU devices, without TPU")
     add("--steps", type=positive_int, default=128, help="of every replica (%(default)s)")
     add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
     add("--learning-rate", type=positive_float, default=2e-3, help="of AdamW (%(default)s)")
@@ -71,10 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=1,
         help="devices that average their gradients in every step (%(default)s)",
     )
-    add("--length", type=positive_int, default=128, help="tokens per sample (%(default)s)")
-    add("--width", type=positive_int, default=192, help="of the model (%(default)s)")
-    add("--layers", type=positive_int, default=2, help="of the model (%(default)s)")
-    add("--heads", type=positive_int, default=6, help="of attention per layer (%(default)s)")
+    add_model(parser)
     add("--seed", type=natural, default=0, help="of parameters and samples (%(default)s)")
     options = parser.parse_args(arguments)
     if not 0 <= options.slowmo_momentum < 1:
@@ -87,9 +79,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             f"got {options.nprocs_per_node}"
         )
     try:
-        options.config = LanguageModelConfig(
-            VOCABULARY, options.length, options.width, options.layers, options.heads
-        )
+        options.config = model_config(options)
     except ValueError as error:
         parser.error(str(error))
     return options

@@ -17,23 +17,18 @@ from tqdm import tqdm
 
 from .. import TPUManager, runtime
 from . import checkpoint, outer_hivemind
-from .arguments import cpu_devices, natural, positive_float, positive_int
+from .arguments import add_model, make_parser, model_config, natural, positive_float, positive_int
 from .interrupt import Interrupt
-from .model import LanguageModel, LanguageModelConfig, mean_loss
+from .model import LanguageModel, mean_loss
 from .outer_hivemind import HivemindOptimizer
 from .outer_optimizer import LocalOptimizer, OuterOptimizer
-from .text import VOCABULARY, TextStream, standard_library, validation_batch
+from .text import TextStream, standard_library, validation_batch
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_compat.examples.train_tpu_manager",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("train_tpu_manager", __doc__)
     add = parser.add_argument
-    add("--cpu-devices", type=cpu_devices, metavar="N", help="train on N CPU devices, without TPU")
     add("--steps", type=positive_int, default=60, help="of the optimizer, in all (%(default)s)")
     add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
     add(
@@ -49,10 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="of those, on the host, before the optimizer's step (%(default)s)",
     )
     add("--learning-rate", type=positive_float, default=5e-3, help="the highest (%(default)s)")
-    add("--length", type=positive_int, default=128, help="tokens per sample (%(default)s)")
-    add("--width", type=positive_int, default=192, help="of the model (%(default)s)")
-    add("--layers", type=positive_int, default=2, help="of the model (%(default)s)")
-    add("--heads", type=positive_int, default=6, help="of attention per layer (%(default)s)")
+    add_model(parser)
     add("--seed", type=natural, default=0, help="of parameters and order of samples (%(default)s)")
     add("--validate-every", type=positive_int, default=20, help="steps (%(default)s)")
     add("--checkpoint", type=Path, help="file; written at every validation and at the end")
@@ -67,9 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.optimizer == "hivemind" and not outer_hivemind.is_installed():
         parser.error("argument --optimizer: hivemind is not installed (pip install hivemind)")
     try:
-        options.config = LanguageModelConfig(
-            VOCABULARY, options.length, options.width, options.layers, options.heads
-        )
+        options.config = model_config(options)
         options.state = checkpoint.load(options.checkpoint) if options.resume else None
         _check_fits(options)
     except ValueError as error:
