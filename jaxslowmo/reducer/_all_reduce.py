@@ -15,8 +15,14 @@ from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_ove
 from ..tree import MIB, check_floating, leaf_names
 from ._gradient_axes import axes_of
 from ._hook import CommHook, check_hook
-from ._order import Order, check_order
-from ._reduce_buckets import BucketLayout, init_hook, reduce_plainly, reduce_with_hook
+from ._reduce_buckets import (
+    BucketLayout,
+    Order,
+    check_order,
+    init_hook,
+    reduce_plainly,
+    reduce_with_hook,
+)
 
 BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's reducer
 _OWNER = ALL_REDUCE_GRADIENTS
@@ -94,26 +100,6 @@ def all_reduce_gradients(
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
     """
     check_axis_argument(_OWNER, "axis_name", axis_name)
-    for name, value in (
-        ("bucket_bytes", bucket_bytes),
-        ("first_bucket_bytes", first_bucket_bytes),
-    ):
-        if value < 0:
-            raise ValueError(
-                f"{_OWNER}: `{name}` is a size in bytes and must be >= 0, got {value}."
-            )
-    check_order(_OWNER, order)
-    if hook is not None:
-        check_hook(_OWNER, hook)
-    if divide_by not in ("initial", "active"):
-        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
-    if max_buckets is not None and (not isinstance(max_buckets, int) or max_buckets < 1):
-        raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {max_buckets!r}.")
-    if alone_bytes is not None and (alone_bytes < 0 or split_large):
-        raise ValueError(
-            f"{_OWNER}: `alone_bytes` is a size in bytes >= 0 that keeps large leaves whole, so "
-            f"not with `split_large`; got {alone_bytes} and split_large={split_large}."
-        )
     layout = BucketLayout(
         limits=(first_bucket_bytes, bucket_bytes),
         order=order,
@@ -122,20 +108,14 @@ def all_reduce_gradients(
         alone_bytes=alone_bytes,
         split_large=split_large,
     )
+    _check_options(layout, hook, divide_by)
     by_initial = divide_by == "initial"
     warn = warn_once()
 
     def init_fn(params: PyTree) -> AllReduceGradientsState:
         if hook is None:
             return AllReduceGradientsState()
-        states: Any = ()
-        # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
-        if jax.tree.leaves(params):
-            require_axes(_OWNER, "axis_name", axis_name)
-            check_floating(_OWNER, params)
-            states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
-            # Gradients of parameters that are sharded over other axes differ there too.
-            states = vary_over(states, axes_of(params) - set(axis_names(axis_name)))
+        states = _init_hook_states(hook, layout, params, axis_name)
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
@@ -148,19 +128,16 @@ def all_reduce_gradients(
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
-        require_axes(_OWNER, "axis_name", axis_name)
-        check_floating(_OWNER, updates)
-        _check_gradients_vary(updates, axis_name)
+        _check_gradients(updates, axis_name)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
+        if hook is not None and jax.tree.leaves(state.hook):
+            _check_order_is_known(ready_order, order)
         with jax.named_scope(_OWNER):
-            if hook is None:
-                plan = layout.plan(updates, ready_order)
-                return reduce_plainly(plan, updates, axis_name, share, by_initial), state
-            if jax.tree.leaves(state.hook):
-                _check_order_is_known(ready_order, order)
             plan = layout.plan(updates, ready_order)
+            if hook is None:
+                return reduce_plainly(plan, updates, axis_name, share, by_initial), state
             count = increment(state.count)
             means, states = reduce_with_hook(
                 hook, state.hook, plan, updates, axis_name, count, share, by_initial
@@ -182,6 +159,42 @@ def mean_gradients(
         return reduce_plainly(plan, grads, axis_name, None, True)
 
 
+def _init_hook_states(
+    hook: CommHook, layout: BucketLayout, params: PyTree, axis_name: AxisName
+) -> PyTree:
+    """The states of a hook, one per bucket."""
+    # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
+    if not jax.tree.leaves(params):
+        return ()
+    require_axes(_OWNER, "axis_name", axis_name)
+    check_floating(_OWNER, params)
+    states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
+    # Gradients of parameters that are sharded over other axes differ there too.
+    return vary_over(states, axes_of(params) - set(axis_names(axis_name)))
+
+
+def _check_options(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> None:
+    """Raise `ValueError` for sizes, an order, a number of buckets, a hook that cannot be."""
+    for name, value in zip(("first_bucket_bytes", "bucket_bytes"), layout.limits, strict=True):
+        if value < 0:
+            raise ValueError(
+                f"{_OWNER}: `{name}` is a size in bytes and must be >= 0, got {value}."
+            )
+    check_order(_OWNER, layout.order)
+    if hook is not None:
+        check_hook(_OWNER, hook)
+    if divide_by not in ("initial", "active"):
+        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
+    most, alone = layout.max_buckets, layout.alone_bytes
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {most!r}.")
+    if alone is not None and (alone < 0 or layout.split_large):
+        raise ValueError(
+            f"{_OWNER}: `alone_bytes` is a size in bytes >= 0 that keeps large leaves whole, so "
+            f"not with `split_large`; got {alone} and split_large={layout.split_large}."
+        )
+
+
 def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> None:
     if ready_order is not None and order == "reverse":
         raise ValueError(
@@ -191,8 +204,10 @@ def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> No
         )
 
 
-def _check_gradients_vary(grads: PyTree, axis_name: AxisName) -> None:
+def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
     """Gradients that are equal over an axis by their type were summed over it already."""
+    require_axes(_OWNER, "axis_name", axis_name)
+    check_floating(_OWNER, grads)
     tracked = [name for name in axis_names(axis_name) if checks_varying(name)]
     wrong = [
         f"{leaf} (over {name!r})"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from .._typing import AxisName, PyTree
 from ..collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
 from ..tree import BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
-from ._order import Order, leaf_positions
+
+Order = Literal["reverse", "forward"] | Sequence[int | str]
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class BucketLayout:
         """The buckets of `grads`; `ready_order` takes the place of the default order."""
         names = leaf_names(grads)
         if self.buckets is not None:
-            explicit = [leaf_positions("buckets", bucket, names) for bucket in self.buckets]
+            explicit = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
             return plan_buffers(grads, buckets=explicit)
         if ready_order is not None and self.order == "reverse":
-            order = leaf_positions("ready_order", ready_order, names, whole=True)
+            order = _leaf_positions("ready_order", ready_order, names, whole=True)
         elif self.order == "reverse":
             order = range(len(names))[::-1]
         elif self.order == "forward":
             order = range(len(names))
         else:
-            order = leaf_positions("order", self.order, names, whole=True)
+            order = _leaf_positions("order", self.order, names, whole=True)
         return plan_buffers(
             grads,
             limits=self.limits,
@@ -139,3 +140,59 @@ def _check_reduced(bucket: GradBucket, flat: Any) -> None:
             f"`hook`: the reduced bucket must be ({bucket.size},) {bucket.dtype} as the bucket is, "
             f"got {shape} {dtype}."
         )
+
+
+def check_order(owner: str, order: object) -> None:
+    """At construction: `ValueError` unless it can be an order."""
+    if isinstance(order, str):
+        if order == "ready":
+            raise ValueError(
+                f'{owner}: `order`="ready" is known once the step is traced: use '
+                'js.make_train_step(order="ready"), or pass order=js.ready_order(loss_fn, params, '
+                "batch)."
+            )
+        if order not in ("reverse", "forward"):
+            raise ValueError(
+                f'{owner}: `order` must be "reverse", "forward" or a sequence of leaves, got '
+                f"{order!r}."
+            )
+    elif not isinstance(order, Sequence):
+        raise ValueError(
+            f'{owner}: `order` must be "reverse", "forward" or a sequence of leaf positions or '
+            f"names, got {type(order).__name__}."
+        )
+
+
+def _leaf_positions(
+    argument: str, leaves: Sequence[int | str], names: Sequence[str], *, whole: bool = False
+) -> list[int]:
+    """Leaves given by position or name, as positions.
+
+    Args:
+      argument: for messages.
+      leaves: positions in flattening order, or names such as `"dense/kernel"`.
+      names: of all leaves.
+      whole: every leaf must be there, once.
+
+    Raises:
+      ValueError: a name or position that the tree does not have; with `whole`, leaves that are
+        missing or named twice.
+    """
+    position = {name: i for i, name in enumerate(names)}
+    found = []
+    for leaf in leaves:
+        i = position.get(leaf) if isinstance(leaf, str) else int(leaf)
+        if i is None or not 0 <= i < len(names):
+            raise ValueError(
+                f"`{argument}` names leaf {leaf!r}, which the gradients do not have "
+                f"({len(names)} leaves: {', '.join(names)})."
+            )
+        found.append(i)
+    if whole and sorted(found) != list(range(len(names))):
+        missing = [name for i, name in enumerate(names) if i not in found]
+        twice = [name for i, name in enumerate(names) if found.count(i) > 1]
+        raise ValueError(
+            f"`{argument}` must name every gradient once: missing {missing}, more than once "
+            f"{twice}."
+        )
+    return found

@@ -72,7 +72,7 @@ def skip_unused(
         unbound axis, or `used` that is not bools or does not fit the gradients.
 
     Communication: every update, one all-reduce over `axis_name` of 4 bytes per leaf; and what
-    `inner` does.
+      `inner` does.
 
     Source: torch 2.13, `DistributedDataParallel(find_unused_parameters=True)`, `reducer.cpp`.
     """

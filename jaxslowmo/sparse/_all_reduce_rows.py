@@ -13,8 +13,7 @@ from .._typing import AxisName, PyTree
 from ..algorithms import check_axis_argument, check_weight, increment
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ..tree import check_floating
-from ._cost import PATHS, Path
-from ._exchange import Facts, TableReduction
+from ._exchange import PATHS, Facts, Path, TableReduction
 from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_row_gradient
 
 OWNER = ALL_REDUCE_ROWS
@@ -103,14 +102,7 @@ def all_reduce_rows(
     check_axis_argument(OWNER, "axis_name", axis_name)
     names = _check_tables(tables)
     _check_capacities(capacity, names)
-    if path not in PATHS:
-        raise ValueError(f'{OWNER}: `path` must be "auto", "rows" or "dense", got {path!r}.')
-    if output not in ("dense", "rows"):
-        raise ValueError(f'{OWNER}: `output` must be "dense" or "rows", got {output!r}.')
-    if path == "dense" and output == "rows":
-        raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
-    if divide_by not in ("initial", "active"):
-        raise ValueError(f'{OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
+    _check_options(path, output, divide_by)
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
 
     def reduction(name: str) -> TableReduction:
@@ -204,6 +196,17 @@ def _check_tables(tables: Any) -> tuple[str, ...]:
             f"{OWNER}: `tables` must be a sequence of names of leaves, got {tables!r}."
         )
     return tuple(tables)
+
+
+def _check_options(path: str, output: str, divide_by: str) -> None:
+    if path not in PATHS:
+        raise ValueError(f'{OWNER}: `path` must be "auto", "rows" or "dense", got {path!r}.')
+    if output not in ("dense", "rows"):
+        raise ValueError(f'{OWNER}: `output` must be "dense" or "rows", got {output!r}.')
+    if path == "dense" and output == "rows":
+        raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
+    if divide_by not in ("initial", "active"):
+        raise ValueError(f'{OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
 
 
 def _check_capacities(capacity: Any, names: tuple[str, ...]) -> None:

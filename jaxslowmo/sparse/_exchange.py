@@ -1,7 +1,8 @@
 """Mean over replicas of one table's gradient."""
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from ..collectives import all_mean, gather_slices, quotient, scaled
 from ..mesh import axis_names, axis_size, settle, vary_over, varying_axes
 from ..tree import at_least_float32
 from ._coalesce import NOWHERE, compact, distinct_rows, nonzero_rows
-from ._cost import Path, rows_are_fewer_bytes
 from ._row_gradient import RowGradient, add_entries, inside, num_outside
 
+Path = Literal["auto", "rows", "dense"]
+PATHS = ("auto", "rows", "dense")
 Table = RowGradient | jax.Array
 """A table's gradient; an array is searched for rows that are not zero."""
 
@@ -84,7 +86,7 @@ class TableReduction:
             return True
         table = jax.ShapeDtypeStruct(gradient.shape, gradient.dtype)
         replicas = axis_size(self.axis_name)
-        return self.path == "auto" and rows_are_fewer_bytes(table, num_entries, replicas)
+        return self.path == "auto" and _rows_are_fewer_bytes(table, num_entries, replicas)
 
     def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> _Gathered:
         """Rows and values of all replicas, with what they tell each other besides.
@@ -193,3 +195,13 @@ def _compact(gradient: Table, send: int) -> tuple[jax.Array, jax.Array, jax.Arra
 
 def _invalid(gradient: Table) -> jax.Array:
     return num_outside(gradient) if isinstance(gradient, RowGradient) else jnp.zeros([], jnp.int32)
+
+
+def _rows_are_fewer_bytes(table: jax.ShapeDtypeStruct, num_entries: int, num_replicas: int) -> bool:
+    """Whether an all-gather of rows sends no more than an all-reduce of the table.
+
+    With w the bytes of a row, a replica sends, in rings, (R - 1) * k * (4 + w) for the rows of R
+    replicas and 2 * (R - 1) / R * N * w for the table: rows win up to R * k * (4 + w) = 2 * N * w.
+    """
+    row_bytes = math.prod(table.shape[1:]) * table.dtype.itemsize
+    return num_replicas * num_entries * (4 + row_bytes) <= 2 * table.shape[0] * row_bytes

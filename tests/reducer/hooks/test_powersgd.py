@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.reducer.hooks._orthogonal import orthogonal
-from jaxslowmo.reducer.hooks._powersgd import draw_normal
+from jaxslowmo.reducer.hooks._powersgd import draw_normal, orthogonal
 from support.executions import lift
 
 WORLD = 4

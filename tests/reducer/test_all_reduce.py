@@ -1,4 +1,4 @@
-"""What the reducer refuses, and how it says so."""
+"""What `all_reduce_gradients` refuses; what it computes stands in `test_reduce_buckets.py`."""
 
 import jax
 import jax.numpy as jnp
