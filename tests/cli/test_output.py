@@ -1,0 +1,29 @@
+"""Where results go, and values as JSON."""
+
+import json
+
+import pytest
+
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._output import json_line, make_folder, write_json
+from jaxslowmo.cli.config._train import TrainConfig
+
+
+def test_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert make_folder(tmp_path / "a" / "b", "train").is_dir()
+    made = make_folder(None, "tune")
+    assert (made.parent.name, made.is_dir()) == ("runs", True)
+    assert made.name.startswith("tune-")
+    (tmp_path / "taken").touch()
+    with pytest.raises(CommandError, match="--out must be a folder to write to"):
+        make_folder(tmp_path / "taken", "train")
+
+
+def test_json_has_null_for_what_it_lacks(tmp_path):
+    assert json_line({"a": [1.0, float("inf")], "b": {"c": float("nan")}}) == (
+        '{"a": [1.0, null], "b": {"c": null}}\n'
+    )
+    write_json(tmp_path / "config.json", TrainConfig(steps=77))
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert (found["steps"], found["algorithm"]["algorithm"]) == (77, "slowmo")
