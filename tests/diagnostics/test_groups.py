@@ -4,7 +4,6 @@ import pytest
 
 from jaxslowmo.diagnostics._find_mesh import MeshAxes
 from jaxslowmo.diagnostics._groups import axis_of, device_order, parse_groups
-from jaxslowmo.diagnostics._megascale import parse_target
 
 DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
 REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -101,17 +100,3 @@ def test_first_mesh_that_matches_names_the_axis():
     other = MeshAxes(("x", "y"), (4, 2), tuple(range(8)))
     assert axis_of(((0, 1), (2, 3), (4, 5), (6, 7)), False, (MESH, other)) == ("y", 2)
     assert axis_of(ALL, False, (other, MESH)) == ("x,y", 8)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('"{1,2}x{0:1}"', (((0, 2), (1, 3)), False)),
-        ('"{1:3}x{1}"', (((1, 3, 5),), False)),
-        ("{{100000,200000},{100001,200001}}", (((0, 2), (1, 3)), False)),
-        ("{{100000->200001},{200001->100000}}", (((0, 3), (3, 0)), True)),
-        ("{}", (None, False)),
-    ],
-)
-def test_targets_of_transfers_between_slices(text, expected):
-    assert parse_target(text, 2) == expected

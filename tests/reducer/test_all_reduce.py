@@ -1,6 +1,5 @@
 """What `all_reduce_gradients` refuses; what it computes stands in `test_reduce_buckets.py`."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -48,38 +47,3 @@ def test_at_construction(options, said):
 def test_at_trace_time(options, said):
     with pytest.raises(ValueError, match=said):
         trace(one_update(js.all_reduce_gradients("replica", **options)), PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [
-        (js.hooks.fp16_compress(), r"fp16_compress: .* got bfloat16 \(half\)"),
-        (
-            js.hooks.stateless(lambda bucket: bucket.flat[:1]),
-            r"reduced bucket must be .* got \(1,\)",
-        ),
-        (js.hooks.stateless(lambda bucket: bucket.flat.astype(jnp.float16)), "got .* float16"),
-    ],
-)
-def test_what_hooks_give(hook, said):
-    with pytest.raises(ValueError, match=said):
-        trace(one_update(js.all_reduce_gradients("replica", hook=hook)), PARAMS)
-
-
-@pytest.mark.parametrize("wrap", [js.hooks.fp16_compress, js.hooks.bf16_compress])
-def test_wrappers_of_something_else(wrap):
-    with pytest.raises(
-        ValueError, match=r"compress: `hook` must be a js\.hooks\.CommHook.* got <lambda>"
-    ):
-        wrap(lambda bucket: bucket)
-
-
-def test_stateless_needs_a_function():
-    with pytest.raises(ValueError, match="`reduce` must be callable, got int"):
-        js.hooks.stateless(3)
-
-
-def test_a_hook_outside_of_the_axis():
-    tx = js.all_reduce_gradients("replica", hook=js.hooks.int8())
-    with pytest.raises(ValueError, match=r"`axis_name` 'replica' is not a mapped axis.*js\.init"):
-        tx.init(jax.tree.map(lambda x: x[0], PARAMS))

@@ -74,59 +74,6 @@ def test_exact_hooks_are_a_mean_of_every_leaf(case):
                 np.testing.assert_array_equal(found[name][replica].astype(np.float32), mean)
 
 
-def test_a_hook_sees_what_is_in_its_bucket():
-    seen = []
-
-    def look(bucket):
-        seen.append(bucket)
-        return jax.lax.pmean(bucket.flat, bucket.axis_name)
-
-    grads = {
-        "a": np.ones((WORLD, 40, 50), np.float32),
-        "b": np.ones((WORLD, 3), np.float32),
-        "c": np.ones((WORLD, 2), np.float16),
-    }
-    layout = {"bucket_bytes": 4096, "first_bucket_bytes": 12, "split_large": True}
-    reduced(grads, [js.hooks.stateless(look)], layout)
-    named = [[(p.name, p.start, p.stop, p.is_whole) for p in b.pieces] for b in seen]
-    assert named == [
-        [("b", 0, 3, True)],
-        [("a", 0, 1024, False)],
-        [("c", 0, 2, True)],  # left over, like the next; float16 was seen first
-        [("a", 1024, 2000, False)],
-    ]
-    assert [b.index for b in seen] == [0, 1, 2, 3]
-    assert [b.is_last for b in seen] == [False, False, False, True]
-    assert [b.dtype.name for b in seen] == ["float32", "float32", "float16", "float32"]
-    assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (2,), (976,)]
-
-
-@pytest.mark.parametrize(
-    ("reduce", "message"),
-    [
-        (lambda b: b.flat[:-1], r"must be \(6,\) float32 as the bucket is, got \(5,\) float32"),
-        (lambda b: b.flat.astype(jnp.bfloat16), r"got \(6,\) bfloat16"),
-        (lambda b: b.flat[None], r"got \(1, 6\) float32"),
-    ],
-)
-def test_a_hook_that_returns_something_else_is_refused(reduce, message):
-    grads = {"a": np.ones((WORLD, 2, 3), np.float32)}
-    with pytest.raises(ValueError, match=message):
-        reduced(grads, [js.hooks.stateless(reduce)], {})
-
-
-def test_what_is_no_hook_is_refused():
-    def look(bucket):
-        return bucket.flat
-
-    with pytest.raises(ValueError, match=r"`hook` must be a js.hooks.CommHook.* got look"):
-        js.all_reduce_gradients("replica", hook=look)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="`reduce` must be callable, got int"):
-        js.hooks.stateless(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="fp16_compress: `hook` must be"):
-        js.hooks.fp16_compress(js.hooks.mean)  # pyright: ignore[reportArgumentType]
-
-
 # Elements: 96 * 64 + 64 * 33 + 33, in buckets of [kernel, embedding] and [bias].
 SHAPES = {"bias": (33,), "embedding": (96, 64), "kernel": (64, 33)}
 WHOLE = 4 * (96 * 64 + 64 * 33 + 33)

@@ -1,60 +1,12 @@
-"""Row gradients on one replica: coalescing, looking rows up, and what is refused."""
+"""Row gradients on one replica: their dtypes, sums and use, and what is refused."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxslowmo as js
-
-
-def dense_of(rows, values, num_rows):
-    """The gradient as a table, in NumPy; rows outside of it are left out."""
-    out = np.zeros((num_rows, *values.shape[1:]), np.float64)
-    for row, value in zip(rows, values, strict=True):
-        if 0 <= row < num_rows:
-            out[row] += value
-    return out
-
-
-# Few sizes, since each compiles its own operations.
-@settings(max_examples=10)
-@given(
-    rows=st.sampled_from([0, 1, 8]).flatmap(
-        lambda size: st.lists(st.integers(-2, 9), min_size=size, max_size=size)
-    ),
-    capacity=st.sampled_from([None, 3, 12]),
-    tail=st.sampled_from([(), (2, 2)]),
-)
-def test_coalescing_keeps_the_sum(rows, capacity, tail):
-    num_rows = 7
-    values = np.random.default_rng(len(rows)).normal(size=(len(rows), *tail)).astype("float32")
-    gradient = js.RowGradient(jnp.array(rows, jnp.int32), jnp.asarray(values), num_rows)
-    whole = dense_of(rows, values, num_rows)
-    np.testing.assert_allclose(gradient.to_dense(), whole, atol=1e-6)
-    found, distinct, overflow = js.coalesce(gradient, capacity=capacity)
-    wanted = sorted({r for r in rows if 0 <= r < num_rows})
-    assert distinct == len(wanted)
-    size = found.rows.shape[0]
-    assert size == (capacity or max(1, min(len(rows), num_rows)))
-    assert overflow == max(0, len(wanted) - size)
-    assert found.rows.tolist() == (wanted + [num_rows] * size)[:size]
-    if overflow:
-        assert np.isnan(found.values).all()
-    else:
-        np.testing.assert_allclose(found.to_dense(), whole, atol=1e-6)
-        assert not np.asarray(found.values)[len(wanted) :].any()
-
-
-def test_half_precision_is_summed_in_float32():
-    ones = jnp.ones((4096, 1), jnp.bfloat16)
-    gradient = js.RowGradient(jnp.zeros(4096, jnp.int32), ones, 2)
-    for dense in (gradient.to_dense(), js.coalesce(gradient).gradient.to_dense()):
-        assert dense.dtype == jnp.bfloat16
-        assert dense[0, 0] == 4096  # one after the other in bfloat16, 1s stop adding at 256
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
@@ -91,16 +43,6 @@ def test_dtypes_are_kept_under_x64(dtype, strict_promotion):
         np.testing.assert_allclose(found[:, 0], expected, rtol=rtol, atol=1e-15, err_msg=what)
 
 
-def test_rows_of_a_dense_gradient():
-    dense = jnp.zeros((6, 2)).at[1, 1].set(-0.5).at[4, 0].set(jnp.nan)
-    found, distinct, overflow = js.row_gradient(dense, capacity=3)
-    assert (found.rows.tolist(), int(distinct), int(overflow)) == ([1, 4, 6], 2, 0)
-    np.testing.assert_array_equal(found.to_dense(), dense)
-    short = js.row_gradient(dense, capacity=1)
-    assert short.overflow == 1
-    assert np.isnan(short.gradient.values).all()
-
-
 def test_gradients_of_one_table_add_up():
     a = js.RowGradient(jnp.array([1, 3]), jnp.ones((2, 2)), 4)
     b = js.RowGradient(jnp.array([3]), jnp.ones((1, 2)), 4)
@@ -117,66 +59,6 @@ def test_rows_outside_of_the_table_change_no_other():
     np.testing.assert_array_equal(gradient.to_dense(), only_first)
     moved = js.apply_rows(jnp.zeros((4, 2)), gradient, learning_rate=0.5)
     np.testing.assert_array_equal(moved, -0.5 * only_first)
-
-
-def scaled_loss(params, tokens, scale):
-    hidden = params["deep"]["table"][tokens] @ params["w"]
-    return jnp.sum(jnp.tanh(hidden) * scale), hidden
-
-
-@pytest.mark.parametrize("capacity", [None, 9, {"deep/table": 5}])
-def test_same_loss_and_gradient_as_with_the_whole_table(capacity):
-    rng = np.random.default_rng(0)
-    params = {"deep": {"table": rng.normal(size=(11, 3))}, "w": rng.normal(size=(3, 2))}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    tokens = jnp.array([[3, 10, 3], [-1, 0, 7]])  # -1 is row 10
-    tables = lambda tokens, scale: {"deep/table": tokens}  # noqa: E731
-    sparse = js.row_value_and_grad(scaled_loss, tables, capacity=capacity, has_aux=True)
-    (value, aux), grads = jax.jit(sparse)(params, tokens, 2.0)
-    (wanted, wanted_aux), dense = jax.value_and_grad(scaled_loss, has_aux=True)(params, tokens, 2.0)
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    np.testing.assert_allclose(aux, wanted_aux, rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], dense["w"], rtol=1e-5)
-    table = grads["deep"]["table"]
-    assert table.rows.tolist()[:4] == [0, 3, 7, 10]
-    np.testing.assert_allclose(table.to_dense(), dense["deep"]["table"], rtol=1e-5, atol=1e-6)
-
-
-def test_the_table_gradient_does_not_exist_in_the_program():
-    """One array of the table's size: the argument."""
-    params = {"table": jax.ShapeDtypeStruct((1000, 8), jnp.float32)}
-    tokens = jax.ShapeDtypeStruct((5,), jnp.int32)
-    sparse = js.row_value_and_grad(lambda p, t: jnp.sum(p["table"][t] ** 2), lambda t: {"table": t})
-    # As a result or between: `1000,8` occurs in the types of the argument only.
-    inner = str(jax.make_jaxpr(sparse)(params, tokens))
-    made = [line for line in inner.splitlines() if ":f32[1000,8] = " in line.replace(" =", " =")]
-    assert made == []
-    whole = str(jax.make_jaxpr(jax.grad(lambda p, t: jnp.sum(p["table"][t] ** 2)))(params, tokens))
-    assert [line for line in whole.splitlines() if ":f32[1000,8] = " in line] != []
-
-
-@pytest.mark.parametrize(
-    ("tokens", "looked_up", "capacity"),
-    [([9], [9], None), ([1], [2], None), ([0, 1, 2], [2], 2)],
-    ids=["outside of the table", "not named", "beyond the capacity"],
-)
-def test_rows_that_are_missing_are_nan(tokens, looked_up, capacity):
-    sparse = js.row_value_and_grad(
-        lambda p, looked_up: jnp.sum(p["t"][looked_up]),
-        lambda _: {"t": jnp.array(tokens)},
-        capacity=capacity,
-    )
-    value, grads = sparse({"t": jnp.ones((4, 2))}, jnp.array(looked_up))
-    assert np.isnan(value)
-    assert np.isfinite(grads["t"].to_dense()).all()
-
-
-def test_overflow_of_gathered_rows_is_counted():
-    found = js.gather_rows(jnp.ones((9, 2)), jnp.array([8, 1, 1, 5]), capacity=2)
-    assert found.overflow == 1
-    assert found.touched.rows.tolist() == [1, 5]
-    assert found.positions.tolist() == [2, 0, 0, 1]
-    assert found.touched.shape == (9, 2)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +99,6 @@ def test_bad_input_is_refused(call, message):
     gradient = js.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
     with pytest.raises(ValueError, match=message):
         call(gradient)
-
-
-def test_touched_rows_are_no_array():
-    touched = js.gather_rows(jnp.ones((4, 2)), jnp.array([1])).touched
-    with pytest.raises(TypeError, match="only the rows that a step looks up"):
-        jnp.dot(touched, jnp.ones(2))
 
 
 def test_an_optimizer_does_not_take_rows_for_gradients():
