@@ -1,30 +1,15 @@
 """The optax transforms: one algorithm, one file, one state class."""
 
-from ._blocks import replica_mean as replica_mean
-from ._carry import Placement as Placement
-from ._carry import carry_leaf as carry_leaf
-from ._carry import stacked as stacked
-from ._checks import check_axis_argument as check_axis_argument
-from ._checks import check_weight as check_weight
-from ._checks import unless_idle as unless_idle
 from ._diloco import diloco as diloco
-from ._due import increment as increment
-from ._due import phase_scope as phase_scope
-from ._due import run_if as run_if
-from ._hierarchical import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import LocalSGDState as LocalSGDState
+from ._local_sgd import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import local_sgd as local_sgd
 from ._only_finite import OnlyFiniteState as OnlyFiniteState
 from ._only_finite import only_finite as only_finite
-from ._outer import OuterState as OuterState
-from ._protocol import ParameterTransform as ParameterTransform
-from ._protocol import phase_name as phase_name
-from ._read_anchor import read_anchor as read_anchor
-from ._schedule import Every as Every
-from ._schedule import as_schedule as as_schedule
-from ._schedule import every as every
 from ._sgp import SGPState as SGPState
 from ._sgp import sgp as sgp
-from ._slow_momentum import SlowMomentumState as SlowMomentumState
-from ._slow_momentum import slow_momentum as slow_momentum
+from ._slowmo import SlowMomentumState as SlowMomentumState
+from ._slowmo import slow_momentum as slow_momentum
 from ._slowmo import slowmo as slowmo
+from .outer import OuterState as OuterState
+from .outer import read_anchor as read_anchor

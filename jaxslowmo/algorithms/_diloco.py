@@ -3,12 +3,8 @@
 import optax
 
 from .._typing import AxisName, PyTree
-from ._anchor import AnchorLayout, sharded_anchor, whole_anchor
-from ._checks import check_exchange_arguments
-from ._element_wise import element_wise
-from ._outer import outer_transform
-from ._protocol import ParameterTransform
-from ._schedule import Every, as_schedule
+from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
+from .outer import Outer, element_wise
 
 
 def diloco(
@@ -55,7 +51,7 @@ def diloco(
       2023, algorithm 1.
     """
     owner = "diloco"
-    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
     is_default = outer_optimizer is None
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -69,18 +65,11 @@ def diloco(
     if shard_state and not is_default:
         outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
 
-    def layout_for(specs: PyTree | None) -> AnchorLayout:
-        made = sharded_anchor if shard_state else whole_anchor
-        return made(axis_name, local_axis_name, specs, bucket_bytes)
-
-    return outer_transform(
+    # No `rate`: what is given is complete in itself, whatever the inner optimizer's rate is.
+    return Outer(
         owner,
-        axis_name,
-        base=None,
-        schedule=as_schedule(sync_every),
-        outer_optimizer=outer_optimizer,
-        layout_for=layout_for,
-        param_specs=param_specs,
-        exact_average=True,
-        local_axis_name=local_axis_name,
-    )
+        exchange,
+        as_schedule(sync_every),
+        optax.with_extra_args_support(outer_optimizer),
+        shard_state=shard_state,
+    ).transform()

@@ -1,24 +1,38 @@
-"""LocalSGD: average the parameters every few updates."""
+"""LocalSGD: average the parameters every few updates, over one group of replicas or several."""
 
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, Phase, PyTree
-from ..tree import check_floating, widen_updates
-from ._averaging import mean_of_others, updates_to_mean
-from ._builder import parameter_transform
-from ._checks import check_exchange_arguments
-from ._due import Communicate, increment, is_due, phase_scope, run_if
-from ._protocol import Others, ParameterTransform
-from ._schedule import Every, as_schedule
-
-AVERAGE = "average"
+from ..mesh import axis_names
+from ..transform import (
+    Communicate,
+    Every,
+    Exchange,
+    Others,
+    ParameterTransform,
+    as_schedule,
+    checked_exchange,
+    decide,
+    either,
+    increment,
+    parameter_transform,
+    phase_scope,
+    replica_mean,
+    run_if,
+    run_one_of,
+)
+from ..tree import apply_exactly, check_floating, updates_to, widen_updates
 
 
 class LocalSGDState(NamedTuple):
-    """State of `local_sgd`."""
+    """State of `local_sgd` and `hierarchical_local_sgd`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
 
@@ -62,18 +76,107 @@ def local_sgd(
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
     owner = "local_sgd"
-    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
-    schedule = as_schedule(sync_every)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
+    level = _Level(exchange, as_schedule(sync_every), "average")
+    return _Averaging(owner, (level,)).transform()
 
-    def phase_of(t: int, skipped: int = 0) -> Phase:
+
+def hierarchical_local_sgd(
+    sync_every: Mapping[AxisName, int | Every],
+    *,
+    param_specs: PyTree | None = None,
+    bucket_bytes: int | None = None,
+) -> ParameterTransform:
+    """Average the parameters over nested groups of replicas, larger groups more rarely.
+
+    Comes last in a chain, after the optimizer. In every update the largest group that is due
+    averages y = params + updates; the smaller ones inside it would find nothing left to do.
+
+        js.hierarchical_local_sgd({"device": 2, ("node", "device"): 16})
+
+    Args:
+      sync_every: for each group, named by its mapped axes, the period or `js.every(...)`. Groups
+        are nested: a longer period has all axes of a shorter one and more.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; see `local_sgd`.
+      bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
+
+    Returns:
+      A `ParameterTransform` with state `LocalSGDState`; a `weight` holds in every group.
+
+    Raises:
+      ValueError: no group, a period < 1, groups that are not nested, periods that do not grow with
+        them, negative `bucket_bytes`, at construction; at trace time an unbound axis, missing
+        params, non-float leaves.
+      UserWarning: once, if an axis has size 1.
+
+    Communication: in a due update one all-reduce per dtype buffer over the axes of the largest due
+      group, N bytes together, N the bytes of the parameters; nothing in others.
+
+    Source: torch 2.13, `HierarchicalModelAverager`, which counts from 0: its
+      {k: group} with `warmup_steps=w` is `js.every(k, start=w, offset=1 - w)` for the group's axes.
+    """
+    owner = "hierarchical_local_sgd"
+    levels = [
+        _Level(
+            checked_exchange(owner, axes, None, param_specs, bucket_bytes),
+            schedule,
+            f"average {','.join(axis_names(axes))}",
+        )
+        for axes, schedule in _nested(owner, sync_every)
+    ]
+    return _Averaging(owner, tuple(levels)).transform()
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A group of replicas, when it averages, and what that is called in phases."""
+
+    exchange: Exchange
+    schedule: Every
+    event: str
+
+
+Operand = tuple[PyTree, Others]  # updates, what travels along
+
+
+@dataclass(frozen=True)
+class _Averaging:
+    """Averages over nested groups, the smallest first: in an update, that of the largest due."""
+
+    owner: str
+    levels: tuple[_Level, ...]
+
+    def transform(self) -> ParameterTransform:
+        return parameter_transform(
+            self.owner,
+            [level.exchange for level in self.levels],
+            state=LocalSGDState,
+            init=self.init,
+            step=self.step,
+            events=tuple(level.event for level in self.levels),
+            phase=self.phase,
+            due=self.due,
+            schedules=tuple(level.schedule for level in self.levels),
+            with_specs=self.with_specs,
+        )
+
+    def phase(self, t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates
-        return (AVERAGE,) if schedule(t) else ()
+        return tuple(level.event for level in self.levels if level.schedule(t))[-1:]
 
-    def init_fn(params: PyTree) -> LocalSGDState:
-        check_floating(owner, params)
+    def due(self, t: Any) -> Any:
+        return functools.reduce(either, (level.schedule(t) for level in self.levels))
+
+    def with_specs(self, specs: PyTree) -> ParameterTransform:
+        known = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
+        return replace(self, levels=tuple(known)).transform()
+
+    def init(self, params: PyTree) -> LocalSGDState:
+        check_floating(self.owner, params)
         return LocalSGDState(jnp.zeros([], jnp.int32))
 
-    def exchange(
+    def step(
+        self,
         updates: PyTree,
         others: Others,
         state: LocalSGDState,
@@ -86,49 +189,61 @@ def local_sgd(
     ) -> tuple[PyTree, Others, LocalSGDState]:
         del extra
         count = increment(state.count)
+        due, which = self.now(count, phase)
+        averages = [functools.partial(self.average, level, params, weight) for level in self.levels]
 
-        def averaged(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
-            u, o = operand
-            with phase_scope(AVERAGE):
-                mean = updates_to_mean(
-                    params,
-                    u,
-                    axis_name,
-                    local_axis_name=local_axis_name,
-                    bucket_bytes=bucket_bytes,
-                    param_specs=param_specs,
-                    weight=weight,
-                )
-                return mean, mean_of_others(o, axis_name, weight)
+        def averaged(operand: Operand) -> Operand:
+            return run_one_of(which, averages, operand)
 
-        def alone(operand: tuple[PyTree, Others]) -> tuple[PyTree, Others]:
-            u, o = operand
-            return widen_updates(u), o
+        def alone(operand: Operand) -> Operand:
+            return widen_updates(operand[0]), operand[1]
 
-        due = is_due(AVERAGE, schedule, count, communicate, phase)
-        return *run_if(due, averaged, alone, (updates, others)), LocalSGDState(count)
+        moved = run_if(decide(due, communicate), averaged, alone, (updates, others))
+        return *moved, LocalSGDState(count)
 
-    def with_specs(specs: PyTree) -> ParameterTransform:
-        if param_specs is not None:
-            return transform
-        return local_sgd(
-            axis_name,
-            sync_every=schedule,
-            local_axis_name=local_axis_name,
-            param_specs=specs,
-            bucket_bytes=bucket_bytes,
+    def now(
+        self, count: jax.Array, phase: Phase | None
+    ) -> tuple[bool | jax.Array, int | jax.Array]:
+        """Whether a group averages in this update, and which."""
+        if phase is not None:
+            events = [level.event for level in self.levels]
+            return bool(phase), events.index(phase[0]) if phase else 0
+        which: int | jax.Array = 0
+        for i, level in enumerate(self.levels[1:], start=1):
+            which = jnp.where(level.schedule(count), i, which)
+        return self.due(count), which
+
+    def average(
+        self, level: _Level, params: PyTree, weight: jax.Array | None, operand: Operand
+    ) -> Operand:
+        """params <- mean of y over the replicas, y = params + updates (Stich, algorithm 1)."""
+        updates, others = operand
+        with phase_scope(level.event):
+            # y as the leaves' dtypes hold it: that is what travels.
+            y = apply_exactly(params, updates)
+            mean = replica_mean(y, level.exchange, weight, role="average")
+            others = replica_mean(others, Exchange(level.exchange.axis_name), weight)
+            return updates_to(params, mean), others
+
+
+def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:
+    """The groups with their schedules, smallest first."""
+    if not isinstance(sync_every, Mapping) or not sync_every:
+        raise ValueError(
+            f"{owner}: `sync_every` must map the axes of each group to a period, such as "
+            f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.'
         )
-
-    transform = parameter_transform(
-        owner,
-        (axis_name,),
-        init=init_fn,
-        exchange=exchange,
-        events=(AVERAGE,),
-        local_axis_name=local_axis_name,
-        phase=phase_of,
-        due=schedule,
-        schedules=(schedule,),
-        with_specs=with_specs,
-    )
-    return transform
+    levels = [(axes, as_schedule(period)) for axes, period in sync_every.items()]
+    levels.sort(key=lambda level: len(axis_names(level[0])))
+    for (inner, often), (outer, rarely) in itertools.pairwise(levels):
+        if not set(axis_names(inner)) < set(axis_names(outer)):
+            raise ValueError(
+                f"{owner}: `sync_every` must name nested groups, the larger one with all axes of "
+                f"the smaller, got {inner!r} and {outer!r}."
+            )
+        if often.k >= rarely.k:
+            raise ValueError(
+                f"{owner}: `sync_every` must be longer for the larger group, got {often.k} for "
+                f"{inner!r} and {rarely.k} for {outer!r}."
+            )
+    return levels

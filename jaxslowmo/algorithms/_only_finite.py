@@ -9,12 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._typing import Phase, PyTree
+from ..transform import (
+    Carried,
+    Communicate,
+    Exchange,
+    Others,
+    ParameterTransform,
+    Placement,
+    carry_leaf,
+    carry_plainly,
+    decide,
+    increment,
+    inside,
+    parameter_transform,
+    run_if,
+)
 from ..tree import apply_exactly
-from ._builder import inside, parameter_transform
-from ._carry import Carried, Placement, carry_leaf
-from ._due import Communicate, decide, increment, run_if
-from ._gossip import any_round
-from ._protocol import Others, ParameterTransform
+from .gossip import any_round
 
 _OWNER = "only_finite"
 
@@ -77,7 +88,7 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
         return poisoned == 0, state._replace(refused=refused)
 
-    def exchange(
+    def step(
         updates: PyTree,
         others: Others,
         state: OnlyFiniteState,
@@ -131,9 +142,10 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
     anchor = inner.anchor
     return parameter_transform(
         _OWNER,
-        (inner.axes,),
+        [Exchange(inner.axes)],
+        state=OnlyFiniteState,
         init=init_fn,
-        exchange=exchange,
+        step=step,
         events=None,
         phase=phase_of,
         due=inner.due,
@@ -145,7 +157,8 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         sized=sized,
         with_specs=lambda specs: only_finite(inner.with_specs(specs)),
         shards_whole_leaves=inner.shards_whole_leaves,
-        carry=carry,
+        wants_learning_rate=inner.wants_learning_rate,
+        carry=carry_plainly if inner.carry is carry_plainly else carry,
         shares=lambda state: inner.shares(state.inner),
     )
 

@@ -1,9 +1,9 @@
 """Stochastic gradient push: gossip with a few peers in every update."""
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +14,34 @@ from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
+from ..transform import (
+    Carried,
+    Communicate,
+    Exchange,
+    Others,
+    ParameterTransform,
+    Placement,
+    carry_leaf,
+    checked_exchange,
+    decide,
+    every,
+    increment,
+    parameter_transform,
+    run_if,
+    stacked,
+)
 from ..tree import check_floating, landing, widen_updates
-from ._builder import parameter_transform
-from ._carry import Carried, Placement, carry_leaf, stacked
-from ._checks import check_exchange_arguments
-from ._due import Communicate, decide, increment, run_if
-from ._gossip import Arrival, Gossip, round_event, round_number
-from ._gossip_plan import GossipPlan, gossip_plan
-from ._packing import Packing
-from ._protocol import Others, ParameterTransform
-from ._push_sum import over, pulled, total_mass
-from ._schedule import every
-
-_OWNER = "sgp"
+from .gossip import (
+    Arrival,
+    Gossip,
+    GossipPlan,
+    gossip_plan,
+    over,
+    pulled,
+    round_event,
+    round_number,
+    total_mass,
+)
 
 
 class SGPState(NamedTuple):
@@ -104,27 +119,66 @@ def sgp(
     Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
       algorithms 1 and 2; FairScale 0.4.13.
     """
-    check_exchange_arguments(_OWNER, axis_name, local_axis_name, bucket_bytes)
+    exchange = checked_exchange("sgp", axis_name, local_axis_name, param_specs, bucket_bytes)
     overlap = _check_arguments(graph, mixing, push_sum, overlap)
-    warn = warn_once()
+    return _SGP(exchange, graph, mixing, push_sum, overlap).transform()
 
-    def like(**other: Any) -> ParameterTransform:
-        """The same transform but for some arguments."""
-        given: dict[str, Any] = {
-            "graph": graph,
-            "mixing": mixing,
-            "push_sum": push_sum,
-            "overlap": overlap,
-            "local_axis_name": local_axis_name,
-            "param_specs": param_specs,
-            "bucket_bytes": bucket_bytes,
-        }
-        return sgp(axis_name, **{**given, **other})
 
-    def graph_for(num_nodes: int) -> Graph:
-        if isinstance(graph, Graph):
-            return graph
-        made = (npeer_directed_exponential if graph is None else graph)(num_nodes)
+Operand = tuple[PyTree, Others, SGPState]  # updates, what travels along, state
+
+
+@dataclass(frozen=True, eq=False)
+class _SGP:
+    """The transform.
+
+    Attributes:
+      over: what it exchanges over.
+      graph: as given to `sgp`, like those that follow.
+      mixing: likewise.
+      push_sum: likewise.
+      overlap: likewise.
+      plans: those that were asked for, by number of nodes.
+      warn: says a thing once.
+    """
+
+    over: Exchange
+    graph: Graph | Callable[[int], Graph] | None
+    mixing: Mixing | None
+    push_sum: bool
+    overlap: int
+    plans: dict[int, GossipPlan] = field(default_factory=dict)
+    warn: Callable[[str], None] = field(default_factory=warn_once)
+
+    def transform(self) -> ParameterTransform:
+        known = self.known()
+        rotation = () if known is None else (every(max(1, len(known.rounds))),)
+        return parameter_transform(
+            "sgp",
+            [self.over],
+            state=SGPState,
+            init=self.init,
+            step=self.step,
+            events=None,
+            phase=self.phase,
+            skipped=lambda state: state.count - state.exchanges,
+            due=lambda t: known is None or bool(known.rounds),
+            schedules=(every(1), *rotation),
+            numerator=self.numerator,
+            reset=self.reset,
+            sized=self.sized,
+            with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
+            carry=self.carry,
+            shares=lambda state: [
+                (state.weight, None),
+                *((a.weight, a.mean) for a in state.in_flight),
+            ],
+        )
+
+    def graph_for(self, num_nodes: int) -> Graph:
+        """The graph of so many nodes, where its constructor was given."""
+        if isinstance(self.graph, Graph):
+            return self.graph
+        made = (npeer_directed_exponential if self.graph is None else self.graph)(num_nodes)
         if not isinstance(made, Graph):
             raise ValueError(
                 "sgp: `graph` must be a function that makes a js.topology.Graph, and the function "
@@ -132,22 +186,39 @@ def sgp(
             )
         return made
 
-    @functools.cache
-    def plan_for(num_nodes: int) -> GossipPlan:
-        chosen = graph_for(num_nodes)
-        if chosen.num_nodes != num_nodes:
-            raise ValueError(
-                f"sgp: `graph` must have as many nodes as axis {axis_name!r}, which has size "
-                f"{num_nodes}, got {chosen.name}({chosen.num_nodes})."
+    def plan_for(self, num_nodes: int) -> GossipPlan:
+        """What each exchange among so many nodes sends; found once."""
+        if num_nodes not in self.plans:
+            chosen = self.graph_for(num_nodes)
+            if chosen.num_nodes != num_nodes:
+                raise ValueError(
+                    f"sgp: `graph` must have as many nodes as axis {self.over.axis_name!r}, which "
+                    f"has size {num_nodes}, got {chosen.name}({chosen.num_nodes})."
+                )
+            self.plans[num_nodes] = gossip_plan(
+                "sgp", chosen, self.mixing, push_sum=self.push_sum, overlap=self.overlap
             )
-        return gossip_plan(_OWNER, chosen, mixing, push_sum=push_sum, overlap=overlap)
+        return self.plans[num_nodes]
 
-    known = plan_for(graph.num_nodes) if isinstance(graph, Graph) else None
+    def known(self) -> GossipPlan | None:
+        """The plan where the number of nodes is known from the arguments."""
+        return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
-    def phase_of(t: int, skipped: int = 0) -> Phase:
-        number = t - 1 - skipped
+    def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
+        """See `Told.sized`: with the graph that it is then."""
+        if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
+            return self.transform()  # which says at trace time that the axis is not bound
+        num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
+        self.plan_for(num_nodes)  # refuses another size
+        if isinstance(self.graph, Graph):
+            return self.transform()
+        return replace(self, graph=self.graph_for(num_nodes)).transform()
+
+    def phase(self, t: int, skipped: int = 0) -> Phase:
+        """See `Told.phase`: the round of the rotation."""
+        number, known = t - 1 - skipped, self.known()
         if known is None:
-            warn(
+            self.warn(
                 "sgp: `graph` is chosen when the number of replicas is known, so phases asked for "
                 "before do not repeat, and each compiles a program of its own: ask "
                 "`transform.sized({axis: size})`, or pass a graph."
@@ -155,25 +226,18 @@ def sgp(
             return (round_event(number),)
         return (round_event(number % len(known.rounds)),) if known.rounds else ()
 
-    def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        names = axis_names(axis_name)
-        if not set(names) <= set(axis_sizes):
-            return transform  # which says at trace time that the axis is not bound
-        num_nodes = math.prod(axis_sizes[name] for name in names)
-        if isinstance(graph, Graph):
-            plan_for(num_nodes)  # refuses another size
-            return transform
-        return like(graph=graph_for(num_nodes)).sized(axis_sizes)
+    def init(self, params: PyTree) -> SGPState:
+        """Weight 1, nothing in flight."""
+        check_floating("sgp", params)
 
-    def with_specs(specs: PyTree) -> ParameterTransform:
-        return transform if param_specs is not None else like(param_specs=specs)
+        def differing(weight: jax.Array) -> jax.Array:
+            """Equal on all nodes at first, and typed as what it will be."""
+            return vary_over(weight, filter(is_bound, axis_names(self.over.axis_name)))
 
-    def init_fn(params: PyTree) -> SGPState:
-        check_floating(_OWNER, params)
         # Arrays of their own, so that all of a state can be donated.
         in_flight = tuple(
             Arrival(jax.tree.map(jnp.zeros_like, params), differing(jnp.zeros([], jnp.float32)))
-            for _ in range(overlap - 1)
+            for _ in range(self.overlap - 1)
         )
         return SGPState(
             count=jnp.zeros([], jnp.int32),
@@ -182,11 +246,8 @@ def sgp(
             in_flight=in_flight,
         )
 
-    def differing(weight: jax.Array) -> jax.Array:
-        """Equal on all nodes at first, and typed as what it will be."""
-        return vary_over(weight, filter(is_bound, axis_names(axis_name)))
-
-    def exchange(
+    def step(
+        self,
         updates: PyTree,
         others: Others,
         state: SGPState,
@@ -197,59 +258,94 @@ def sgp(
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
+        """One update; see `Told.exchange`."""
         del weight, extra  # an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
-        updates = widen_updates(updates)
-        plan = plan_for(axis_size(axis_name))
-        number = round_number(_OWNER, phase, state.exchanges) if phase else state.exchanges
+        plan = self.plan_for(axis_size(self.over.axis_name))
+        number = round_number("sgp", phase, state.exchanges) if phase else state.exchanges
         if not plan.rounds or phase == ():
             communicate = False
-        gossip = Gossip(axis_name, local_axis_name, plan)
-        # The numerator x = w * params moves by the updates, so the parameters move by u / w.
-        moves = plan.weight_moves
 
-        def alone(
-            operand: tuple[PyTree, Others, SGPState],
-        ) -> tuple[PyTree, Others, SGPState]:
+        def alone(operand: Operand) -> Operand:
+            """x <- x + w u, so params <- params + u / w where x moves by u."""
             u, o, s = operand
-            return over(u, s.weight) if moves else u, o, s
+            return over(u, s.weight) if plan.weight_moves else u, o, s
 
-        def exchanged(
-            operand: tuple[PyTree, Others, SGPState],
-        ) -> tuple[PyTree, Others, SGPState]:
-            u, o, s = operand
-            own = params if overlap else landing(params, alone(operand)[0])
-            before = s.weight if moves else jnp.ones([], jnp.float32)
-            packing = Packing(params, param_specs, bucket_bytes)
-            arrival, kept = gossip.exchange(number, own, before, packing)
-            if o:
-                o = _mixed(gossip, number, o, before, kept)
-            if overlap > 1:
-                (arrival, *late), fresh = s.in_flight, arrival
-                s = s._replace(in_flight=(*late, fresh))
-            after = _together(kept, before, arrival) if moves else before
-            u = over(u, after if overlap else before) if moves else u
-            u = pulled(u, own, arrival, arrival.weight.astype(after.dtype) / after)
-            s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
-            return u, o, s
+        def exchanged(operand: Operand) -> Operand:
+            own = params if self.overlap else landing(params, alone(operand)[0])
+            return self.exchanged(plan, number, own, params, operand)
 
-        return run_if(decide(True, communicate), exchanged, alone, (updates, others, state))
+        operand = widen_updates(updates), others, state
+        return run_if(decide(True, communicate), exchanged, alone, operand)
 
-    def numerator(state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        plan = plan_for(axis_size(axis_name))
+    def exchanged(
+        self,
+        plan: GossipPlan,
+        number: int | jax.Array,
+        own: PyTree,
+        params: PyTree,
+        operand: Operand,
+    ) -> Operand:
+        """One exchange (Assran et al., algorithm 1), with z = x / w the parameters.
+
+        x_i <- sum_k P[i, k] x_k and w_i <- sum_k P[i, k] w_k, so
+        z_i <- z_i + (share of w_i that arrived) (mean of what arrived - z_i): what `pulled` does.
+        """
+        u, o, s = operand
+        gossip, moves = Gossip(self.over, plan), plan.weight_moves
+        w = s.weight if moves else jnp.ones([], jnp.float32)
+        arrival, kept = gossip.exchange(number, own, w, like=params)
+        if o:
+            o = self.mixed(plan, number, o, w, kept)
+        if self.overlap > 1:
+            (arrival, *late), fresh = s.in_flight, arrival
+            s = s._replace(in_flight=(*late, fresh))
+        after = _together(kept, w, arrival) if moves else w
+        # The gradient moves x. With overlap x <- P x + u, so z takes u / (w afterwards).
+        u = over(u, after if self.overlap else w) if moves else u
+        u = pulled(u, own, arrival, arrival.weight.astype(after.dtype) / after)
+        s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
+        return u, o, s
+
+    def mixed(
+        self,
+        plan: GossipPlan,
+        number: int | jax.Array,
+        others: Others,
+        weight: jax.Array,
+        kept: jax.Array,
+    ) -> Others:
+        """What travels with the parameters, mixed with the weights of this exchange, never later.
+
+        An exchange of its own: with `overlap` that of the parameters waits for no forward pass, of
+        which these are results.
+
+        Communication: as an exchange of the parameters.
+        """
+        over_all = Exchange(self.over.axis_name, self.over.local_axis_name)
+        arrival, _ = Gossip(over_all, plan).exchange(number, others, weight, like=others)
+        after = _together(kept, weight, arrival)
+        moved = pulled(others, others, arrival, arrival.weight.astype(after.dtype) / after)
+        return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
+
+    def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
+        """See `Told.numerator`: x and w, with what is in flight."""
+        plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
             return y, None
         x, total = total_mass(y, state.weight, state.in_flight)
         # Where all nodes have the same weight, the division needs no sum over them.
         return (x, total) if plan.weight_differs else (over(x, total), None)
 
-    def reset(state: SGPState) -> SGPState:
+    def reset(self, state: SGPState) -> SGPState:
+        """See `Told.reset`."""
         return state._replace(
             weight=jnp.ones_like(state.weight),
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
         )
 
-    def carry(state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
+    def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
+        """See `Told.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)
@@ -271,50 +367,6 @@ def sgp(
             ),
         )
 
-    def shares(state: SGPState) -> list[tuple[Any, PyTree | None]]:
-        return [(state.weight, None), *((a.weight, a.mean) for a in state.in_flight)]
-
-    rotation = () if known is None else (every(max(1, len(known.rounds))),)
-    transform = parameter_transform(
-        _OWNER,
-        (axis_name,),
-        init=init_fn,
-        exchange=exchange,
-        events=None,
-        local_axis_name=local_axis_name,
-        phase=phase_of,
-        skipped=lambda state: state.count - state.exchanges,
-        due=lambda t: known is None or bool(known.rounds),
-        schedules=(every(1), *rotation),
-        numerator=numerator,
-        reset=reset,
-        sized=sized,
-        with_specs=with_specs,
-        carry=carry,
-        shares=shares,
-    )
-    return transform
-
-
-def _mixed(
-    gossip: Gossip,
-    number: int | jax.Array,
-    others: Others,
-    weight: jax.Array,
-    kept: jax.Array,
-) -> Others:
-    """What travels with the parameters, mixed with the weights of this exchange, never later.
-
-    An exchange of its own: with `overlap` that of the parameters waits for no forward pass, of
-    which these are results.
-
-    Communication: as an exchange of the parameters.
-    """
-    arrival, _ = gossip.exchange(number, others, weight, Packing(others, None, None))
-    after = _together(kept, weight, arrival)
-    moved = pulled(others, others, arrival, arrival.weight.astype(after.dtype) / after)
-    return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
-
 
 def _together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
     """The push-sum weight after an exchange, in the dtype of the share that was kept."""
@@ -323,7 +375,7 @@ def _together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array
 
 def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:
     """Raise `ValueError` for what is none of these; returns `overlap` as an int."""
-    check_graph(_OWNER, graph)
+    check_graph("sgp", graph)
     check_mixing(mixing)
     try:
         count = -1 if isinstance(overlap, bool) else operator.index(overlap)

@@ -1,17 +1,29 @@
 """SlowMo: slow momentum over any base algorithm."""
 
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
-from ._anchor import AnchorLayout, own_anchor, sharded_anchor, whole_anchor
-from ._checks import check_exchange_arguments
-from ._outer import outer_transform
-from ._protocol import ParameterTransform
-from ._schedule import Every, as_schedule
-from ._slow_momentum import observe_rate, slow_momentum
+from ..mesh import match_varying
+from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
+from .outer import Outer, OuterRate
 
-LearningRate = float | optax.Schedule | None
+LearningRate = float | optax.Schedule | Literal["optimizer"] | None
+
+
+class SlowMomentumState(NamedTuple):
+    """State of `slow_momentum`."""
+
+    velocity: PyTree  # like the anchor, float32: v = gamma * m
+    learning_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
+    made_at: jax.Array  # () float32, gamma at which `velocity` was made (r); 0 before the first
+    since: jax.Array  # () float32, largest gamma since the last slow step; 0 where not observed
 
 
 def slowmo(
@@ -48,7 +60,9 @@ def slowmo(
       momentum: slow momentum in [0, 1).
       slow_learning_rate: step size of the outer step, >= 0.
       learning_rate: the inner learning rate gamma: a float >= 0, a schedule of the 0-based update
-        count (the one given to the optimizer), or None for 1.
+        count (the one given to the optimizer), or None for 1. "optimizer" reads it from the state
+        of an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on; in a loop of
+        your own, `update(..., learning_rate=rate)` does.
       shard_state: keep 1/R of anchor and momentum on each replica. None: True where the average is
         exact.
       exact_average: True averages y over the replicas in the slow step and skips the base's own
@@ -68,20 +82,23 @@ def slowmo(
     Raises:
       ValueError: sync_every < 1, momentum outside [0, 1), negative rates, exact_average=False with
         shard_state=True or without a base, a plain optax transform or another slowmo as base; at
-        trace time an unbound axis, missing params, non-float leaves.
+        trace time an unbound axis, missing params, non-float leaves, learning_rate="optimizer"
+        without a rate.
       UserWarning: once, for sync_every that is no multiple of the base's, no base, an axis of size
         1.
 
     Communication: in a slow step over `axis_name`, sharded: one reduce-scatter and one all-gather
       of N bytes each (per buffer); unsharded: one all-reduce of N bytes; not exact: only the
       base's. In other updates the base's. With `local_axis_name` N / L per device, and all-gathers
-      over that axis (of N/R before and N after the outer step when sharded).
+      over that axis (of N/R before and N after the outer step when sharded). With
+      learning_rate="optimizer" and an exact average 8 bytes more, in an all-reduce: replicas that
+      ran out of data may have other rates, and take the largest.
 
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13
       `SlowMoDistributedDataParallel`.
     """
     owner = "slowmo"
-    check_exchange_arguments(owner, axis_name, local_axis_name, bucket_bytes)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
     schedule = as_schedule(sync_every)
     _check_base(base, schedule, exact_average)
     if shard_state and not exact_average:
@@ -89,36 +106,163 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
-
-    def layout_for(specs: PyTree | None) -> AnchorLayout:
-        if not exact_average:
-            return own_anchor()
-        made = whole_anchor if shard_state is False else sharded_anchor
-        return made(axis_name, local_axis_name, specs, bucket_bytes)
-
-    return outer_transform(
+    return Outer(
         owner,
-        axis_name,
+        exchange,
+        schedule,
+        slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
         base=base,
-        schedule=schedule,
-        outer_optimizer=slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        layout_for=layout_for,
-        param_specs=param_specs,
         exact_average=exact_average,
-        local_axis_name=local_axis_name,
-        learning_rate=_as_learning_rate(learning_rate),
-        **({"observe": observe_rate} if callable(learning_rate) else {}),
-    )
+        shard_state=exact_average if shard_state is None else shard_state,
+        rate=_outer_rate(learning_rate),
+    ).transform()
 
 
-def _as_learning_rate(learning_rate: LearningRate) -> optax.Schedule:
+def slow_momentum(
+    momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum on the displacement between slow steps.
+
+    With D = anchor - average and gamma the inner learning rate now:
+
+        m <- momentum * m + D / gamma
+        anchor <- anchor - slow_learning_rate * gamma * m                              (plain)
+        anchor <- anchor - slow_learning_rate * gamma * (momentum * m + D / gamma)     (nesterov)
+
+    v = gamma * m is stored, its carried part rescaled by gamma_now / gamma_before (1 where
+    gamma_before is 0), so a learning rate of 0 makes neither inf nor NaN.
+
+    What is carried is momentum * (that factor) * v, and where the rate has grown again the product
+    is at most gamma_now / r, r the rate at which v was made: the largest gamma since the slow step
+    before, or momentum times the r of then, where that is more. So no displacement comes back
+    larger than the rate now would have made it. Rates that only fall, or only grow, are not
+    touched. A rate that falls to a small floor and restarts would diverge without: D, made at high
+    rates, is divided by the floor, and would come back larger by peak / floor.
+
+    Args:
+      momentum: in [0, 1).
+      slow_learning_rate: step size of the outer step, >= 0.
+      nesterov: look ahead by one momentum step.
+
+    Returns:
+      An optax transform: `update(D, state, anchor, learning_rate=gamma)` returns what is added to
+      the anchor; gamma defaults to 1. D and anchor: trees of the same float32 arrays.
+
+    Raises:
+      ValueError: momentum outside [0, 1) or a negative rate.
+
+    Communication: none; element-wise, so it runs on shards.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+      Momentum", ICLR 2020, algorithm 1.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"`momentum` must lie in [0, 1), got {momentum}.")
+    if not slow_learning_rate >= 0:
+        raise ValueError(f"`slow_learning_rate` must be >= 0, got {slow_learning_rate}.")
+
+    # Plain floats are weakly typed: NumPy scalars would widen the state under x64.
+    momentum, slow_learning_rate = float(momentum), float(slow_learning_rate)
+
+    def init_fn(params: PyTree) -> SlowMomentumState:
+        return SlowMomentumState(
+            velocity=jax.tree.map(jnp.zeros_like, params),
+            learning_rate=jnp.ones([], jnp.float32),
+            made_at=jnp.zeros([], jnp.float32),
+            since=jnp.zeros([], jnp.float32),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        learning_rate: jax.Array | float = 1.0,
+        **extra: Any,
+    ) -> tuple[PyTree, SlowMomentumState]:
+        del params, extra
+        gamma = _rate(learning_rate)
+        # The paper's u (here m) with beta = momentum, alpha = slow_learning_rate, x_t,0 = anchor:
+        #   u_t = beta u_{t-1} + (x_t,0 - x_t,tau) / gamma_t
+        # Times gamma_t, with v_t = gamma_t u_t and D = x_t,0 - x_t,tau:
+        #   v_t = beta (gamma_t / gamma_{t-1}) v_{t-1} + D
+        # where the factor in front is at most gamma_t / r, or beta where that is more.
+        carried = jnp.minimum(
+            momentum * _ratio(gamma, state.learning_rate),
+            jnp.maximum(momentum, _ratio(gamma, state.made_at)),
+        )
+        velocity = jax.tree.map(
+            lambda v, d: carried.astype(d.dtype) * v + d, state.velocity, updates
+        )
+        #   x_{t+1},0 = x_t,0 - alpha gamma_t u_t = x_t,0 - alpha v_t
+        # Nesterov takes beta u_t + D / gamma_t for u_t, so beta v_t + D for v_t.
+        if nesterov:
+            ahead = jax.tree.map(lambda v, d: momentum * v + d, velocity, updates)
+        else:
+            ahead = velocity
+        step = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
+        made_at = jnp.maximum(momentum * state.made_at, jnp.maximum(state.since, gamma))
+        after = SlowMomentumState(velocity, gamma, made_at, jnp.zeros_like(state.since))
+        return step, match_varying(after, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _rate(learning_rate: jax.Array | float) -> jax.Array:
+    """() float32 >= 0: a schedule that ends at 0 may miss it by a rounding error, below it too."""
+    return jnp.maximum(jnp.asarray(learning_rate, jnp.float32), 0.0)
+
+
+def _ratio(now: jax.Array, before: jax.Array) -> jax.Array:
+    """`now / before`, 1 where `before` is 0."""
+    return jnp.where(before > 0, now / jnp.where(before > 0, before, 1.0), 1.0)
+
+
+def _outer_rate(learning_rate: LearningRate) -> OuterRate:
+    """How slow momentum comes to know gamma."""
     if learning_rate is None:
-        return optax.constant_schedule(1.0)
+        return OuterRate(lambda count, told: jnp.asarray(1.0))
     if callable(learning_rate):
-        return learning_rate
+        schedule = learning_rate
+        return OuterRate(lambda count, told: jnp.asarray(schedule(count)), _observed)
+    if learning_rate == "optimizer":
+        return OuterRate(_told_rate, _observed, _agreed, is_told=True)
+    if isinstance(learning_rate, str):
+        raise ValueError(
+            'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
+            f"{learning_rate!r}."
+        )
     if not learning_rate >= 0:
         raise ValueError(f"slowmo: `learning_rate` must be >= 0, got {learning_rate}.")
-    return optax.constant_schedule(float(learning_rate))
+    rate = float(learning_rate)
+    return OuterRate(lambda count, told: jnp.asarray(rate))
+
+
+def _told_rate(count: jax.Array, told: Mapping[str, Any]) -> jax.Array:
+    del count
+    if told.get("learning_rate") is None:
+        raise ValueError(
+            'slowmo: `learning_rate`="optimizer" must be told the rate in every update. '
+            "js.make_train_step does that for `sync`, not for a slowmo inside of `optimizer`; in a "
+            "loop of your own call `update(updates, state, params, learning_rate=rate)`."
+        )
+    return jnp.asarray(told["learning_rate"])
+
+
+def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
+    """The state after an update at this rate, slow or not: what it moved, velocity will hold."""
+    return state._replace(since=jnp.maximum(state.since, _rate(gamma)))
+
+
+def _agreed(
+    state: SlowMomentumState, gamma: jax.Array, axes: tuple[str, ...]
+) -> tuple[SlowMomentumState, jax.Array]:
+    """The largest rates of all replicas: the optimizer of an idle one has not counted on.
+
+    Communication: one all-reduce of 8 bytes over `axes`.
+    """
+    gamma, since = lax.pmax(jnp.stack([_rate(gamma), state.since]), axes)
+    return state._replace(since=since), gamma
 
 
 def _check_base(base: ParameterTransform | None, schedule: Every, exact_average: bool) -> None:

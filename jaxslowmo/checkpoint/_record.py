@@ -14,9 +14,9 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from .._typing import PyTree
-from ..algorithms import Placement
 from ..mesh import model_axes
 from ..train import TrainState
+from ..transform import Placement
 from ..tree import leaf_names
 from ._folder import RECORD, CheckpointError, UnreadableError
 

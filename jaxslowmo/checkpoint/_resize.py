@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import PyTree
-from ..algorithms import ParameterTransform, Placement, carry_leaf, stacked
 from ..train import TrainState
+from ..transform import ParameterTransform, Placement, carry_leaf, stacked
 
 
 def resized(

@@ -7,9 +7,9 @@ import jax
 from etils import epath
 
 from .._typing import PyTree
-from ..algorithms import OuterState, Placement, SGPState
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
+from ..transform import Placement, holds_state
 from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
 from ._prints import check_prints, host_print, prints_of
@@ -96,7 +96,7 @@ def read(path: epath.Path, template: Template) -> Reading:
     if old.replicas == new.replicas and same_inside:
         _check_leaves(path, record, template.record, skip=())
         return Reading(path, record, read_arrays(path / ARRAYS, keys, template.stored), True)
-    if _holds_sync(template.structs.opt_state[:2]):
+    if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
             "or `gradients` of the training step hold a parameter transform: to move its state, "
@@ -184,12 +184,6 @@ def _check_leaves(path: epath.Path, saved: Record, wanted: Record, skip: tuple[s
 def _names_of_sync(structs: TrainState) -> tuple[str, ...]:
     """Of the parameter transform's state in a `TrainState`."""
     return (f"opt_state/{len(structs.opt_state) - 1}/",)
-
-
-def _holds_sync(state: PyTree) -> bool:
-    kinds = (OuterState, SGPState)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds) for x in leaves)
 
 
 def _mesh_text(at: Placement) -> str:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..algorithms import Every, as_schedule, check_weight, increment, run_if
 from ..mesh import match_varying, vary_over
+from ..transform import Every, as_schedule, check_weight, increment, run_if
 from ..tree import (
     added,
     at_least_float32,

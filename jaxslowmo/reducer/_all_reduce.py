@@ -10,8 +10,8 @@ import optax
 from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
-from ..algorithms import check_axis_argument, check_weight, increment
 from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_over, varying_axes
+from ..transform import check_axis_argument, check_weight, gradient_state, increment
 from ..tree import MIB, check_floating, leaf_names
 from ._gradient_axes import axes_of
 from ._hook import CommHook, check_hook
@@ -28,6 +28,7 @@ BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's re
 _OWNER = ALL_REDUCE_GRADIENTS
 
 
+@gradient_state
 class AllReduceGradientsState(NamedTuple):
     """State of `all_reduce_gradients`: empty without a hook."""
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..algorithms import Every, increment, run_if
+from ..transform import Every, gradient_state, increment, run_if
 
 _OWNER = "post_local_gradients"
 
 
+@gradient_state
 class PostLocalGradientsState(NamedTuple):
     """State of `post_local_gradients`."""
 

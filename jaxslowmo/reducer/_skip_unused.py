@@ -9,8 +9,8 @@ from jax import lax
 
 from .._scopes import SKIP_UNUSED
 from .._typing import AxisName, PyTree
-from ..algorithms import ParameterTransform, check_axis_argument
 from ..mesh import axis_names, axis_size, match_varying, require_axes, settle, vary_over
+from ..transform import ParameterTransform, check_axis_argument
 from ..tree import leaf_names
 from ._all_reduce import AllReduceGradientsState
 from ._gradient_axes import axes_of

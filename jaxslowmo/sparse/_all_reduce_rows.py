@@ -10,8 +10,8 @@ import optax
 
 from .._scopes import ALL_REDUCE_ROWS
 from .._typing import AxisName, PyTree
-from ..algorithms import check_axis_argument, check_weight, increment
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
+from ..transform import check_axis_argument, check_weight, gradient_state, increment
 from ..tree import check_floating
 from ._exchange import PATHS, Facts, Path, TableReduction
 from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_row_gradient
@@ -19,6 +19,7 @@ from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_r
 OWNER = ALL_REDUCE_ROWS
 
 
+@gradient_state
 class AllReduceRowsState(NamedTuple):
     """State of `all_reduce_rows`; all but `dense` is equal on all replicas.
 

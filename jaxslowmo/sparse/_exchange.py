@@ -10,9 +10,9 @@ from jax import lax
 
 from .._scopes import PHASE
 from .._typing import AxisName
-from ..algorithms import run_if
 from ..collectives import all_mean, gather_slices, quotient, scaled
 from ..mesh import axis_names, axis_size, settle, vary_over, varying_axes
+from ..transform import run_if
 from ..tree import at_least_float32
 from ._coalesce import NOWHERE, compact, distinct_rows, nonzero_rows
 from ._row_gradient import RowGradient, add_entries, inside, num_outside

@@ -11,7 +11,7 @@ import numpy as np
 from .._scopes import GRADIENTS
 from .._typing import Phase, PyTree
 from .._warn import warn_once
-from ..algorithms import phase_name
+from ..transform import phase_name
 from ..tree import leaf_names, noted_buffers
 from ._step_program import StepProgram
 from ._step_report import Bucket, KindOfStep, StepReport

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from .._typing import AxisName, PyTree
-from ..algorithms import Every, ParameterTransform, as_schedule
 from ..mesh import AnyMesh, consensus
+from ..transform import Every, ParameterTransform, as_schedule
 from ._result import StepResult
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._typing import PyTree
-from ..algorithms import ParameterTransform
+from ..transform import ParameterTransform
 
 
 class Counted(NamedTuple):

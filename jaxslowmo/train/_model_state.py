@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, PyTree
-from ..algorithms import replica_mean
 from ..mesh import from_first, vary_over
+from ..transform import Exchange, replica_mean
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 
@@ -48,7 +48,7 @@ class Statistics:
         """
         if not self.leaves:
             return self.replaced([])
-        return self.replaced(replica_mean(self.leaves, axis_name, weight=weight))
+        return self.replaced(replica_mean(self.leaves, Exchange(axis_name), weight))
 
 
 def mean_over(tree: PyTree, axis_name: AxisName) -> PyTree:

@@ -1,31 +1,13 @@
-"""Which transforms of this library a state belongs to, and what a step refuses to do with them."""
+"""What a step refuses to do with transforms that exchange."""
+
+from typing import Any
 
 import jax
 import optax
 
 from .._typing import AxisName, PyTree
-from ..algorithms import LocalSGDState, OnlyFiniteState, OuterState, ParameterTransform, SGPState
 from ..mesh import axis_names
-from ..reducer import AllReduceGradientsState, PostLocalGradientsState
-from ..sparse import AllReduceRowsState
-
-PARAMETER_STATES = (LocalSGDState, OnlyFiniteState, OuterState, SGPState)
-GRADIENT_STATES = (AllReduceGradientsState, AllReduceRowsState, PostLocalGradientsState)
-
-
-def holds_parameter_transform(state: PyTree) -> bool:
-    """Whether the state of one of our parameter transforms is in `state`, wrapped or not."""
-    return _holds(state, PARAMETER_STATES)
-
-
-def holds_gradient_transform(state: PyTree) -> bool:
-    """Whether the state of one of our gradient transforms is in `state`, wrapped or not."""
-    return _holds(state, GRADIENT_STATES)
-
-
-def _holds(state: PyTree, kinds: tuple[type, ...]) -> bool:
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds) for x in leaves)
+from ..transform import ParameterTransform, holds_state
 
 
 def check_gradients(gradients: optax.GradientTransformation | None) -> None:
@@ -57,15 +39,15 @@ def check_transforms(
         replicas that would train apart without anyone having said so.
     """
     gradients, optimizer = opt_state[:2]
-    if holds_parameter_transform(gradients):
+    if holds_state(gradients, "parameters"):
         raise ValueError(_misplaced("a chain that holds a parameter transform"))
-    found = holds_parameter_transform(optimizer)
+    found = holds_state(optimizer, "parameters")
     if mode == "host" and found:
         raise ValueError(
             '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
             'too: pass that one as `sync`, or use mode="traced".'
         )
-    if num_replicas > 1 and not (exchanges or found or holds_gradient_transform(optimizer)):
+    if num_replicas > 1 and not (exchanges or found or holds_state(optimizer, "gradients")):
         axis = axis_name[0] if axis_name == axis_names(axis_name)[:1] else axis_name
         raise ValueError(
             "`sync` and `gradients` are both None and `optimizer` holds no transform of js, so the "
@@ -75,6 +57,30 @@ def check_transforms(
             "gradients=optax.identity() where `optimizer` averages gradients by itself, or "
             'sync="none" to train them apart.'
         )
+
+
+def optimizer_rate(opt_state: PyTree) -> Any:
+    """The learning rate that an optimizer used, from its state after the update.
+
+    Raises:
+      ValueError: not just one `optax.inject_hyperparams` state with a `learning_rate`.
+    """
+    found = [
+        x.hyperparams["learning_rate"]
+        for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
+        if _has_rate(x)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
+            "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
+            f"; found {len(found) or 'none'}."
+        )
+    return found[0]
+
+
+def _has_rate(x: Any) -> bool:
+    return "learning_rate" in getattr(x, "hyperparams", ())
 
 
 def _misplaced(what: str) -> str:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, Phase, PyTree
-from ..algorithms import ParameterTransform, increment, unless_idle
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
 from ..reducer import mean_gradients
 from ..tracing import FullLoss, ready_order
+from ..transform import ParameterTransform, holds_state, increment, unless_idle
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
-from ._ours import holds_gradient_transform, holds_parameter_transform
+from ._ours import optimizer_rate
 from ._state import TrainState
 from ._told import Loss, TracedUpdate, as_value, update_told
 
@@ -118,6 +118,8 @@ class StepParts:
                 weight=weight,
             )
         alone = not averaged and self._trains_alone(optimizer_state)
+        if self.sync is not None and self.sync.wants_learning_rate:
+            extra = {**extra, "learning_rate": optimizer_rate(optimizer_after)}
         if weight is not None and (self.sync is not None or alone):
             optimizer_after = self._kept_if_idle(weight, optimizer_after, optimizer_state)
         if alone:
@@ -156,8 +158,8 @@ class StepParts:
         return (
             self.sync is None
             and (self.gradients is None or self.apart)
-            and not holds_gradient_transform(optimizer_state)
-            and not holds_parameter_transform(optimizer_state)
+            and not holds_state(optimizer_state, "gradients")
+            and not holds_state(optimizer_state, "parameters")
         )
 
     def _kept_if_idle(self, weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:

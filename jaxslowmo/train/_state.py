@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     key: Hashable = None
 
 
-class Placement(NamedTuple):
+class KnownLayout(NamedTuple):
     """Where the state that a step returned lies, so that the next step need not look at its leaves.
 
     Attributes:
@@ -62,7 +62,7 @@ class TrainState(_Fields):
     """
 
     # Known of this very state, of no copy with other fields: `_replace` makes one without.
-    placement: Placement | None = None
+    known_layout: KnownLayout | None = None
 
     def __getstate__(self) -> None:
         """Copies and pickles hold the fields alone."""

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .._typing import Phase, PyTree
 from .._warn import warn_once
-from ..algorithms import ParameterTransform, phase_name
 from ..mesh import (
     AnyMesh,
     VirtualMesh,
@@ -24,12 +23,13 @@ from ..mesh import (
     specs_key,
 )
 from ..tracing import ready_order
+from ..transform import ParameterTransform, phase_name
 from ._host_counts import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._ours import check_transforms
 from ._placed import placed_batch, placed_weight
 from ._replica_step import Metrics, StepParts
-from ._state import Layout, Placement, TrainState
+from ._state import KnownLayout, Layout, TrainState
 
 Mode = Literal["traced", "host"]
 
@@ -111,7 +111,7 @@ class TrainStep:
         new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
         # It lies where the old one did: on all mapped axes as the program says, else pinned.
-        new_state.placement = Placement(self.mesh, self.axis_name, layout)
+        new_state.known_layout = KnownLayout(self.mesh, self.axis_name, layout)
         if so_far is not None:  # count on, without asking the device
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
@@ -202,7 +202,7 @@ class TrainStep:
 
     def _layout(self, state: TrainState) -> Layout:
         """How parameters lie inside a replica."""
-        known = getattr(state, "placement", None)
+        known = getattr(state, "known_layout", None)
         if known is not None and known[:2] == (self.mesh, self.axis_name):
             return known.layout
         first = _first_array(state.params)

@@ -20,9 +20,9 @@ from .._typing import AxisName, PyTree
 from ..collectives import all_mean, weighted_means
 from ..mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
 from ..tracing import FullLoss
+from ..transform import holds_state
 from ..tree import at_least_float32
 from ._as_varying import run_as_varying
-from ._ours import holds_gradient_transform, holds_parameter_transform
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -195,7 +195,7 @@ def update_told(
 
     Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
     """
-    is_chain = holds_gradient_transform(state)
+    is_chain = holds_state(state, "gradients")
     averaged = loss.averaged or (axis_names(axis_name) if is_chain else ())
 
     def update(
@@ -222,7 +222,7 @@ def update_told(
     except TypeError as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
             raise
-        if is_chain or holds_parameter_transform(state):
+        if is_chain or holds_state(state, "parameters"):
             raise ValueError(
                 "`optimizer` is a chain that exchanges, and a transform in it has branches or "
                 "loops that return constants beside what differs between replicas, which jax "

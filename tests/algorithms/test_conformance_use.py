@@ -1,6 +1,7 @@
 """What every public transform must bear: loops, further vmaps, idle replicas, copies, misuse."""
 
 import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -199,8 +200,22 @@ def test_a_copy_with_another_update_uses_it():
     assert tx.sized({"replica": 2}).update is tx.with_specs({"w": P()}).update is twice
     with pytest.raises(ValueError, match=r"`exchange` to average model state.*\"local\""):
         tx.exchange({"w": 1.0}, [jnp.ones(1)], tx.init({"w": jnp.ones(1)}), {"w": 1.0})
-    with pytest.raises(ValueError, match=r"`_replace` takes \['init', 'update'\], got \['phase'\]"):
-        tx._replace(phase=None)
+    with pytest.raises(
+        ValueError, match=r"`_replace` takes \['init', 'update', .*, got \['rate'\]"
+    ):
+        tx._replace(rate=None)
+
+
+def test_a_copy_may_tell_something_else():
+    tx = js.local_sgd("replica", sync_every=2)
+    never = tx._replace(phase=lambda t, skipped=0: ())
+    assert (never.phase(2), never.sized({"replica": 2}).phase(2), tx.phase(2)) == (
+        (),
+        (),
+        ("average",),
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tx.phase = never.phase
 
 
 # Misuse
@@ -241,21 +256,24 @@ def test_both_states_are_named():
         jax.eval_shape(jax.vmap(update, axis_name="replica"), SMALL)
 
 
-def test_a_state_is_compared_once(monkeypatch):
-    """Asking what `init` makes traces it; programs of one kind of parameters ask once."""
+@pytest.mark.parametrize(("own", "times"), [(True, 0), (False, 1)])
+def test_a_state_is_compared_once(own, times, monkeypatch):
+    """Asking what `init` makes traces it: once for a kind, never where it was seen."""
     tx = js.sgp("replica", graph=js.topology.ring(4))
+    start = tx.init if own else js.sgp("replica", graph=js.topology.ring(4)).init
     asked = []
     ask = jax.eval_shape
 
     def counting(fn, *args):
-        asked.extend([fn] if fn is tx.init else [])
-        return ask(fn, *args)
+        found = ask(fn, *args)
+        asked.extend([fn] if type(found) is js.SGPState else [])
+        return found
 
-    monkeypatch.setattr("jaxslowmo.algorithms._checks.jax.eval_shape", counting)
+    monkeypatch.setattr("jaxslowmo.transform._checks.jax.eval_shape", counting)
     for _ in range(3):
-        update = lambda p: tx.update(p, tx.init(p), p)[0]  # noqa: E731
+        update = lambda p: tx.update(p, start(p), p)[0]  # noqa: E731
         ask(jax.vmap(update, axis_name="replica"), SMALL)
-    assert len(asked) == 1
+    assert len(asked) == times
 
 
 def unvarying(tx, params_vary, updates_vary):

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.algorithms._carry import AnchorShards, Placement
+from jaxslowmo.algorithms.outer._sharded import ShardedAnchor
+from jaxslowmo.transform import Exchange, Placement
 
 
 def numbered(shapes) -> dict[str, np.ndarray]:
@@ -29,7 +30,7 @@ def numbered(shapes) -> dict[str, np.ndarray]:
 )
 def test_split_and_joined_is_the_same_tree(shapes, replicas, local, bucket_bytes):
     tree = numbered(shapes)
-    shards = AnchorShards(None, bucket_bytes, "device")
+    shards = ShardedAnchor(Exchange("replica", "device", None, bucket_bytes))
     at = Placement(replicas, {"replica": replicas, "device": local})
     split = shards.split(tree, tree, at)
     assert all(x.shape[0] == replicas and x.ndim == 3 for x in split)
@@ -42,7 +43,7 @@ def test_split_and_joined_is_the_same_tree(shapes, replicas, local, bucket_bytes
 
 def test_shards_of_another_size_are_refused():
     tree = numbered([(40,)])
-    shards = AnchorShards(None, None, None)
+    shards = ShardedAnchor(Exchange("replica"))
     with pytest.raises(
         ValueError, match=r"shards of \[\(4, 10, 1\)\], and not of \[\(3, 14, 1\)\]"
     ):
@@ -70,9 +71,9 @@ def test_devices_lay_them_out_likewise(local, mesh_of):
     stacked = js.replicate(placed, mesh=mesh)
     anchor = js.init(sync, stacked, mesh=mesh).anchor
     at = Placement(2, dict(mesh.shape), frozenset({"model"}))
-    split = AnchorShards(specs, None, local).split(params, params, at)
+    split = ShardedAnchor(Exchange("replica", local, specs)).split(params, params, at)
     assert len(split) == len(anchor) == 2  # leaves over "model", and the others
     for a, b in zip(split, anchor, strict=True):
         np.testing.assert_array_equal(a, np.asarray(b))
-    joined = AnchorShards(specs, None, local).join(split, params, at)
+    joined = ShardedAnchor(Exchange("replica", local, specs)).join(split, params, at)
     jax.tree.map(np.testing.assert_array_equal, joined, params)

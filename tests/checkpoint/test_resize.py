@@ -3,11 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from jaxslowmo.algorithms._carry import AnchorShards, Placement
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, SYNCS, batch, make_step, on_host
+from jaxslowmo.algorithms.outer._sharded import ShardedAnchor
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.transform import Exchange, Placement
 
 
 def trained(step, replicas: int, updates: int):
@@ -40,7 +41,7 @@ def momentum(state: js.TrainState):
     replicas = len(state.step)
     at = Placement(replicas, {"replica": replicas})
     shards = on_host(state.opt_state[-1].outer.velocity)
-    return AnchorShards(None, None, None).join(shards, PARAMS, at)
+    return ShardedAnchor(Exchange("replica")).join(shards, PARAMS, at)
 
 
 @pytest.mark.parametrize("name", ["slowmo over sgp", "own anchors", "all_reduce"])

@@ -216,7 +216,7 @@ def test_nothing_of_a_state_is_kept():
 
 def test_copies_know_nothing():
     state = steps(step_of(), step_of().init(PARAMS))
-    assert state.placement is not None
+    assert state.known_layout is not None
     for other in (copy.copy(state), copy.deepcopy(state), state._replace(rng=state.rng)):
-        assert other.placement is None
+        assert other.known_layout is None
         assert_same(other, state)

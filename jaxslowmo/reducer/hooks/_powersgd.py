@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._typing import PyTree
-from ...algorithms import phase_scope, run_if
 from ...collectives import all_mean
 from ...mesh import axis_names, match_varying, vary_over
+from ...transform import phase_scope, run_if
 from ...tree import at_least_float32
 from .._hook import CommHook, GradBucket
 

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._typing import AxisName, Phase, PyTree
-from ..collectives import in_slices, permute
-from ..topology import ExchangeRound
-from ..tree import at_least_float32
-from ._due import phase_scope, run_one_of
-from ._gossip_plan import GossipPlan
-from ._packing import Flats, Packing
+from ..._typing import Phase, PyTree
+from ...collectives import in_slices, permute
+from ...topology import ExchangeRound
+from ...transform import Exchange, Flats, Packing, packing_of, phase_scope, run_one_of
+from ...tree import Buffer, at_least_float32
+from ._plan import GossipPlan
 
 
 class Arrival(NamedTuple):
@@ -35,19 +34,17 @@ class Gossip:
     """The exchanges of a plan.
 
     Attributes:
-      axis_name: axis of the nodes.
-      local_axis_name: axis inside a node, whose devices each send their part; or None.
+      over: axis of the nodes, and in which pieces they send.
       plan: what each exchange sends.
     """
 
-    axis_name: AxisName
-    local_axis_name: AxisName | None
+    over: Exchange
     plan: GossipPlan
 
     def exchange(
-        self, number: int | jax.Array, values: PyTree, weight: jax.Array, packing: Packing
+        self, number: int | jax.Array, values: PyTree, weight: jax.Array, like: PyTree
     ) -> tuple[Arrival, jax.Array]:
-        """Send `values` with `weight` to the peers of exchange `number`.
+        """Send `values` with `weight` to the peers of exchange `number`, in the dtypes of `like`.
 
         Returns:
           What arrived, and the share of its own value that this node keeps, () float.
@@ -63,10 +60,12 @@ class Gossip:
 
             return branch
 
+        packing = packing_of(like, self.over)
         size = len(self.plan.rounds)
-        index = number % size
         flats, received, kept = run_one_of(
-            index, [run(i) for i in range(size)], (packing.pack(values), weight)
+            number % size,
+            [run(i) for i in range(size)],
+            (packing.pack(values, role="round"), weight),
         )
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
 
@@ -74,7 +73,7 @@ class Gossip:
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
     ) -> tuple[Flats, jax.Array, jax.Array]:
         if self.plan.weight_differs:
-            weights = [permute(weight, self.axis_name, p) for p in round_.permutations]
+            weights = [permute(weight, self.over.axis_name, p) for p in round_.permutations]
         else:
             weights = [weight] * len(round_.permutations)
         shares = jnp.stack(
@@ -88,7 +87,7 @@ class Gossip:
         parts = shares / jnp.where(received == 0, 1, received)
 
         def mean_of_peers(part: jax.Array, parts: jax.Array) -> jax.Array:
-            arrived = [permute(part, self.axis_name, p) for p in round_.permutations]
+            arrived = [permute(part, self.over.axis_name, p) for p in round_.permutations]
             first = arrived[0].astype(at_least_float32(part.dtype))
             mean = first
             for i, other in enumerate(arrived[1:], start=1):
@@ -96,10 +95,12 @@ class Gossip:
                 mean += parts[i].astype(mean.dtype) * (other.astype(mean.dtype) - first)
             return mean.astype(part.dtype)
 
-        def exchange(flat: jax.Array, parts: jax.Array) -> jax.Array:
+        def exchange(buffer: Buffer, flat: jax.Array, parts: jax.Array) -> jax.Array:
+            del buffer
             if flat.size == 0:
                 return flat
-            return in_slices(flat, self.local_axis_name, lambda part: mean_of_peers(part, parts))
+            local = self.over.local_axis_name
+            return in_slices(flat, local, lambda part: mean_of_peers(part, parts))
 
         return packing.map(exchange, flats, parts), received, self._own(round_.kept)
 
@@ -107,7 +108,7 @@ class Gossip:
         """This node's entry, in JAX's default float dtype."""
         if np.all(per_node == per_node[0]):
             return jnp.asarray(float(per_node[0]))
-        return jnp.asarray(per_node)[lax.axis_index(self.axis_name)]
+        return jnp.asarray(per_node)[lax.axis_index(self.over.axis_name)]
 
 
 _ROUND, ANY_ROUND = "round", "any round"  # the latter: which one, the state tells

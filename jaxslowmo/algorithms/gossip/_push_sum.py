@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
-from ..tree import added, at_least_float32, by_dtype, cast, subtracted
-from ._gossip import Arrival
+from ..._typing import PyTree
+from ...tree import added, at_least_float32, by_dtype, cast, subtracted
+from ._exchange import Arrival
 
 
 def over(tree: PyTree, weight: jax.Array) -> PyTree:

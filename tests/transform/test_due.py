@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.algorithms._due import run_if, run_one_of
+from jaxslowmo.transform._due import run_if, run_one_of
 
 
 def nested(counts, x, due):

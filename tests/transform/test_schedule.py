@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.algorithms import as_schedule
+from jaxslowmo.transform import as_schedule
 
 COUNTS = range(1, 200)
 

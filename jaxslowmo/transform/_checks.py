@@ -1,4 +1,4 @@
-"""What updates of parameter transforms are checked for."""
+"""What updates of transforms are checked for."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -12,12 +12,14 @@ from ..mesh import (
     axis_names,
     axis_size,
     checks_varying,
+    is_bound,
     require_axes,
     specs_key,
     typed_specs,
     varying_axes,
 )
 from ..tree import kept_if, leaf_names
+from ._exchange import Exchange
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
@@ -40,13 +42,18 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
-def check_exchange_arguments(
+def checked_exchange(
     owner: str,
-    axis_name: object,
-    local_axis_name: object | None,
-    bucket_bytes: int | None,
-) -> None:
-    """At construction: the arguments that all parameter transforms share; `ValueError` if bad."""
+    axis_name: AxisName,
+    local_axis_name: AxisName | None = None,
+    param_specs: PyTree | None = None,
+    bucket_bytes: int | None = None,
+) -> Exchange:
+    """The `Exchange` of these arguments.
+
+    Raises:
+      ValueError: axes that are no names, or a negative size.
+    """
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
         check_axis_argument(owner, "local_axis_name", local_axis_name)
@@ -54,29 +61,26 @@ def check_exchange_arguments(
         raise ValueError(
             f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
         )
+    return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes)
 
 
-def check_axes(
-    owner: str,
-    axis_name: AxisName,
-    local_axis_name: AxisName | None,
-    warn: Callable[[str], None],
-    warned_about: frozenset[str] = frozenset(),
-) -> None:
-    """At trace time: both axes are bound and distinct; warn about a replica axis of size 1.
+def require_bound(owner: str, over: Exchange) -> None:
+    """At trace time: raise `ValueError` unless its axes are bound, and no name is in both."""
+    require_axes(owner, "axis_name", over.axis_name)
+    if over.local_axis_name is None:
+        return
+    require_axes(owner, "local_axis_name", over.local_axis_name)
+    both = set(axis_names(over.axis_name)) & set(axis_names(over.local_axis_name))
+    if both:
+        raise ValueError(
+            f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
+        )
 
-    `warned_about`: axes of which a transform around this one warns.
-    """
-    require_axes(owner, "axis_name", axis_name)
-    if local_axis_name is not None:
-        require_axes(owner, "local_axis_name", local_axis_name)
-        both = set(axis_names(axis_name)) & set(axis_names(local_axis_name))
-        if both:
-            raise ValueError(
-                f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
-            )
-    if axis_size(axis_name) == 1 and not set(axis_names(axis_name)) <= warned_about:
-        names = axis_names(axis_name)
+
+def warn_if_alone(owner: str, over: Exchange, warn: Callable[[str], None]) -> None:
+    """At trace time: warn about a replica axis of size 1."""
+    if axis_size(over.axis_name) == 1:
+        names = axis_names(over.axis_name)
         axis = repr(names[0] if len(names) == 1 else names)
         warn(f"{owner}: axis {axis} has size 1, so there is nothing to communicate.")
 
@@ -131,26 +135,50 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
 
 
 class StateCheck:
-    """Whether a state is what `init` makes: each kind of parameters is looked at once."""
+    """Whether a state is what `init` makes: each kind of parameters is looked at once.
 
-    def __init__(self, owner: str, init: Callable[[PyTree], PyTree]) -> None:
-        self._owner, self._init = owner, init
+    Args:
+      owner: public name, for messages.
+      init: makes the state.
+      like_init: as `init`, of which only types matter, where that is sooner traced.
+      over: what is exchanged over.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        init: Callable[[PyTree], PyTree],
+        like_init: Callable[[PyTree], PyTree] | None,
+        over: Exchange,
+    ) -> None:
+        self._owner, self._init, self._like_init = owner, init, like_init or init
+        self._axes = (*axis_names(over.axis_name), *axis_names(over.local_axis_name or ()))
         self._known: dict[Hashable, _Form] = {}
 
-    def __call__(self, state: PyTree, params: PyTree, axes: AxisName) -> None:
+    def init(self, params: PyTree) -> PyTree:
+        """`init(params)`, remembered where the axes are bound: an update need not ask again."""
+        state = self._init(params)
+        if all(map(is_bound, self._axes)):
+            self._known[self._kind(params)] = _form(state)
+        return state
+
+    def __call__(self, state: PyTree, params: PyTree) -> None:
         """At trace time: raise `ValueError` for the state of another transform or configuration."""
-        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
-        mesh = jax.sharding.get_abstract_mesh()
-        key = (_form(params), axis_size(axes), mesh, specs_key(typed_specs(params)))
-        if key not in self._known:
-            self._known[key] = _form(jax.eval_shape(self._init, params))
-        wanted, found = self._known[key], _form(state)
+        kind = self._kind(params)
+        if kind not in self._known:
+            self._known[kind] = _form(jax.eval_shape(self._like_init, params))
+        wanted, found = self._known[kind], _form(state)
         if found != wanted:
             raise ValueError(
                 f"{self._owner}: `state` must be what this transform's `init` makes for these "
                 f"parameters, {_described(wanted)}, got {_described(found)}: was it made by "
                 "another transform, or with other arguments?"
             )
+
+    def _kind(self, params: PyTree) -> Hashable:
+        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
+        mesh = jax.sharding.get_abstract_mesh()
+        return _form(params), axis_size(self._axes), mesh, specs_key(typed_specs(params))
 
 
 _Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
+from ...topology import ExchangeRound, Graph, Mixing, exchange_rounds
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import jax
 
-from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, kept_with, map_replicas, model_axes
-from ._protocol import ParameterTransform
+from ..._typing import AxisName, PyTree
+from ...mesh import AnyMesh, kept_with, map_replicas, model_axes
+from ...transform import ParameterTransform
 
 
 def read_anchor(

@@ -1,0 +1,7 @@
+"""The machinery of slowmo and diloco: an outer optimizer on an anchor."""
+
+from ._element_wise import element_wise as element_wise
+from ._read import read_anchor as read_anchor
+from ._step import Outer as Outer
+from ._step import OuterRate as OuterRate
+from ._step import OuterState as OuterState

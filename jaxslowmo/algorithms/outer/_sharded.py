@@ -1,0 +1,134 @@
+"""Anchors of which each replica keeps 1/R, as `(rows, lanes)` float32 shards of flat buffers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._typing import PyTree
+from ...collectives import (
+    ShardLayout,
+    all_gather_shards,
+    mean_to_shards,
+    own_shard,
+    shard_layout,
+)
+from ...mesh import axis_size
+from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
+from ...tree import Buffer, at_least_float32
+from ._anchor import WholeAnchor
+from ._on_host import join_shards, split_shards
+
+
+def shard_packing(params: PyTree, exchange: Exchange) -> Packing:
+    """The one plan of the shards, on devices and on the host: leaves in at least float32.
+
+    Leaves that are sharded over the same axes inside the replica share buffers; without
+    `param_specs` all do.
+    """
+    return packing_of(params, exchange, at_least_float32)
+
+
+class ShardedAnchor(WholeAnchor):
+    """The anchor is a tuple with this replica's shard of every buffer."""
+
+    is_sharded = True
+
+    def layout(self, buffer: Buffer) -> ShardLayout:
+        """Shape of a shard."""
+        shards, local = axis_size(self.exchange.axis_name), self.exchange.local_axis_name
+        parts = 1 if local is None else axis_size(local)
+        return shard_layout(buffer.num_elements, shards, num_parts=parts)
+
+    def store(self, params: PyTree) -> tuple[jax.Array, ...]:
+        """This replica's shards of given parameters.
+
+        Communication: none.
+        """
+
+        def shard(buffer: Buffer, flat: jax.Array) -> jax.Array:
+            return own_shard(flat, self.layout(buffer), self.exchange.axis_name)
+
+        return _joined(shard_packing(params, self.exchange).pack(params, shard))
+
+    def like_stored(self, params: PyTree) -> tuple[jax.Array, ...]:
+        """Zeros like these, without packing anything."""
+        packing = shard_packing(params, self.exchange)
+
+        def zeros(buffer: Buffer) -> jax.Array:
+            layout = self.layout(buffer)
+            return jnp.zeros((layout.rows, layout.lanes), buffer.dtype)
+
+        return _joined(
+            [
+                on_blocks(group, lambda p=plan: [zeros(b) for b in p.buffers], kinds=(), out="flat")
+                for group, plan in zip(packing.groups, packing.plans, strict=True)
+            ]
+        )
+
+    def average(self, y: PyTree) -> tuple[jax.Array, ...]:
+        """This replica's shards of the mean of `y` over the replicas.
+
+        Communication: one reduce-scatter of N bytes over the replica axis per buffer; see
+          `mean_to_shards`.
+        """
+        axes, local = self.exchange.axis_name, self.exchange.local_axis_name
+
+        def mean(buffer: Buffer, flat: jax.Array) -> jax.Array:
+            return mean_to_shards(flat, self.layout(buffer), axes, local)
+
+        return _joined(shard_packing(y, self.exchange).pack(y, mean, role="slow"))
+
+    def restore(self, anchor: tuple[jax.Array, ...], params: PyTree) -> PyTree:
+        """Float32 values in the shape of the parameters.
+
+        Communication: one all-gather of N bytes over the replica axis per buffer; see
+          `all_gather_shards`.
+        """
+        axes, local = self.exchange.axis_name, self.exchange.local_axis_name
+        packing = shard_packing(params, self.exchange)
+
+        def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
+            return all_gather_shards(shard, buffer.num_elements, axes, local)
+
+        return packing.unpack(_by_group(anchor, packing), whole)
+
+    def pin(self, state: PyTree, params: PyTree) -> PyTree:
+        """Zeros that an outer optimizer makes have no layout of their own yet.
+
+        Communication: none.
+        """
+        packing = shard_packing(params, self.exchange)
+        group_of: dict[tuple[int, ...], BlockGroup] = {
+            (group.num_blocks * layout.rows, layout.lanes): group
+            for group, plan in zip(packing.groups, packing.plans, strict=True)
+            for layout in map(self.layout, plan.buffers)
+        }
+
+        def place(x: jax.Array) -> jax.Array:
+            if x.shape not in group_of:
+                return x
+            return on_blocks(group_of[x.shape], lambda y: y, x, kinds=("flat",), out="flat")
+
+        return jax.tree.map(place, state)
+
+    def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
+        """The whole tree that the shards are of; see `join_shards`."""
+        with jax.sharding.use_abstract_mesh(old.mesh()):
+            packing = shard_packing(params, self.exchange)
+        return join_shards(anchor, packing, old, self.exchange.local_axis_name)
+
+    def split(self, tree: PyTree, params: PyTree, new: Placement) -> tuple[Any, ...]:
+        """The inverse of `join`."""
+        with jax.sharding.use_abstract_mesh(new.mesh()):
+            packing = shard_packing(params, self.exchange)
+        return split_shards(tree, packing, new, self.exchange.local_axis_name)
+
+
+def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
+    return tuple(x for own in by_group for x in own)
+
+
+def _by_group(shards: tuple[jax.Array, ...], packing: Packing) -> Flats:
+    rest = iter(shards)
+    return [[next(rest) for _ in plan.buffers] for plan in packing.plans]

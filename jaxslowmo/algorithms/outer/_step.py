@@ -1,0 +1,378 @@
+"""An outer optimizer over what the replicas have done since the last slow step.
+
+SlowMo and DiLoCo are this machinery with different outer optimizers. `Outer` says when and over
+what; `OuterStep`, one update of it, what is done.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..._typing import Phase, PyTree
+from ...collectives import all_mean, quotient, scaled
+from ...mesh import axis_names
+from ...transform import (
+    Carried,
+    Communicate,
+    Every,
+    Exchange,
+    Others,
+    ParameterTransform,
+    Placement,
+    carry_leaf,
+    decide,
+    either,
+    increment,
+    inside,
+    is_due,
+    parameter_transform,
+    phase_scope,
+    replica_mean,
+    require_bound,
+    run_if,
+)
+from ...tree import (
+    added,
+    apply_exactly,
+    check_floating,
+    landing,
+    subtracted,
+    updates_to,
+    widen_updates,
+)
+from ._anchor import OwnAnchor, WholeAnchor
+from ._sharded import ShardedAnchor
+
+SLOW = "slow"
+
+
+class OuterState(NamedTuple):
+    """State of `slowmo` and `diloco`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
+    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
+    base: PyTree  # state of the base transform; () without one
+
+
+class OuterRate(NamedTuple):
+    """What an outer optimizer is told of the inner learning rate.
+
+    Attributes:
+      now: `now(count, told)`: the rate of an update, from how many were before and from what else
+        `update` was given.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
+      agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
+        its own.
+      is_told: whether `update` must be given `learning_rate=`.
+    """
+
+    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
+    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
+    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] = (
+        lambda outer, rate, axes: (outer, rate)
+    )
+    is_told: bool = False
+
+
+Operand = tuple[PyTree, Others, OuterState]  # updates, what travels along, state
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The parameter transform of an outer optimizer; arguments are checked by who makes it.
+
+    Attributes:
+      owner: its public name.
+      exchange: what slow steps exchange over.
+      schedule: when they are due.
+      optimizer: the outer optimizer.
+      base: what runs between slow steps.
+      exact_average: the replicas' mean is taken and the base's own exchange skipped; else each goes
+        on from what the base left on it.
+      shard_state: whether each replica keeps 1/R of the anchor.
+      rate: what the optimizer is told of the inner learning rate; None for nothing.
+    """
+
+    owner: str
+    exchange: Exchange
+    schedule: Every
+    optimizer: optax.GradientTransformationExtraArgs
+    base: ParameterTransform | None = None
+    exact_average: bool = True
+    shard_state: bool = True
+    rate: OuterRate | None = None
+
+    @functools.cached_property
+    def anchor(self) -> OwnAnchor:
+        """Where the anchor lives."""
+        if not self.exact_average:
+            return OwnAnchor()
+        return (ShardedAnchor if self.shard_state else WholeAnchor)(self.exchange)
+
+    def transform(self) -> ParameterTransform:
+        """As the protocol wants it."""
+        base, base_axes = self.base, () if self.base is None else self.base.axes
+        return parameter_transform(
+            self.owner,
+            [self.exchange],
+            state=OuterState,
+            init=self.init,
+            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
+            step=self.step,
+            events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
+            inner_axes=base_axes,
+            phase=self.phase,
+            skipped=None if base is None or base.skipped is None else self.skipped,
+            due=self.due,
+            schedules=(self.schedule, *(base.schedules if base is not None else ())),
+            permit=None if base is None or base.permit is None else self.permit,
+            anchor=lambda state, params: self.anchor.restore(state.anchor, params),
+            sized=self.sized,
+            with_specs=self.with_specs,
+            shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
+            wants_learning_rate=self.rate is not None and self.rate.is_told,
+            carry=self.carry,
+            **({} if base is None else {"shares": lambda state: base.shares(state.base)}),
+        )
+
+    def phase(self, t: int, skipped: int = 0) -> Phase:
+        """See `Told.phase`."""
+        slow = bool(self.schedule(t))
+        if self.base is None or (slow and self.exact_average):
+            own = ()
+        else:
+            steps = self.schedule.times(t - 1) if self.exact_average else 0
+            own = self.base.phase(t, skipped + steps)
+        return (*own, SLOW) if slow else own
+
+    def due(self, t: Any) -> Any:
+        """See `Told.due`."""
+        slow = self.schedule(t)
+        return slow if self.base is None else either(self.base.due(t), slow)
+
+    def skipped(self, state: OuterState) -> Any:
+        """See `Told.skipped`: the base's, slow steps apart."""
+        assert self.base is not None
+        assert self.base.skipped is not None
+        slow = self.schedule.times(int(state.count)) if self.exact_average else 0
+        return self.base.skipped(state.base) - slow
+
+    def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
+        """See `Told.sized`."""
+        base = None if self.base is None else self.base.sized(axis_sizes)
+        return replace(self, base=base).transform()
+
+    def with_specs(self, specs: PyTree) -> ParameterTransform:
+        """See `Told.with_specs`."""
+        base = None if self.base is None else self.base.with_specs(specs)
+        # The layout of shards is part of the state: only specs that were given decide it.
+        exchange = self.exchange if self.anchor.is_sharded else self.exchange.with_specs(specs)
+        return replace(self, base=base, exchange=exchange).transform()
+
+    def init(self, params: PyTree) -> OuterState:
+        """The state of given parameters."""
+        check_floating(self.owner, params)
+        if self.anchor.is_sharded:  # others can be initialised outside of the axis
+            require_bound(self.owner, self.exchange)
+        return self.of_anchor(self.anchor.store(params), params)
+
+    def of_anchor(self, anchor: PyTree, params: PyTree) -> OuterState:
+        """The state of a stored anchor."""
+        return OuterState(
+            count=jnp.zeros([], jnp.int32),
+            anchor=anchor,
+            outer=self.anchor.pin(self.optimizer.init(anchor), params),
+            base=() if self.base is None else self.base.init(params),
+        )
+
+    def step(
+        self,
+        updates: PyTree,
+        others: Others,
+        state: OuterState,
+        params: PyTree,
+        *,
+        communicate: Communicate,
+        weight: jax.Array | None,
+        phase: Phase | None,
+        **extra: Any,
+    ) -> tuple[PyTree, Others, OuterState]:
+        """One update; see `Told.exchange`."""
+        rate = None
+        if self.rate is not None:
+            rate = self.rate.now(state.count, extra)
+            state = state._replace(outer=self.rate.observe(state.outer, rate))
+        state = state._replace(count=increment(state.count))
+        step = OuterStep(self, params, weight, phase, rate, extra)
+
+        def exchanged(operand: Operand) -> Operand:
+            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            if self.exact_average:
+                return run_if(slow, step.slow, lambda o: step.based(o, communicate), operand)
+            return run_if(slow, step.slow, lambda o: o, step.based(operand, communicate))
+
+        # One conditional around all, so that a local step passes its updates through only one.
+        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
+        return run_if(due, exchanged, lambda o: step.based(o, False), (updates, others, state))
+
+    def permit(
+        self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
+    ) -> tuple[Any, OuterState]:
+        """See `Told.permit`: the base's."""
+        assert self.base is not None
+        assert self.base.permit is not None
+        allowed, base_state = self.base.permit(state.base, y, others, axes)
+        return allowed, state._replace(base=base_state)
+
+    def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
+        """See `Told.carry`."""
+        move = functools.partial(self._moved, state.anchor, params, old, new)
+        base = Carried(()) if self.base is None else self.base.carry(state.base, params, old, new)
+        count = carry_leaf(state.count, old, new)
+        note = (
+            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
+            "were averaged."
+            if self.anchor.is_own
+            else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+        )
+        moved = OuterState(count, move(state.anchor), move(state.outer), base.state)
+        return Carried(moved, (note, *base.notes))
+
+    def _moved(
+        self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
+    ) -> PyTree:
+        """`tree` with what has the form of the anchor joined and split again."""
+        if self.anchor.is_own and old.replicas == new.replicas:
+            return tree
+        form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
+
+        def is_like_anchor(x: PyTree) -> bool:
+            leaves, structure = jax.tree.flatten(x)
+            return (structure, [np.shape(leaf) for leaf in leaves]) == form
+
+        def move(x: PyTree) -> PyTree:
+            if is_like_anchor(x):
+                return self.anchor.split(self.anchor.join(x, params, old), params, new)
+            return carry_leaf(x, old, new)
+
+        return jax.tree.map(move, tree, is_leaf=is_like_anchor)
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """One update of `Outer`.
+
+    Attributes:
+      of: the transform.
+      params: before the update.
+      weight: this replica's share in averages; None where all are alike.
+      phase: of the update; None where the program decides.
+      rate: the inner learning rate; None where the optimizer is not told.
+      extra: what else `update` was given.
+    """
+
+    of: Outer
+    params: PyTree
+    weight: jax.Array | None
+    phase: Phase | None
+    rate: jax.Array | None
+    extra: Mapping[str, Any]
+
+    def based(self, operand: Operand, communicate: Communicate) -> Operand:
+        """The base's update."""
+        updates, others, state = operand
+        base = self.of.base
+        if base is None:
+            return widen_updates(updates), others, state
+        own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
+        now = {"communicate": communicate, "weight": self.weight, "phase": own}
+        with inside(axis_names(self.of.exchange.axis_name)):
+            updates, others, base_state = base.exchange(
+                updates, others, state.base, self.params, **now, **self.extra
+            )
+        return updates, others, state._replace(base=base_state)
+
+    def slow(self, operand: Operand) -> Operand:
+        """The update in which the slow step is due."""
+        if not self.of.exact_average:  # the base has had its update
+            with phase_scope(SLOW):
+                return self.outer(operand)
+        # The base only counts on: its exchange would be wasted.
+        operand = self.based(operand, False)
+        with phase_scope(SLOW):
+            base = self.of.base
+            if base is None or base.permit is None:
+                return self.outer(operand)
+            updates, others, state = operand
+            axes = tuple(dict.fromkeys((*axis_names(self.of.exchange.axis_name), *base.axes)))
+            y = apply_exactly(self.params, updates)
+            allowed, state = self.of.permit(state, y, others, axes)
+            return run_if(allowed, self.outer, lambda o: o, (updates, others, state))
+
+    def outer(self, operand: Operand) -> Operand:
+        """The slow step.
+
+        D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
+        """
+        updates, others, state = operand
+        anchor, optimizer = self.of.anchor, self.of.optimizer
+        average, others, base_state = self.average(landing(self.params, updates), others, state)
+        # D, the pseudo-gradient: what the replicas have moved since the last slow step, downhill.
+        displacement = jax.tree.map(subtracted, state.anchor, average)
+        outer, told = self.told(state.outer)
+        step, outer = optimizer.update(displacement, outer, state.anchor, **told)
+        moved = jax.tree.map(added, state.anchor, step)
+        target = anchor.restore(moved, self.params)
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), self.params, target)
+        after = OuterState(state.count, moved, outer, base_state)
+        return updates_to(self.params, target), others, after
+
+    def told(self, outer: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """The outer state, and what its optimizer is told."""
+        if self.of.rate is None or self.rate is None:
+            return outer, {}
+        rate = self.rate
+        if self.of.exact_average:  # one step for all replicas
+            outer, rate = self.of.rate.agree(outer, rate, axis_names(self.of.exchange.axis_name))
+        return outer, {"learning_rate": rate}
+
+    def average(
+        self, y: PyTree, others: Others, state: OuterState
+    ) -> tuple[PyTree, Others, PyTree]:
+        """What the replicas amount to, in the anchor's form; what travels along; the base after."""
+        exchange, base = self.of.exchange, self.of.base
+        if not self.of.exact_average:
+            return self.of.anchor.average(y), others, state.base
+        x, mass = self.mass(y, state.base)
+        average = self.of.anchor.average(x)
+        if mass is not None:
+            average = self.per_mass(average, mass, state.anchor)
+        if others:
+            others = replica_mean(others, Exchange(exchange.axis_name), mass)
+        return average, others, state.base if base is None else base.reset(state.base)
+
+    def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
+        """The weighted parameters of this replica, and their weight; None where all weigh 1."""
+        x, mass = (y, None) if self.of.base is None else self.of.base.numerator(base_state, y)
+        if self.weight is None:
+            return x, mass
+        share = self.weight  # for the type checker, which forgets that it is one
+        x = jax.tree.map(lambda leaf: scaled(leaf, share), x)
+        return x, share if mass is None else scaled(mass, share)
+
+    def per_mass(self, average: PyTree, mass: jax.Array, anchor: PyTree) -> PyTree:
+        """sum x / sum w of the replicas, from mean x."""
+        total = all_mean(mass, self.of.exchange.axis_name)
+        if self.weight is None:
+            return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
+        # Where all replicas have run out, the anchor stays.
+        return jax.tree.map(
+            lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, anchor
+        )

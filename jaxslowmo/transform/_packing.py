@@ -1,0 +1,201 @@
+"""A tree as flat buffers: planned once, packed, exchanged, taken apart again."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._typing import PyTree
+from ..mesh import specs_key, typed_specs
+from ..tree import Buffer, BufferPlan, leaf_names, note_buffers, plan_buffers
+from ._blocks import BlockGroup, block_groups
+from ._exchange import Exchange
+
+Kind = Literal["leaves", "flat", "whole"]
+Flats = list[list[jax.Array]]  # per group of leaves that are sharded alike
+OnBuffer = Callable[..., jax.Array]
+"""`fn(buffer, flat, *whole)`: of one flat buffer; `whole` are alike on a replica's devices."""
+
+
+def on_blocks(
+    group: BlockGroup, fn: Callable[..., Any], *args: Any, kinds: Sequence[Kind], out: Kind
+) -> Any:
+    """`fn` of the device's own blocks of a group of leaves.
+
+    Args:
+      group: of which leaves.
+      fn: function of the arguments.
+      *args: lists of the group's leaves; flat buffers, which are split over all axes along their
+        leading dimension; or values that are whole on every device.
+      kinds: which of these each argument is.
+      out: likewise for the result.
+    """
+    if not group.axis_sizes:
+        return fn(*args)
+    specs = {"leaves": list(group.specs), "flat": P(tuple(group.axis_sizes)), "whole": P()}
+    return jax.shard_map(
+        fn,
+        in_specs=tuple(specs[kind] for kind in kinds),
+        out_specs=specs[out],
+        axis_names=set(group.axis_sizes),
+    )(*args)
+
+
+def _as_it_is(buffer: Buffer, flat: jax.Array) -> jax.Array:
+    del buffer
+    return flat
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How trees of one kind become flat buffers.
+
+    Where leaves are sharded over automatic axes inside a replica, each device has buffers of its
+    own blocks, and everything here runs on those.
+
+    Attributes:
+      treedef: of the trees.
+      groups: of leaves that are sharded alike.
+      plans: of the buffers, one per group.
+    """
+
+    treedef: Any
+    groups: tuple[BlockGroup, ...]
+    plans: tuple[BufferPlan, ...]
+
+    def buffers(self) -> list[Buffer]:
+        """All buffers, in order."""
+        return [buffer for plan in self.plans for buffer in plan.buffers]
+
+    def pack(self, tree: PyTree, fn: OnBuffer = _as_it_is, *, role: str | None = None) -> Flats:
+        """`fn` of every flat buffer of `tree`.
+
+        Args:
+          tree: as it was planned; leaves are cast to the dtypes of the buffers.
+          fn: of one buffer.
+          role: what the buffers are exchanged for, told to who listens (`note_buffers`).
+
+        Communication: that of `fn`.
+        """
+
+        def packed(plan: BufferPlan, blocks: list[jax.Array]) -> list[jax.Array]:
+            return [fn(b, flat) for b, flat in zip(plan.buffers, plan.pack(blocks), strict=True)]
+
+        return self._each(packed, self._leaves(tree, role), kind="leaves", out="flat")
+
+    def map(self, fn: OnBuffer, flats: Flats, *whole: Any) -> Flats:
+        """`fn` of every flat buffer.
+
+        Communication: that of `fn`.
+        """
+
+        def mapped(plan: BufferPlan, flats: list[jax.Array], *whole: Any) -> list[jax.Array]:
+            return [fn(b, flat, *whole) for b, flat in zip(plan.buffers, flats, strict=True)]
+
+        return self._each(mapped, flats, *whole, kind="flat", out="flat")
+
+    def unpack(self, flats: Flats, fn: OnBuffer = _as_it_is) -> PyTree:
+        """The tree of which the flat buffers are `fn` of these, in their dtypes.
+
+        Communication: that of `fn`.
+        """
+
+        def unpacked(plan: BufferPlan, flats: list[jax.Array]) -> list[jax.Array]:
+            return plan.unpack([fn(b, x) for b, x in zip(plan.buffers, flats, strict=True)])
+
+        return self._tree(self._each(unpacked, flats, kind="flat", out="leaves"))
+
+    def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
+        """`tree` with every flat buffer replaced by `fn` of it; see `pack`.
+
+        Communication: that of `fn`.
+        """
+
+        def exchanged(plan: BufferPlan, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
+            flats = zip(plan.buffers, plan.pack(blocks), strict=True)
+            return plan.unpack([fn(b, flat, *whole) for b, flat in flats])
+
+        own = self._leaves(tree, role)
+        return self._tree(self._each(exchanged, own, *whole, kind="leaves", out="leaves"))
+
+    def _each(
+        self,
+        fn: Callable[..., list[jax.Array]],
+        by_group: list[list[jax.Array]],
+        *whole: Any,
+        kind: Kind,
+        out: Kind,
+    ) -> list[list[jax.Array]]:
+        """`fn(plan, arrays, *whole)` of each group's blocks."""
+        kinds: list[Kind] = [kind, *["whole" for _ in whole]]
+        return [
+            on_blocks(group, functools.partial(fn, plan), own, *whole, kinds=kinds, out=out)
+            for group, plan, own in zip(self.groups, self.plans, by_group, strict=True)
+        ]
+
+    def _leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
+        """Leaves of each group, on their way into buffers."""
+        if role is not None:
+            for group, plan in zip(self.groups, self.plans, strict=True):
+                note_buffers(role, plan, [self._names[i] for i in group.indices])
+        leaves = self.treedef.flatten_up_to(tree)
+        return [[leaves[i] for i in group.indices] for group in self.groups]
+
+    def _tree(self, by_group: list[list[jax.Array]]) -> PyTree:
+        leaves: list[Any] = [None] * self.treedef.num_leaves
+        for group, blocks in zip(self.groups, by_group, strict=True):
+            for i, block in zip(group.indices, blocks, strict=True):
+                leaves[i] = block
+        return self.treedef.unflatten(leaves)
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
+
+
+def packing_of(
+    tree: PyTree, exchange: Exchange, dtype_of: Callable[[np.dtype], np.dtype] = np.dtype
+) -> Packing:
+    """How trees like `tree` are packed for an exchange; planned once for each kind of tree.
+
+    Args:
+      tree: arrays or types.
+      exchange: of which `param_specs` (else the types, over Explicit axes) and `bucket_bytes` hold.
+      dtype_of: dtype that a leaf of a given dtype travels in.
+
+    Raises:
+      ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
+    specs = exchange.param_specs
+    specs = specs_key(typed_specs(tree) if specs is None else specs)
+    # Axes are manual, and sizes known, by the mesh of the place where this is asked.
+    mesh = jax.sharding.get_abstract_mesh()
+    return _planned(treedef, types, specs, exchange.bucket_bytes, mesh)
+
+
+@functools.lru_cache(maxsize=128)
+def _planned(
+    treedef: Any,
+    types: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    specs: Any,
+    bucket_bytes: int | None,
+    mesh: Hashable,
+) -> Packing:
+    del mesh  # the one that `block_groups` asks for
+    like = [jax.ShapeDtypeStruct(*each) for each in types]
+    structure, leaves = specs
+    groups = block_groups(treedef.unflatten(like), structure.unflatten(leaves))
+    limits = None if bucket_bytes is None else (bucket_bytes,)
+
+    def plan(group: BlockGroup) -> BufferPlan:
+        shapes = zip(group.indices, group.block_shapes(), strict=True)
+        blocks = [jax.ShapeDtypeStruct(shape, like[i].dtype) for i, shape in shapes]
+        return plan_buffers(blocks, limits=limits)
+
+    return Packing(treedef, tuple(groups), tuple(map(plan, groups)))

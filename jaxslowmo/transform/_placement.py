@@ -1,0 +1,83 @@
+"""Stacked state from one number of replicas, or one layout inside them, to another; on the host.
+
+The functions here take and return NumPy arrays, so that a checkpoint of a mesh that no longer
+exists can be read.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from .._typing import AxisName, PyTree
+from ..mesh import axis_names
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The mesh that stacked state belongs to.
+
+    Attributes:
+      replicas: their number, the leading dimension of every leaf.
+      axis_sizes: of all axes of the mesh.
+      automatic: axes over which leaves of the parameters are sharded inside a replica.
+      is_certain: whether `axis_sizes` are known; without devices they leave no trace in arrays.
+    """
+
+    replicas: int
+    axis_sizes: Mapping[str, int]
+    automatic: frozenset[str] = frozenset()
+    is_certain: bool = True
+
+    def size(self, axis_name: AxisName | None) -> int:
+        """Number of positions along an axis or several; 1 for what the mesh does not have."""
+        names = () if axis_name is None else axis_names(axis_name)
+        return math.prod(self.axis_sizes.get(name, 1) for name in names)
+
+    def mesh(self) -> AbstractMesh:
+        """The mesh as a transform sees it while it is traced: replica axes are manual."""
+        kinds = [AxisType.Auto if a in self.automatic else AxisType.Manual for a in self.axis_sizes]
+        return AbstractMesh(tuple(self.axis_sizes.values()), tuple(self.axis_sizes), tuple(kinds))
+
+
+class Carried(NamedTuple):
+    """State on another placement, and what became of it."""
+
+    state: PyTree
+    notes: tuple[str, ...] = ()  # sentences
+
+
+Carry = Callable[[PyTree, PyTree, Placement, Placement], Carried]
+"""`carry(state, params, old, new)`: see `ParameterTransform.carry`."""
+
+Shares = Callable[[PyTree], list[tuple[Any, PyTree | None]]]
+"""`shares(state)`: see `ParameterTransform.shares`."""
+
+
+def stacked(one: Any, new: Placement) -> Any:
+    """The same array for every replica, as a view."""
+    one = np.asarray(one)
+    return np.broadcast_to(one, (new.replicas, *one.shape))
+
+
+def carry_leaf(x: Any, old: Placement, new: Placement) -> Any:
+    """A leaf of which nothing else is known: the mean of floats, replica 0's of the others."""
+    return x if old.replicas == new.replicas else stacked(replica_average(x), new)
+
+
+def replica_average(x: np.ndarray) -> np.ndarray:
+    """The mean of a floating leaf over its replicas, exact where they agree; else replica 0's."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
+        return x[0]
+    return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
+
+
+def carry_plainly(state: PyTree, params: PyTree, old: Placement, new: Placement) -> Carried:
+    """A state of counters, and of values that may be averaged."""
+    del params
+    return Carried(jax.tree.map(lambda x: carry_leaf(x, old, new), state))

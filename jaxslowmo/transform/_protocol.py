@@ -1,0 +1,322 @@
+"""The protocol of parameter transforms, and how one is made from its own arithmetic."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import optax
+
+from .._typing import Phase, PyTree
+from .._warn import warn_once
+from ..mesh import axis_names, match_varying
+from ..tree import check_floating
+from ._checks import (
+    StateCheck,
+    check_update_arguments,
+    check_varying,
+    check_weight,
+    require_bound,
+    unless_idle,
+    warn_if_alone,
+)
+from ._due import Communicate
+from ._exchange import Exchange
+from ._placement import Carry, Shares, carry_plainly
+from ._registry import learn_state, register_state
+from ._schedule import Every, instants
+
+Others = list[jax.Array]
+"""Floating arrays that are no parameters and travel with them, such as batch statistics."""
+
+Step = Callable[..., tuple[PyTree, Others, PyTree]]
+"""`step(updates, others, state, params, ...)`: see `Told.exchange`."""
+
+
+def _only_parameters(state: PyTree, y: PyTree) -> tuple[PyTree, jax.Array | None]:
+    del state
+    return y, None
+
+
+def _unchanged(state: PyTree) -> PyTree:
+    return state
+
+
+def _own_parameters(state: PyTree) -> list[tuple[Any, PyTree | None]]:
+    del state
+    return [(1.0, None)]
+
+
+_UNKNOWN: Any = None  # until there is a transform, which is what they are made from
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Told:
+    """What a parameter transform tells, beside optax's pair, to other transforms and to the step.
+
+    Attributes:
+      phase: `phase(t, skipped=0)` on the host: the events of update t = 1, 2, ... as a hashable
+        tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
+        was skipped (`communicate=False`); gossip does not rotate in those. Slow steps with an exact
+        average do not count: gossip does not rotate in them anyway.
+      due: `due(t)`: whether update t exchanges anything, for an int or an array.
+      schedules: when it exchanges by itself, then what else its phases repeat with.
+      state: class of its state, which no other transform uses. None: that of the first state that
+        is made, if it is a NamedTuple of its own.
+      axes: names of all mapped axes over which it exchanges.
+      skipped: `skipped(state)`: see `phase`, from the state of one replica; None where phases do
+        not ask for it.
+      exchange: `exchange(updates, others, state, params, ...)`, `update` that also takes a list of
+        other floating arrays, such as batch statistics, and returns `(updates, others, state)`. In
+        an update that averages the parameters, these are averaged too, over the same axes and with
+        the same weights; in others they stay as they are. `js.make_train_step` calls it.
+      numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
+        sums over replicas give the exact mean; w is None where it is always 1.
+      reset: `reset(state)`: the state after all replicas were set to one mean.
+      permit: `permit(state, y, others, axes) -> (allowed, state)`: asked by who wraps it before an
+        exchange of its own over `axes`, which takes place if all allow it; None allows all.
+      anchor: `anchor(state, params)`: the anchor as a tree, under the axis; None without one.
+      sized: `sized(axis_sizes)`: the same transform for axes of known sizes, by name. That fixes
+        what depends on them: the graph that `js.sgp` chooses by itself.
+      with_specs: `with_specs(param_specs)`: the same transform for parameters of which the layout
+        over automatic axes is known; specs that it was made with stay, and so does the layout of
+        its state.
+      shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
+        gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
+      wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
+      carry: `carry(state, params, old, new)` on the host, for checkpoints: the state of all
+        replicas, NumPy arrays stacked on placement `old`, as it is on `new` once all parameters are
+        the consensus; where the number of replicas is the same, in another layout only. Given
+        shapes and dtypes of one copy of the parameters.
+      shares: `shares(state)` likewise: pairs of weights (replicas,) and stacked parameters, None
+        for the replicas' own, whose weighted mean is the consensus.
+    """
+
+    phase: Callable[..., Phase]
+    due: Callable[[Any], Any]
+    schedules: tuple[Every, ...]
+    state: type | None = None
+    axes: tuple[str, ...] = ()
+    skipped: Callable[[PyTree], Any] | None = None
+    exchange: Step = _UNKNOWN
+    numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] = _only_parameters
+    reset: Callable[[PyTree], PyTree] = _unchanged
+    permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
+    anchor: Callable[[PyTree, PyTree], PyTree] | None = None
+    sized: Callable[[Mapping[str, int]], "ParameterTransform"] = _UNKNOWN
+    with_specs: Callable[[PyTree], "ParameterTransform"] = _UNKNOWN
+    shards_whole_leaves: bool = False
+    wants_learning_rate: bool = False
+    carry: Carry = carry_plainly
+    shares: Shares = _own_parameters
+
+
+class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
+    """An optax transform that comes last in a chain and moves the parameters themselves.
+
+    With y = params + updates, `update` returns the update that lands on the new parameters: y where
+    nothing is due. `update(updates, state, params, communicate=True, weight=None, phase=None)`:
+
+    * `communicate`: False, or an array that is False on all replicas, skips what is due.
+    * `weight`: () number >= 0, this replica's share in averages, such as its number of samples; 0
+      for one that has run out of data: its updates are dropped and averages leave it out (gossip
+      passes on what it holds), so it follows the others. None: all alike.
+    * `phase=None` decides inside the program (`lax.cond` on the counter in the state); a given
+      phase is static, and the program holds that phase's collectives only.
+
+    Beside optax's pair it has the attributes of `Told`, given by name where one is made: `phase`,
+    `due` and `schedules` must be. The state is a NamedTuple with a field `count`: () int32, updates
+    so far.
+    """
+
+    def __new__(
+        cls,
+        init: Callable[[PyTree], PyTree],
+        update: Callable[..., tuple[PyTree, PyTree]],
+        **told: Any,
+    ) -> "ParameterTransform":
+        """Make one from its functions, and from what it tells."""
+        needs_owner = told.get("carry", carry_plainly) is not carry_plainly
+        if told.get("state") is not None:
+            register_state(told["state"], "parameters", needs_owner=needs_owner)
+            return super().__new__(cls, cast("optax.TransformInitFn", init), update)
+
+        def learning_init(params: PyTree) -> PyTree:
+            state = init(params)
+            learn_state(state, needs_owner=needs_owner)
+            return state
+
+        return super().__new__(cls, cast("optax.TransformInitFn", learning_init), update)
+
+    def __init__(
+        self,
+        init: Callable[[PyTree], PyTree],
+        update: Callable[..., tuple[PyTree, PyTree]],
+        **told: Any,
+    ) -> None:
+        del init
+        told.setdefault("exchange", _parameters_only(update))
+        told.setdefault("sized", lambda axis_sizes: self)
+        told.setdefault("with_specs", lambda param_specs: self)
+        Told.__init__(self, **told)
+
+    def phases(self) -> list[Phase]:
+        """All phases that occur, in order of first appearance."""
+        return list(dict.fromkeys(self.phase(t) for t in instants(self.schedules)))
+
+    # Tuples are copied from their items alone, without what they have beside these.
+
+    def __copy__(self) -> "ParameterTransform":
+        return self._replace()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterTransform":
+        return self._replace()  # functions, which are shared by copies of any depth
+
+    def _replace(self, **changed: Any) -> "ParameterTransform":
+        """A copy with another `init`, `update`, or something else to tell."""
+        told = {field.name for field in dataclasses.fields(Told)}
+        unknown = sorted(set(changed) - set(self._fields) - told)
+        if unknown:
+            raise ValueError(f"`_replace` takes {[*self._fields, *sorted(told)]}, got {unknown}.")
+        pair = [changed.get(name, own) for name, own in zip(self._fields, self, strict=True)]
+        new = tuple.__new__(type(self), pair)
+        new.__dict__.update(self.__dict__)
+        if "update" in changed:  # the step builder shall not go past it
+            new.__dict__["exchange"] = _parameters_only(changed["update"])
+        if changed:  # what is derived from it has the same functions
+            sized, with_specs = self.sized, self.with_specs
+            new.__dict__["sized"] = lambda axis_sizes: sized(axis_sizes)._replace(**changed)
+            new.__dict__["with_specs"] = lambda specs: with_specs(specs)._replace(**changed)
+        new.__dict__.update({name: value for name, value in changed.items() if name in told})
+        return new
+
+
+def _parameters_only(update: Callable[..., tuple[PyTree, PyTree]]) -> Step:
+    """`exchange` of a transform that knows nothing of other arrays."""
+
+    def exchange(
+        updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, Others, PyTree]:
+        if others:
+            raise ValueError(
+                "a ParameterTransform of your own needs an `exchange` to average model state with "
+                'the parameters: give it one, or train with model_state="local".'
+            )
+        updates, state = update(updates, state, params, **extra)
+        return updates, others, state
+
+    return exchange
+
+
+_outer_axes: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
+    "outer_axes", default=None
+)
+
+
+@contextlib.contextmanager
+def inside(axes: Iterable[str]) -> Iterator[None]:
+    """Around the exchange of a transform inside another one over `axes`.
+
+    What that one has checked and warned about is not for the inner one to say again.
+    """
+    token = _outer_axes.set((_outer_axes.get() or frozenset()) | frozenset(axes))
+    try:
+        yield
+    finally:
+        _outer_axes.reset(token)
+
+
+def parameter_transform(
+    owner: str,
+    over: Sequence[Exchange],
+    *,
+    init: Callable[[PyTree], PyTree],
+    step: Step,
+    events: tuple[str, ...] | None,
+    inner_axes: tuple[str, ...] = (),
+    like_init: Callable[[PyTree], PyTree] | None = None,
+    **told: Any,
+) -> ParameterTransform:
+    """Assemble a `ParameterTransform` whose updates are checked.
+
+    Args:
+      owner: its public name, for messages.
+      over: what it exchanges over, smallest group of replicas first, each with all axes of the one
+        before.
+      init: makes the state.
+      step: `step(updates, others, state, params, *, communicate, weight, phase, **extra)`, as
+        `Told.exchange`; given updates that are zero on an idle replica, and a weight that is None
+        or () float32.
+      events: names that a phase may hold; None leaves that to a transform inside.
+      inner_axes: over which a transform inside of it exchanges.
+      like_init: as `init`, of which only types matter, where that is sooner traced.
+      **told: what else it tells; see `Told`.
+
+    Raises:
+      ValueError: at trace time, from `update` and `exchange`: missing parameters, a phase or a
+        state of something else, leaves that are not floating, an unbound axis, a weight that is no
+        real scalar, parameters that are equal over an axis by their types.
+
+    Communication: that of `step`.
+    """
+    warn = warn_once()
+    everyone = over[-1]
+    check_state = StateCheck(owner, init, like_init, everyone)
+
+    def exchange(
+        updates: PyTree,
+        others: Others,
+        state: PyTree,
+        params: PyTree | None,
+        *,
+        communicate: Communicate = True,
+        weight: Any = None,
+        phase: Phase | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Others, PyTree]:
+        check_update_arguments(owner, params, phase, events)
+        check_floating(owner, params)
+        outer = _outer_axes.get()
+        for group in over:
+            require_bound(owner, group)
+            if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
+                warn_if_alone(owner, group, warn)
+        share = check_weight(owner, weight)
+        if outer is None:
+            check_state(state, params)
+            updates = unless_idle(updates, share)
+        check_varying(owner, params, updates, everyone.axis_name)
+        now = {"communicate": communicate, "weight": share, "phase": phase}
+        updates, others, after = step(updates, others, state, params, **now, **extra)
+        # The types stay as they were, so that an update can be the body of a loop.
+        return updates, others, match_varying(after, state)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        updates, _, state = exchange(updates, [], state, params, **extra)
+        return updates, state
+
+    axes = tuple(dict.fromkeys((*axis_names(everyone.axis_name), *inner_axes)))
+    return ParameterTransform(check_state.init, update, exchange=exchange, axes=axes, **told)
+
+
+def phase_name(phase: Phase) -> str:
+    """Name of a phase in reports: `"local"`, `"average"`, `"slow"`, `"average+slow"`, ...
+
+    Args:
+      phase: events, as `transform.phase(t)` returns them.
+
+    Returns:
+      The events joined by "+"; "local" for none.
+
+    Example:
+      >>> phase_name(()), phase_name(("average", "slow"))
+      ('local', 'average+slow')
+
+    Communication: none.
+    """
+    return "+".join(phase) or "local"
