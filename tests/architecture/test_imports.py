@@ -10,6 +10,14 @@ from architecture.small_tree import make_tree
 ROOT = Path(__file__).parents[2]
 
 
+def test_no_files_import_each_other():
+    assert imports.circle_violations(ROOT) == []
+
+
+def test_packages_use_what_others_offer():
+    assert imports.privacy_violations(ROOT) == []
+
+
 def test_a_clean_tree_has_no_violations(tmp_path):
     root = make_tree(tmp_path, {})
     assert imports.circle_violations(root) == []

@@ -18,6 +18,10 @@ def test_no_file_grows_beyond_its_limit():
     assert shape.length_violations(ROOT) == []
 
 
+def test_few_functions_are_long():
+    assert shape.function_violations(ROOT) == []
+
+
 def violations(root: Path) -> list[str]:
     return [
         *shape.reexport_violations(root),
