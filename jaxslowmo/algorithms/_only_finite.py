@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._scopes import EVERY_PHASE
 from .._typing import Phase, PyTree
 from ..transform import (
     Carried,
@@ -22,6 +23,7 @@ from ..transform import (
     increment,
     inside,
     parameter_transform,
+    phase_scope,
     run_if,
 )
 from ..tree import apply_exactly
@@ -103,7 +105,7 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
 
         def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             u, o = operand
-            with jax.named_scope("phase:*"):  # part of whichever exchange is due
+            with phase_scope(EVERY_PHASE):  # part of whichever exchange is due
                 return permit(state, apply_exactly(params, u), o, inner.axes)
 
         def nobody_asks(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:

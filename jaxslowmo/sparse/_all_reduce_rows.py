@@ -13,8 +13,8 @@ from .._typing import AxisName, PyTree
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ..transform import check_axis_argument, check_weight, gradient_state, increment
 from ..tree import check_floating
-from ._exchange import PATHS, Facts, Path, TableReduction
 from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_row_gradient
+from ._table_reduction import PATHS, Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
 

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._scopes import EVERY_PHASE, METRICS, MODEL_STATE
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import axis_names, from_first, match_varying, vary_over, varying_axes
 from ..reducer import mean_gradients
 from ..tracing import FullLoss, ready_order
-from ..transform import ParameterTransform, holds_state, increment, unless_idle
+from ..transform import ParameterTransform, holds_state, increment, phase_scope, unless_idle
 from ..tree import apply_exactly, leaf_names
 from ._loss import value_and_gradients
 from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
@@ -61,7 +62,7 @@ class StepParts:
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         before = state.model_state
         if self.model_state == "broadcast":
-            with jax.named_scope("model_state/broadcast"):
+            with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = match_varying(from_first(before, self.axis_name), before)
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
@@ -76,9 +77,9 @@ class StepParts:
             accumulate=self.accumulate,
         )
         if inner_axes:
-            with jax.named_scope("metrics"):
+            with jax.named_scope(METRICS):
                 metrics = mean_over(metrics, inner_axes)
-            with jax.named_scope("model_state/inner"):
+            with jax.named_scope(f"{MODEL_STATE}/inner"):
                 model_state = agree_inside(model_state, inner_axes)
         if weight is not None:
             # Counted here, so that what reads the metrics can weigh them.
@@ -127,7 +128,7 @@ class StepParts:
         _check_reduced(updates, inner_axes)
         statistics = Statistics(model_state, averaged=self.model_state == "sync_mean")
         if self.sync is None:
-            with jax.named_scope("phase:*"):  # part of whichever exchange is due
+            with phase_scope(EVERY_PHASE):  # part of whichever exchange is due
                 model_state = statistics.averaged_over(self.axis_name, weight)
         else:
             updates, means, sync_state = self.sync.exchange(

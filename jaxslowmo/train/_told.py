@@ -16,6 +16,7 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .._scopes import METRICS, PHASE
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, weighted_means
 from ..mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
@@ -82,7 +83,7 @@ class TracedUpdate:
     def _mean_over(self, axes: frozenset[str], weight: jax.Array | None, x: jax.Array) -> jax.Array:
         names = tuple(name for name in self._replica_axes if name in axes)
         if names:
-            with jax.named_scope("metrics"):
+            with jax.named_scope(METRICS):
                 flat = x.reshape(1)
                 if weight is None:
                     (x,) = all_mean(flat, names)
@@ -108,7 +109,7 @@ class TracedUpdate:
 def _may_average_gradients(equation: Any) -> bool:
     """Not an exchange of parameters, nor what makes predicates alike under vmap (`uniform`)."""
     scopes = str(equation.source_info.name_stack)
-    return "phase:" not in scopes and equation.primitive.name != "pmax"
+    return PHASE not in scopes and equation.primitive.name != "pmax"
 
 
 @dataclass(frozen=True)

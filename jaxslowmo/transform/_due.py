@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .._scopes import PHASE
 from .._typing import Phase, PyTree
 from ..mesh import cast_varying, collective_axes, uniform, varying_axes
 from ._schedule import Every
@@ -22,7 +23,7 @@ def increment(count: jax.Array) -> jax.Array:
 
 def phase_scope(event: str) -> Any:
     """Named scope around the exchange of `event`, by which `js.comm_report` knows it."""
-    return jax.named_scope(f"phase:{event}")
+    return jax.named_scope(f"{PHASE}{event}")
 
 
 def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._scopes import PHASE
 from .._typing import AxisName
 from ..collectives import all_mean, gather_slices, quotient, scaled
 from ..mesh import axis_names, axis_size, settle, vary_over, varying_axes
-from ..transform import run_if
+from ..transform import phase_scope, run_if
 from ..tree import at_least_float32
 from ._coalesce import NOWHERE, compact, distinct_rows, nonzero_rows
 from ._row_gradient import RowGradient, add_entries, inside, num_outside
@@ -73,7 +72,7 @@ class TableReduction:
             return mean, gathered.facts
 
         def again(_: Table) -> Table:
-            with jax.named_scope(f"{PHASE}overflow"):
+            with phase_scope("overflow"):
                 if self._sends_rows(gradient, most):
                     return self._combine(gradient, self._gather(gradient, most, weight))
                 return self._mean_of_table(gradient, gathered.shares)
