@@ -1,4 +1,4 @@
-"""`jaxslowmo train`: what it writes, shows and returns."""
+"""`jaxslowmo train`, with its job, session and recorder: what it writes, shows and returns."""
 
 import json
 import os

@@ -69,7 +69,7 @@ class Job:
         label: str | None = None,
         cluster: Cluster = ALONE,
     ):
-        self.config, self.placement, self._text = config, placement, text
+        self.placement, self._text = placement, text
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         self._model = gpt_preset(config.preset, dtype=config.dtype)
