@@ -300,6 +300,8 @@ def parameter_transform(
         updates, _, state = exchange(updates, [], state, params, **extra)
         return updates, state
 
+    if everyone.param_specs is not None and not inner_axes:
+        told.pop("with_specs", None)  # specs that were given stay
     axes = tuple(dict.fromkeys((*axis_names(everyone.axis_name), *inner_axes)))
     return ParameterTransform(check_state.init, update, exchange=exchange, axes=axes, **told)
 
