@@ -1,7 +1,8 @@
 """Exchanges that do not take place while a replica holds NaN or infinity."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -79,18 +80,55 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
             "exchanges, got a ParameterTransform without."
         )
 
-    def init_fn(params: PyTree) -> OnlyFiniteState:
+    return _OnlyFinite(inner).transform()
+
+
+@dataclass(frozen=True)
+class _OnlyFinite:
+    """The transform around `inner`."""
+
+    inner: ParameterTransform
+
+    def transform(self) -> ParameterTransform:
+        inner = self.inner
+        # Leaf by leaf, where that is right for what is inside.
+        plain = inner.carry is carry_plainly
+        return parameter_transform(
+            _OWNER,
+            [Exchange(inner.axes)],
+            state=OnlyFiniteState,
+            init=self.init,
+            step=self.step,
+            events=None,
+            phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
+            due=inner.due,
+            schedules=inner.schedules,
+            numerator=lambda state, y: inner.numerator(state.inner, y),
+            reset=lambda state: state._replace(inner=inner.reset(state.inner)),
+            permit=self.permit,
+            anchor=None if inner.anchor is None else self.anchor,
+            sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
+            with_specs=lambda specs: only_finite(inner.with_specs(specs)),
+            shards_whole_leaves=inner.shards_whole_leaves,
+            wants_learning_rate=inner.wants_learning_rate,
+            carry=carry_plainly if plain else self.carry,
+            shares=lambda state: inner.shares(state.inner),
+        )
+
+    def init(self, params: PyTree) -> OnlyFiniteState:
         zero = jnp.zeros([], jnp.int32)
-        return OnlyFiniteState(zero, zero, inner.init(params))
+        return OnlyFiniteState(zero, zero, self.inner.init(params))
 
     def permit(
-        state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
+        self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[jax.Array, OnlyFiniteState]:
+        """See `Told.permit`: whether y and what travels along are finite on all replicas."""
         poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
         return poisoned == 0, state._replace(refused=refused)
 
     def step(
+        self,
         updates: PyTree,
         others: Others,
         state: OnlyFiniteState,
@@ -101,68 +139,39 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OnlyFiniteState]:
+        """One update; see `Told.exchange`."""
         state = state._replace(count=increment(state.count))
 
         def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             u, o = operand
             with phase_scope(EVERY_PHASE):  # part of whichever exchange is due
-                return permit(state, apply_exactly(params, u), o, inner.axes)
+                return self.permit(state, apply_exactly(params, u), o, self.inner.axes)
 
         def nobody_asks(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             del operand
             return jnp.ones([], bool), state
 
-        due = decide(inner.due(state.count) if phase is None else bool(phase), communicate)
+        due = self.inner.due(state.count) if phase is None else bool(phase)
+        due = decide(due, communicate)
+        # The answer is the same on all replicas, so it may decide about an exchange.
         allowed, state = run_if(due, ask, nobody_asks, (updates, others))
-        with inside(inner.axes):
-            updates, others, inner_state = inner.exchange(
-                updates,
-                others,
-                state.inner,
-                params,
-                communicate=decide(due, allowed),
-                weight=weight,
-                phase=phase,
-                **extra,
+        now = {"communicate": decide(due, allowed), "weight": weight, "phase": phase}
+        with inside(self.inner.axes):
+            updates, others, inner_state = self.inner.exchange(
+                updates, others, state.inner, params, **now, **extra
             )
         return updates, others, state._replace(inner=inner_state)
 
-    def phase_of(t: int, skipped: int = 0) -> Phase:
-        return any_round(inner.phase(t, skipped))
+    def anchor(self, state: OnlyFiniteState, params: PyTree) -> PyTree:
+        assert self.inner.anchor is not None
+        return self.inner.anchor(state.inner, params)
 
-    def sized(axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        return only_finite(inner.sized(axis_sizes))
-
-    def carry(state: OnlyFiniteState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        found = inner.carry(state.inner, params, old, new)
-        return found._replace(
-            state=OnlyFiniteState(
-                carry_leaf(state.count, old, new), carry_leaf(state.refused, old, new), found.state
-            )
-        )
-
-    anchor = inner.anchor
-    return parameter_transform(
-        _OWNER,
-        [Exchange(inner.axes)],
-        state=OnlyFiniteState,
-        init=init_fn,
-        step=step,
-        events=None,
-        phase=phase_of,
-        due=inner.due,
-        schedules=inner.schedules,
-        numerator=lambda state, y: inner.numerator(state.inner, y),
-        reset=lambda state: state._replace(inner=inner.reset(state.inner)),
-        permit=permit,
-        anchor=None if anchor is None else lambda state, params: anchor(state.inner, params),
-        sized=sized,
-        with_specs=lambda specs: only_finite(inner.with_specs(specs)),
-        shards_whole_leaves=inner.shards_whole_leaves,
-        wants_learning_rate=inner.wants_learning_rate,
-        carry=carry_plainly if inner.carry is carry_plainly else carry,
-        shares=lambda state: inner.shares(state.inner),
-    )
+    def carry(
+        self, state: OnlyFiniteState, params: PyTree, old: Placement, new: Placement
+    ) -> Carried:
+        found = self.inner.carry(state.inner, params, old, new)
+        count, refused = carry_leaf(state.count, old, new), carry_leaf(state.refused, old, new)
+        return found._replace(state=OnlyFiniteState(count, refused, found.state))
 
 
 def _is_finite(tree: PyTree) -> jax.Array:

@@ -3,11 +3,11 @@
 from ._hooks import Evaluate as Evaluate
 from ._hooks import Hook as Hook
 from ._hooks import Log as Log
+from ._hooks import StepResult as StepResult
 from ._hooks import host_mean as host_mean
 from ._loop import train_loop as train_loop
-from ._make_step import make_train_step as make_train_step
-from ._result import StepResult as StepResult
 from ._state import TrainState as TrainState
-from ._step import TrainStep as TrainStep
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
+from .step import TrainStep as TrainStep
+from .step import make_train_step as make_train_step

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from .._typing import Phase, PyTree
-from ._hooks import Hook, is_hook_due
-from ._result import StepResult
+from ._hooks import Hook, StepResult, is_hook_due
 from ._state import TrainState
 from ._uneven import WeightedBatch
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxslowmo as js
-from jaxslowmo.train._in_flight import MAX_STEPS, StepsInFlight
+from jaxslowmo.train.step._host import MAX_STEPS, StepsInFlight
 
 
 def test_the_oldest_steps_are_waited_for():

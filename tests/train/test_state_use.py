@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train import _step
+from jaxslowmo.train.step import _step
 
 PARAMS = {"b": np.zeros(4, np.float32), "w": np.ones((8, 4), np.float32)}
 BATCHES = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train import _host_counts
+from jaxslowmo.train.step import _host
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -278,7 +278,7 @@ class CountingNumpy:
 @pytest.mark.parametrize("mode", ["traced", "host"])
 def test_the_counter_is_read_once(mode, monkeypatch):
     counting = CountingNumpy()
-    monkeypatch.setattr(_host_counts, "np", counting)
+    monkeypatch.setattr(_host, "np", counting)
     step = js.make_train_step(
         loss,
         optax.sgd(RATE),

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, VirtualMesh, axis_names
-from ..tree import leaf_names
+from ..._typing import AxisName, PyTree
+from ...mesh import AnyMesh, VirtualMesh, axis_names
+from ...tree import leaf_names
 
 
 def placed_weight(weight: Any, mesh: AnyMesh, axis_name: AxisName) -> jax.Array | None:

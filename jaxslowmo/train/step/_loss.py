@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import PyTree
-from ..mesh import match_varying
-from ..tracing import FullLoss
-from ..tree import at_least_float32
+from ..._typing import PyTree
+from ...mesh import match_varying
+from ...tracing import FullLoss
+from ...tree import at_least_float32
 
 
 def _split(batch: PyTree, parts: int) -> PyTree:

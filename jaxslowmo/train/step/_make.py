@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import optax
 
-from .._typing import AxisName
-from ..mesh import AnyMesh, replica_count
-from ..tracing import as_full_loss
-from ..transform import ParameterTransform
+from ..._typing import AxisName
+from ...mesh import AnyMesh, replica_count
+from ...tracing import as_full_loss
+from ...transform import ParameterTransform
 from ._model_state import ModelStateMode
-from ._ours import check_gradients
 from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
+from ._transforms import check_gradients
 
 
 def make_train_step(

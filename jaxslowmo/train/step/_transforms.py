@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import optax
 
-from .._typing import AxisName, PyTree
-from ..mesh import axis_names
-from ..transform import ParameterTransform, holds_state
+from ..._typing import AxisName, PyTree
+from ...mesh import axis_names
+from ...transform import ParameterTransform, holds_state
 
 
 def check_gradients(gradients: optax.GradientTransformation | None) -> None:

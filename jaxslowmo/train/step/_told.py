@@ -16,13 +16,13 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._scopes import METRICS, PHASE
-from .._typing import AxisName, PyTree
-from ..collectives import all_mean, weighted_means
-from ..mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
-from ..tracing import FullLoss
-from ..transform import holds_state
-from ..tree import at_least_float32
+from ..._scopes import METRICS, PHASE
+from ..._typing import AxisName, PyTree
+from ...collectives import all_mean, weighted_means
+from ...mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
+from ...tracing import FullLoss
+from ...transform import holds_state
+from ...tree import at_least_float32
 from ._as_varying import run_as_varying
 
 Update = Callable[..., tuple[PyTree, PyTree]]

@@ -11,9 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
-from .._typing import Phase, PyTree
-from .._warn import warn_once
-from ..mesh import (
+from ..._typing import Phase, PyTree
+from ..._warn import warn_once
+from ...mesh import (
     AnyMesh,
     VirtualMesh,
     axis_names,
@@ -22,14 +22,13 @@ from ..mesh import (
     model_axes,
     specs_key,
 )
-from ..tracing import ready_order
-from ..transform import ParameterTransform, phase_name
-from ._host_counts import Counted, HostCounts, counted
-from ._in_flight import StepsInFlight
-from ._ours import check_transforms
+from ...tracing import ready_order
+from ...transform import ParameterTransform, phase_name
+from .._state import KnownLayout, Layout, TrainState
+from ._host import Counted, HostCounts, StepsInFlight, counted
 from ._placed import placed_batch, placed_weight
 from ._replica_step import Metrics, StepParts
-from ._state import KnownLayout, Layout, TrainState
+from ._transforms import check_transforms
 
 Mode = Literal["traced", "host"]
 
