@@ -18,6 +18,10 @@ def test_no_file_grows_beyond_its_limit():
     assert shape.length_violations(ROOT) == []
 
 
+def test_no_folder_holds_too_many_files():
+    assert shape.folder_violations(ROOT) == []
+
+
 def test_few_functions_are_long():
     assert shape.function_violations(ROOT) == []
 
