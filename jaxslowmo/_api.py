@@ -1,17 +1,13 @@
 """The names of `jaxslowmo`, whose `__init__` takes them from here at their first use."""
 
-from .transform import Every as Every
 from .algorithms import LocalSGDState as LocalSGDState
 from .algorithms import OuterState as OuterState
-from .transform import ParameterTransform as ParameterTransform
 from .algorithms import SGPState as SGPState
 from .algorithms import SlowMomentumState as SlowMomentumState
 from .algorithms import diloco as diloco
-from .transform import every as every
 from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
 from .algorithms import local_sgd as local_sgd
 from .algorithms import only_finite as only_finite
-from .transform import phase_name as phase_name
 from .algorithms import read_anchor as read_anchor
 from .algorithms import sgp as sgp
 from .algorithms import slow_momentum as slow_momentum
@@ -71,4 +67,8 @@ from .train import host_mean as host_mean
 from .train import make_train_step as make_train_step
 from .train import train_loop as train_loop
 from .train import uneven_batches as uneven_batches
+from .transform import Every as Every
+from .transform import ParameterTransform as ParameterTransform
+from .transform import every as every
+from .transform import phase_name as phase_name
 from .tree import assign_buckets as assign_buckets

@@ -12,8 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName
-from ..mesh import axis_names, axis_size
-from ._cpu_processes import between_cpu_processes
+from ..mesh import axis_names, axis_size, between_cpu_processes
 from ._local import gather_slices, own_slice
 from ._permute import permute
 from ._shard_layout import ShardLayout
@@ -21,7 +20,7 @@ from ._shard_layout import ShardLayout
 
 def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
     """`flat` with zeros at its end, as `(num_shards, rows, lanes)`."""
-    padded = jnp.pad(flat, (0, num_shards * layout.size - flat.size))
+    padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
     return padded.reshape(num_shards, layout.rows, layout.lanes)
 
 

@@ -15,6 +15,7 @@ evenly. All chips of a square torus as one axis make an all-reduce of any shape;
 the torus as several replica axes. `tests/tpu_aot` holds the rule.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class ShardLayout:
         return self.rows * self.lanes
 
 
+@functools.cache  # asked for every buffer whenever a program is traced
 def shard_layout(num_elements: int, num_shards: int, *, num_parts: int = 1) -> ShardLayout:
     """Layout of the shards of a buffer.
 

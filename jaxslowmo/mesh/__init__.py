@@ -2,12 +2,15 @@
 
 from ._axes import axis_names as axis_names
 from ._axes import axis_size as axis_size
+from ._axes import between_cpu_processes as between_cpu_processes
 from ._axes import cast_varying as cast_varying
 from ._axes import checks_varying as checks_varying
 from ._axes import is_bound as is_bound
 from ._axes import match_varying as match_varying
 from ._axes import require_axes as require_axes
 from ._axes import settle as settle
+from ._axes import specs_key as specs_key
+from ._axes import typed_specs as typed_specs
 from ._axes import uniform as uniform
 from ._axes import vary_over as vary_over
 from ._axes import varying_axes as varying_axes
@@ -26,8 +29,6 @@ from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
 from ._kept import kept_with as kept_with
 from ._layouts import inner_specs as inner_specs
-from ._layouts import specs_key as specs_key
-from ._layouts import typed_specs as typed_specs
 from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas
 from ._mapped import model_axes as model_axes

@@ -1,16 +1,18 @@
-"""Facts about named axes at trace time: bound or not, size, and which values vary over them.
+"""Facts about named axes at trace time: bound or not, size, what varies or is sharded over them.
 
 `shard_map(check_vma=True)`, the default, types every value with the axes it varies over; under
 `vmap`, `pmap` and `check_vma=False` no value carries such a type. The helpers here do the right
 thing, often nothing, in each of these.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import core, lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 
@@ -122,3 +124,50 @@ def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
         return value
     largest = lax.pmax(value.astype(jnp.int32), mapped)
     return largest > 0 if value.dtype == jnp.bool_ else largest
+
+
+def typed_specs(tree: PyTree) -> PyTree | None:
+    """A `PartitionSpec` per leaf over Explicit axes, whose layout is part of the types.
+
+    None where nothing is sharded over one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    inside = frozenset(name for name, kind in types if kind == AxisType.Explicit)
+    if not inside:
+        return None
+    specs = jax.tree.map(lambda x: only_over(jax.typeof(x).sharding.spec, inside), tree)
+    return specs if any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec)) else None
+
+
+def specs_key(specs: PyTree | None) -> Hashable:
+    """What tells two trees of specs apart, for dicts."""
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    return treedef, tuple(leaves)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def only_over(spec: Any, axes: frozenset[str]) -> P:
+    """`spec` without other axes, and without what is whole at its end."""
+    entries: list[Any] = []
+    for entry in spec:
+        names = tuple(n for n in axis_names(entry or ()) if n in axes)
+        entries.append(names[0] if len(names) == 1 else names or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def between_cpu_processes(axis_name: AxisName) -> bool:
+    """Whether collectives over the axis run between processes on CPU: some need another form there.
+
+    False for what is compiled for other platforms, for the devices of one process, and under vmap,
+    where nothing is sent: there the compiler's own collectives are what to use.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not all(name in manual for name in axis_names(axis_name)):
+        return False
+    return jax.default_backend() == "cpu" and jax.process_count() > 1

@@ -1,6 +1,5 @@
 """How the leaves of a tree lie inside a replica: read off arrays or types, and given to states."""
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ._axes import axis_names
+from ._axes import only_over
 from ._mapped import AnyMesh, model_axes
 
 Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
@@ -35,41 +34,9 @@ def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree |
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return P()
-        return _over(sharding.spec[1:], inside)
+        return only_over(sharding.spec[1:], inside)
 
     return jax.tree.map(spec_of, stacked)
-
-
-def typed_specs(tree: PyTree) -> PyTree | None:
-    """Likewise while a program is traced, over Explicit axes, whose layout is part of the types."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    inside = frozenset(name for name, kind in types if kind == AxisType.Explicit)
-    if not inside:
-        return None
-    specs = jax.tree.map(lambda x: _over(jax.typeof(x).sharding.spec, inside), tree)
-    return specs if any(spec != P() for spec in jax.tree.leaves(specs, is_leaf=_is_spec)) else None
-
-
-def specs_key(specs: PyTree | None) -> Hashable:
-    """What tells two trees of specs apart, for dicts."""
-    leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
-    return treedef, tuple(leaves)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
-def _over(spec: Any, axes: frozenset[str]) -> P:
-    """`spec` without other axes, and without what is whole at its end."""
-    entries: list[Any] = []
-    for entry in spec:
-        names = tuple(n for n in axis_names(entry or ()) if n in axes)
-        entries.append(names[0] if len(names) == 1 else names or None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
 
 
 def layouts_of(stacked_params: PyTree) -> Layouts:

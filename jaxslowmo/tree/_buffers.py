@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from .._typing import PyTree
+from ._arithmetic import cast, reshaped, split
 from ._buckets import BucketPiece, assign_pieces, check_explicit_buckets
-from ._primitives import cast, reshaped, split
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.collectives import permute
-from jaxslowmo.collectives._cpu_processes import between_cpu_processes
 from jaxslowmo.collectives._scatter import ring_scatter_sum
+from jaxslowmo.mesh import between_cpu_processes
 
 
 @pytest.mark.parametrize("replicas", [2, 5])

@@ -1,4 +1,4 @@
-"""What is done to thousands of leaves, by a primitive each.
+"""Arithmetic of leaves, by a primitive each, and updates that land on given parameters.
 
 While a program is traced `jax.numpy` takes two to four times as long for the same equation: it
 looks for promotion, broadcasting and NumPy's other rules, which leaves of one shape and dtype do
@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
+
+from .._typing import PyTree
+from ._leaves import at_least_float32
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -75,3 +78,40 @@ def _are_alike(x: Any, y: Any) -> bool:
     if not (isinstance(x, jax.Array) and isinstance(y, jax.Array)):
         return False
     return x.shape == y.shape and x.dtype == y.dtype
+
+
+# A parameter transform reads `y = params + updates`, decides which values the parameters shall
+# have, and returns the update that lands there. Half-precision leaves get float32 updates:
+# `params + update` is then rounded once, by `optax.apply_updates`, onto the wanted value.
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """`x` in at least float32."""
+    return cast(x, at_least_float32(x.dtype))
+
+
+def landing(params: PyTree, updates: PyTree) -> PyTree:
+    """`params + updates` leaf by leaf, in at least float32 and not rounded to the leaf's dtype."""
+    return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
+
+
+def widen_updates(updates: PyTree) -> PyTree:
+    """`updates` with half-precision leaves as float32; others unchanged."""
+    return jax.tree.map(_wide, updates)
+
+
+def updates_to(params: PyTree, target: PyTree) -> PyTree:
+    """The updates that land on `target`: `target - params` in at least float32.
+
+    `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32; leaves
+    in half precision land exactly where `params` is not over 2**12 times `target`.
+    """
+    return jax.tree.map(lambda p, t: subtracted(_wide(t), _wide(p)), params, target)
+
+
+def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
+    """`params + updates` as the leaves' dtypes hold it, where large values may overflow.
+
+    `optax.apply_updates` with explicit promotion, so strict dtype promotion holds too.
+    """
+    return jax.tree.map(lambda p, y: cast(y, p.dtype), params, landing(params, updates))
