@@ -62,9 +62,13 @@ def diloco(
             "diloco: `outer_optimizer` must be an optax gradient transform such as optax.sgd(...), "
             f"got {type(outer_optimizer).__name__}."
         )
+    # Nesterov SGD is known to be element-wise; trying it would cost a compilation.
     if shard_state and not is_default:
         outer_optimizer = element_wise(owner, "outer_optimizer", outer_optimizer)
 
+    # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
+    #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
+    #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
     # No `rate`: what is given is complete in itself, whatever the inner optimizer's rate is.
     return Outer(
         owner,

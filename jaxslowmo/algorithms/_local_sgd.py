@@ -77,6 +77,7 @@ def local_sgd(
     """
     owner = "local_sgd"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
+    # One group of replicas: the case of a single level.
     level = _Level(exchange, as_schedule(sync_every), "average")
     return _Averaging(owner, (level,)).transform()
 
@@ -162,6 +163,8 @@ class _Averaging:
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates
+        # The largest group that is due: the groups are nested, so the average over it holds in
+        # each smaller one, too.
         return tuple(level.event for level in self.levels if level.schedule(t))[-1:]
 
     def due(self, t: Any) -> Any:
@@ -189,9 +192,13 @@ class _Averaging:
     ) -> tuple[PyTree, Others, LocalSGDState]:
         del extra
         count = increment(state.count)
+        # Read from the counter, which all replicas share: some would wait for others for ever if
+        # they did not agree on what is due.
         due, which = self.now(count, phase)
         averages = [functools.partial(self.average, level, params, weight) for level in self.levels]
 
+        # Local steps execute no collective: with a phase the program has none, else it stands in a
+        # branch that is not taken.
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
 
@@ -208,6 +215,7 @@ class _Averaging:
         if phase is not None:
             events = [level.event for level in self.levels]
             return bool(phase), events.index(phase[0]) if phase else 0
+        # Later levels overwrite: the largest that is due wins.
         which: int | jax.Array = 0
         for i, level in enumerate(self.levels[1:], start=1):
             which = jnp.where(level.schedule(count), i, which)
@@ -216,13 +224,20 @@ class _Averaging:
     def average(
         self, level: _Level, params: PyTree, weight: jax.Array | None, operand: Operand
     ) -> Operand:
-        """params <- mean of y over the replicas, y = params + updates (Stich, algorithm 1)."""
+        """The parameters become the mean of the replicas' y = params + updates."""
+        # Stich, algorithm 1, with x_t^k the parameters of worker k, eta_t its step size and H the
+        # set of synchronised steps:
+        #   x_{t+1}^k = x_t^k - eta_t grad f(x_t^k)                        if t + 1 is not in H
+        #   x_{t+1}^k = 1/K sum_j (x_t^j - eta_t grad f(x_t^j))            if t + 1 is in H
+        # The optimizer before this transform has made the update -eta_t grad f, whatever it is, so
+        # what is averaged is y = x + update.
         updates, others = operand
         with phase_scope(level.event):
             # y as the leaves' dtypes hold it: that is what travels.
             y = apply_exactly(params, updates)
             mean = replica_mean(y, level.exchange, weight, role="average")
             others = replica_mean(others, Exchange(level.exchange.axis_name), weight)
+            # Not the mean but what leads there: optax adds updates to parameters.
             return updates_to(params, mean), others
 
 
@@ -234,6 +249,7 @@ def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tupl
             f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.'
         )
     levels = [(axes, as_schedule(period)) for axes, period in sync_every.items()]
+    # Nested groups differ in their number of axes, so a dict in any order is understood.
     levels.sort(key=lambda level: len(axis_names(level[0])))
     for (inner, often), (outer, rarely) in itertools.pairwise(levels):
         if not set(axis_names(inner)) < set(axis_names(outer)):

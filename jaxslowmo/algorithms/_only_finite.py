@@ -116,6 +116,7 @@ class _OnlyFinite:
         )
 
     def init(self, params: PyTree) -> OnlyFiniteState:
+        # Counted on all replicas alike, since all hear the same answer.
         zero = jnp.zeros([], jnp.int32)
         return OnlyFiniteState(zero, zero, self.inner.init(params))
 
@@ -123,6 +124,7 @@ class _OnlyFinite:
         self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[jax.Array, OnlyFiniteState]:
         """See `Told.permit`: whether y and what travels along are finite on all replicas."""
+        # A sum of flags rather than of values: what is not finite must not travel.
         poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
         return poisoned == 0, state._replace(refused=refused)
@@ -151,6 +153,7 @@ class _OnlyFinite:
             del operand
             return jnp.ones([], bool), state
 
+        # Asked only where an exchange is due: other updates stay free of collectives.
         due = self.inner.due(state.count) if phase is None else bool(phase)
         due = decide(due, communicate)
         # The answer is the same on all replicas, so it may decide about an exchange.

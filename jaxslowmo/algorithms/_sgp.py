@@ -40,6 +40,7 @@ from .gossip import (
     pulled,
     round_event,
     round_number,
+    together,
     total_mass,
 )
 
@@ -151,6 +152,7 @@ class _SGP:
 
     def transform(self) -> ParameterTransform:
         known = self.known()
+        # Phases repeat with the rotation of the graph, which is known once its size is.
         rotation = () if known is None else (every(max(1, len(known.rounds))),)
         return parameter_transform(
             "sgp",
@@ -234,6 +236,7 @@ class _SGP:
             """Equal on all nodes at first, and typed as what it will be."""
             return vary_over(weight, filter(is_bound, axis_names(self.over.axis_name)))
 
+        # With overlap k an exchange arrives k - 1 exchanges later; before the first, nothing does.
         # Arrays of their own, so that all of a state can be donated.
         in_flight = tuple(
             Arrival(jax.tree.map(jnp.zeros_like, params), differing(jnp.zeros([], jnp.float32)))
@@ -263,6 +266,7 @@ class _SGP:
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
         number = round_number("sgp", phase, state.exchanges) if phase else state.exchanges
+        # A single node has nobody to send to; an empty phase was asked for.
         if not plan.rounds or phase == ():
             communicate = False
 
@@ -272,6 +276,8 @@ class _SGP:
             return over(u, s.weight) if plan.weight_moves else u, o, s
 
         def exchanged(operand: Operand) -> Operand:
+            # What is sent: with overlap the parameters of before, which no gradient of this step
+            # has touched, so that the exchange can run beside the forward and backward pass.
             own = params if self.overlap else landing(params, alone(operand)[0])
             return self.exchanged(plan, number, own, params, operand)
 
@@ -286,11 +292,14 @@ class _SGP:
         params: PyTree,
         operand: Operand,
     ) -> Operand:
-        """One exchange (Assran et al., algorithm 1), with z = x / w the parameters.
-
-        x_i <- sum_k P[i, k] x_k and w_i <- sum_k P[i, k] w_k, so
-        z_i <- z_i + (share of w_i that arrived) (mean of what arrived - z_i): what `pulled` does.
-        """
+        """One exchange of `own`, and what it makes of updates, model state and push-sum weight."""
+        # Assran et al., algorithm 1, on node i, with the parameters z = x / w:
+        #   x_i <- sum_k P[i, k] x_k         w_i <- sum_k P[i, k] w_k         z_i = x_i / w_i
+        # Nodes send z_k, and w_k where it can differ, so the receiver forms P[i, k] w_k z_k. With
+        #   w_arrived = sum of P[i, k] w_k over k != i,  z_arrived = the mean that goes with it,
+        #   z_i <- (P[i, i] w_i z_i + w_arrived z_arrived) / (P[i, i] w_i + w_arrived)
+        #        = z_i + (w_arrived / w_i after) (z_arrived - z_i)
+        # which moves nothing where nodes agree, however the weights are rounded.
         u, o, s = operand
         gossip, moves = Gossip(self.over, plan), plan.weight_moves
         w = s.weight if moves else jnp.ones([], jnp.float32)
@@ -298,10 +307,12 @@ class _SGP:
         if o:
             o = self.mixed(plan, number, o, w, kept)
         if self.overlap > 1:
+            # Of weight too: what is under way is missing from w meanwhile, and comes with z.
             (arrival, *late), fresh = s.in_flight, arrival
             s = s._replace(in_flight=(*late, fresh))
-        after = _together(kept, w, arrival) if moves else w
-        # The gradient moves x. With overlap x <- P x + u, so z takes u / (w afterwards).
+        after = together(kept, w, arrival) if moves else w
+        # The gradient moves the numerator, x <- x + u, and the parameters by u / w: with overlap,
+        # x <- P x + u, that is the weight after the exchange, else the one before.
         u = over(u, after if self.overlap else w) if moves else u
         u = pulled(u, own, arrival, arrival.weight.astype(after.dtype) / after)
         s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
@@ -324,12 +335,13 @@ class _SGP:
         """
         over_all = Exchange(self.over.axis_name, self.over.local_axis_name)
         arrival, _ = Gossip(over_all, plan).exchange(number, others, weight, like=others)
-        after = _together(kept, weight, arrival)
+        after = together(kept, weight, arrival)
         moved = pulled(others, others, arrival, arrival.weight.astype(after.dtype) / after)
         return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
         """See `Told.numerator`: x and w, with what is in flight."""
+        # Doubly stochastic rounds keep w at 1, and the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
             return y, None
@@ -339,6 +351,8 @@ class _SGP:
 
     def reset(self, state: SGPState) -> SGPState:
         """See `Told.reset`."""
+        # All hold the mean now, what was in flight included. The rotation of the graph goes on, and
+        # with it `exchanges`.
         return state._replace(
             weight=jnp.ones_like(state.weight),
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
@@ -366,11 +380,6 @@ class _SGP:
                 "The rotation of the graph goes on.",
             ),
         )
-
-
-def _together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
-    """The push-sum weight after an exchange, in the dtype of the share that was kept."""
-    return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
 def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:

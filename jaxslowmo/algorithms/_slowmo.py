@@ -106,6 +106,8 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
+    # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
+    # slow momentum update (lines 7 and 8), which is the outer optimizer here.
     return Outer(
         owner,
         exchange,
@@ -220,10 +222,11 @@ def _ratio(now: jax.Array, before: jax.Array) -> jax.Array:
 
 def _outer_rate(learning_rate: LearningRate) -> OuterRate:
     """How slow momentum comes to know gamma."""
-    if learning_rate is None:
+    if learning_rate is None:  # D is taken as it is: m has the unit of parameters
         return OuterRate(lambda count, told: jnp.asarray(1.0))
     if callable(learning_rate):
         schedule = learning_rate
+        # Rates that may grow again are watched in every update; see `slow_momentum`.
         return OuterRate(lambda count, told: jnp.asarray(schedule(count)), _observed)
     if learning_rate == "optimizer":
         return OuterRate(_told_rate, _observed, _agreed, is_told=True)
@@ -261,6 +264,7 @@ def _agreed(
 
     Communication: one all-reduce of 8 bytes over `axes`.
     """
+    # Each replica steps its own shard of the anchor: with rates of their own they would step apart.
     gamma, since = lax.pmax(jnp.stack([_rate(gamma), state.since]), axes)
     return state._replace(since=since), gamma
 
@@ -288,6 +292,7 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "slowmo: `base` must have no slow step of its own, since both would be called slow; "
             "got a transform with an anchor (js.slowmo or js.diloco)."
         )
+    # Only plain periods are compared: of others nobody can say what was meant.
     own = base.schedules[0]
     if own.is_plain and schedule.is_plain and schedule.k % own.k:
         warn(

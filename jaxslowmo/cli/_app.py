@@ -37,7 +37,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code.
 
     Raises:
-        CommandError: if the command was called wrongly.
+      CommandError: if the command was called wrongly.
     """
     command = typer.main.get_command(app)
     try:

@@ -25,7 +25,7 @@ def compare(config: CompareConfig, out: Path | None) -> int:
     ends it with what was finished.
 
     Raises:
-        CommandError: for arguments that do not go together, or with the data or the devices.
+      CommandError: for arguments that do not go together, or with the data or the devices.
     """
     console = Console()
     with usage_errors():

@@ -11,11 +11,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
     Args:
-        argv: arguments without the program's name; None takes those of the process.
+      argv: arguments without the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: always; 0 done, 1 the training diverged, 2 wrong usage or a missing extra
-            (one line on stderr), 130 interrupted.
+      SystemExit: always; 0 done, 1 the training diverged, 2 wrong usage or a missing extra
+        (one line on stderr), 130 interrupted.
     """
     try:
         from ._app import run

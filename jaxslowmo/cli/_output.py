@@ -17,7 +17,7 @@ def make_folder(out: Path | None, command: str) -> Path:
     """The folder for results, made if need be; by default runs/COMMAND-DATE.
 
     Raises:
-        CommandError: if it cannot be made or written to.
+      CommandError: if it cannot be made or written to.
     """
     if out is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -35,9 +35,9 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per algorithm, in the order of their first appearance.
 
     Returns:
-        `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None without
-        any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio` (to
-        the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
+      `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None without
+      any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio` (to
+      the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
     """
     by_algorithm: dict[str, list[dict[str, Any]]] = {}
     for summary in summaries:

@@ -25,8 +25,8 @@ def train(config: TrainConfig, out: Path | None) -> int:
     """Trains once, shows the progress and a summary, and returns the exit code.
 
     Raises:
-        CommandError: for arguments that do not go together, or with the data, the devices or the
-            other processes.
+      CommandError: for arguments that do not go together, or with the data, the devices or the
+        other processes.
     """
     if not is_one_of_several(config.cluster):
         return _train(config, out, ALONE)

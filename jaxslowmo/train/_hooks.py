@@ -135,7 +135,7 @@ class Evaluate:
         and counts what is in flight (`js.consensus`). None: the parameters' plain mean.
 
     Communication: one all-reduce of parameters and model state over `axis_name` per evaluation,
-    where replicas weigh one of 4 bytes besides (not counted in the step's report).
+      where replicas weigh one of 4 bytes besides (not counted in the step's report).
     """
 
     def __init__(

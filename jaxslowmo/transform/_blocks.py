@@ -45,6 +45,7 @@ class BlockGroup:
 
     def blocks(self) -> list[list[Slices]]:
         """For each device along the group's axes, in order: which part it holds of each leaf."""
+        # Row-major over the axes, as `PartitionSpec((a, b))` deals a dimension out.
         found = []
         for index in np.ndindex(*self.axis_sizes.values()):
             where = dict(zip(self.axis_sizes, index, strict=True))
@@ -55,6 +56,7 @@ class BlockGroup:
     def _part(self, shape: tuple[int, ...], spec: P, where: Mapping[str, int]) -> Slices:
         slices = []
         for size, entry in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
+            # Manual axes do not count: what is seen here is a block along them already.
             index, count = 0, 1
             for name in axis_names(entry or ()):
                 if name in where:
@@ -80,6 +82,7 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
       ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    # One spec may stand for a whole subtree, as in jit and shard_map.
     if param_specs is None:
         specs = [P()] * len(shapes)
     else:
@@ -92,6 +95,7 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
             ) from None
         specs = jax.tree.leaves(whole, is_leaf=_is_spec)
     mesh = jax.sharding.get_abstract_mesh()
+    # In the order of first appearance, which is part of the layout of sharded states.
     members: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         members.setdefault(_automatic_axes(spec, mesh), []).append(i)
@@ -122,4 +126,5 @@ def _automatic_axes(spec: P, mesh: Any) -> tuple[str, ...]:
                 f"`param_specs` names axis {name!r}, which the mesh here does not have "
                 f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
             )
+    # Sorted: P("a", "b") and P("b", "a") split leaves over the same devices.
     return tuple(sorted(name for name in named if types[name] != AxisType.Manual))

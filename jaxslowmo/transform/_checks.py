@@ -26,12 +26,14 @@ def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
     """`updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
     if weight is None:
         return updates
+    # Selected, not multiplied: 0 * NaN is NaN.
     alive = weight > 0
     return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
 
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
     """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
+    # Before anything is traced: a misspelt name is found at trace time, a wrong type here.
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(n, str) and n for n in names):
         raise ValueError(
@@ -66,6 +68,7 @@ def checked_exchange(
 
 def require_bound(owner: str, over: Exchange) -> None:
     """At trace time: raise `ValueError` unless its axes are bound, and no name is in both."""
+    # Asked first, since a collective over an unbound axis dies with an empty AssertionError.
     require_axes(owner, "axis_name", over.axis_name)
     if over.local_axis_name is None:
         return
@@ -117,11 +120,13 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
     tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
     if not tracked:
         return
+    # An update that varies is enough: the new parameters then do.
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
     missing = [
         (i, [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
         for i, (p, u) in enumerate(pairs)
     ]
+    # Names of thousands of leaves take their time: only for a message.
     names = leaf_names(params) if any(axes for _, axes in missing) else []
     wrong = [f"{names[i]} (over {', '.join(map(repr, axes))})" for i, axes in missing if axes]
     if wrong:
@@ -166,6 +171,7 @@ class StateCheck:
         """At trace time: raise `ValueError` for the state of another transform or configuration."""
         kind = self._kind(params)
         if kind not in self._known:
+            # A state that was restored, or made by another object: what it should be is traced.
             self._known[kind] = _form(jax.eval_shape(self._like_init, params))
         wanted, found = self._known[kind], _form(state)
         if found != wanted:
@@ -212,6 +218,7 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
     """
     if weight is None:
         return None
+    # Traced values are checked by type; of numbers the value is known, too.
     shape, dtype = jnp.shape(weight), jnp.result_type(weight)
     if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
         raise ValueError(

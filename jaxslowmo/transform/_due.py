@@ -28,6 +28,7 @@ def phase_scope(event: str) -> Any:
 
 def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
     """`a or b`, a bool where that is static."""
+    # Not `or`: an array of which the value is not known has no truth.
     return True if a is True or b is True else a | b
 
 
@@ -60,8 +61,10 @@ def run_if(
     The predicate is equal on all replicas, since it comes from the counter, so it is safe to have
     collectives in a branch; under vmap it stays a cond.
     """
+    # Static: the program holds one of the two, and no conditional.
     if isinstance(due, bool):
         return exchange(operand) if due else otherwise(operand)
+    # Not a select: collectives must not run where nothing is due.
     (run, leave), axes = _alike([exchange, otherwise], operand)
     return lax.cond(uniform(due, axes), run, leave, operand)
 
@@ -71,7 +74,7 @@ def run_one_of(
 ) -> PyTree:
     """`branches[index](operand)`, as a `lax.switch` where that is undecided; see `run_if`."""
     if len(branches) == 1:
-        index = 0
+        index = 0  # whatever the counter says
     if isinstance(index, int):
         return branches[index](operand)
     alike, axes = _alike(branches, operand)
@@ -86,9 +89,11 @@ def _alike(
     A mean varies over less than others. Each branch is run once: the conditional finds it in the
     cache of `jax.jit`. Run twice per cond, branches would run four times in a cond inside a cond.
     """
+    # Inlined: the program is as if the branch stood there.
     jitted = [jax.jit(branch, inline=True) for branch in branches]
     jaxprs = [branch.trace(operand).jaxpr for branch in jitted]
     exchanged = frozenset[str]().union(*(collective_axes(jaxpr.jaxpr) for jaxpr in jaxprs))
+    # Of each result, the axes that it varies over in any branch: all are cast to those.
     types = [[varying_axes(aval) for aval in jaxpr.out_avals] for jaxpr in jaxprs]
     # Joined once: graphs can have hundreds of rounds, a branch each.
     axes = [frozenset[str]().union(*each) for each in zip(*types, strict=True)]

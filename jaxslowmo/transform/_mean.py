@@ -23,8 +23,8 @@ def replica_mean(
     what the buffers are exchanged for, to those who listen (`note_buffers`).
 
     Communication: one all-reduce per buffer over `exchange.axis_name`; with `local_axis_name` 1/L
-    of each per device, and an all-gather over that axis; with a weight, before, one of 8 bytes.
-    None for a tree without leaves.
+      of each per device, and an all-gather over that axis; with a weight, before, one of 8 bytes.
+      None for a tree without leaves.
     """
     if not jax.tree.leaves(tree):
         return tree
@@ -41,10 +41,12 @@ def replica_mean(
         anyone: jax.Array | None = None,
     ) -> jax.Array:
         del buffer
+        # With devices inside a replica each moves its part: N bytes leave a replica, not L * N.
         if local is None:
             mean = all_mean(flat, axes, factor=factor)
         else:
             mean = all_mean_in_slices(flat, axes, local, factor=factor)
+        # Where all have run out of data the mean is 0 / 0: all stay as they are.
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 
     return packing_of(tree, exchange).through(mean_of, tree, *whole, role=role)

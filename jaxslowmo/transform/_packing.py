@@ -34,6 +34,7 @@ def on_blocks(
       kinds: which of these each argument is.
       out: likewise for the result.
     """
+    # Nothing is sharded by the compiler here: every array is this device's own.
     if not group.axis_sizes:
         return fn(*args)
     specs = {"leaves": list(group.specs), "flat": P(tuple(group.axis_sizes)), "whole": P()}
@@ -139,6 +140,7 @@ class Packing:
 
     def _leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
         """Leaves of each group, on their way into buffers."""
+        # Who listens wants names; they are made once per plan.
         if role is not None:
             for group, plan in zip(self.groups, self.plans, strict=True):
                 note_buffers(role, plan, [self._names[i] for i in group.indices])
@@ -171,6 +173,8 @@ def packing_of(
       ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    # By the dtype on the way, so that parameters in half precision and their float32 updates have
+    # one plan where both travel in float32.
     types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
     specs = exchange.param_specs
     specs = specs_key(typed_specs(tree) if specs is None else specs)
@@ -193,6 +197,7 @@ def _planned(
     groups = block_groups(treedef.unflatten(like), structure.unflatten(leaves))
     limits = None if bucket_bytes is None else (bucket_bytes,)
 
+    # Of one device's blocks, which are alike on all: what is packed is what a device holds.
     def plan(group: BlockGroup) -> BufferPlan:
         shapes = zip(group.indices, group.block_shapes(), strict=True)
         blocks = [jax.ShapeDtypeStruct(shape, like[i].dtype) for i, shape in shapes]

@@ -41,6 +41,7 @@ class Placement:
 
     def mesh(self) -> AbstractMesh:
         """The mesh as a transform sees it while it is traced: replica axes are manual."""
+        # Axes over which leaves are sharded are the compiler's; all others are mapped by hand.
         kinds = [AxisType.Auto if a in self.automatic else AxisType.Manual for a in self.axis_sizes]
         return AbstractMesh(tuple(self.axis_sizes.values()), tuple(self.axis_sizes), tuple(kinds))
 
@@ -61,6 +62,7 @@ Shares = Callable[[PyTree], list[tuple[Any, PyTree | None]]]
 
 def stacked(one: Any, new: Placement) -> Any:
     """The same array for every replica, as a view."""
+    # Nothing is copied: a model may be large, and each replica's part is read once.
     one = np.asarray(one)
     return np.broadcast_to(one, (new.replicas, *one.shape))
 
@@ -72,8 +74,10 @@ def carry_leaf(x: Any, old: Placement, new: Placement) -> Any:
 
 def replica_average(x: np.ndarray) -> np.ndarray:
     """The mean of a floating leaf over its replicas, exact where they agree; else replica 0's."""
+    # Counters are equal on all replicas; keys and flags have no mean.
     if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
         return x[0]
+    # In float64: the sum of many replicas in half precision would lose digits.
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
 
 

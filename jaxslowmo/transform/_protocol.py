@@ -139,6 +139,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         **told: Any,
     ) -> "ParameterTransform":
         """Make one from its functions, and from what it tells."""
+        # A carry of its own means that the state can't be moved leaf by leaf.
         needs_owner = told.get("carry", carry_plainly) is not carry_plainly
         if told.get("state") is not None:
             register_state(told["state"], "parameters", needs_owner=needs_owner)
@@ -158,6 +159,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         **told: Any,
     ) -> None:
         del init
+        # What depends on nothing is the transform itself.
         told.setdefault("exchange", _parameters_only(update))
         told.setdefault("sized", lambda axis_sizes: self)
         told.setdefault("with_specs", lambda param_specs: self)
@@ -182,6 +184,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         if unknown:
             raise ValueError(f"`_replace` takes {[*self._fields, *sorted(told)]}, got {unknown}.")
         pair = [changed.get(name, own) for name, own in zip(self._fields, self, strict=True)]
+        # Not through the constructor: a subclass may have another signature.
         new = tuple.__new__(type(self), pair)
         new.__dict__.update(self.__dict__)
         if "update" in changed:  # the step builder shall not go past it
@@ -277,6 +280,7 @@ def parameter_transform(
         phase: Phase | None = None,
         **extra: Any,
     ) -> tuple[PyTree, Others, PyTree]:
+        # Cheap checks first, and none that needs the axis before it is known to be bound.
         check_update_arguments(owner, params, phase, events)
         check_floating(owner, params)
         outer = _outer_axes.get()
@@ -285,6 +289,7 @@ def parameter_transform(
             if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
                 warn_if_alone(owner, group, warn)
         share = check_weight(owner, weight)
+        # The one around it has looked at the whole state, and at updates of idle replicas.
         if outer is None:
             check_state(state, params)
             updates = unless_idle(updates, share)
@@ -302,6 +307,7 @@ def parameter_transform(
 
     if everyone.param_specs is not None and not inner_axes:
         told.pop("with_specs", None)  # specs that were given stay
+    # The largest group has all axes of the others.
     axes = tuple(dict.fromkeys((*axis_names(everyone.axis_name), *inner_axes)))
     return ParameterTransform(check_state.init, update, exchange=exchange, axes=axes, **told)
 

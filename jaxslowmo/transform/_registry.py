@@ -36,10 +36,12 @@ def gradient_state(kind: _Class) -> _Class:
 def learn_state(state: PyTree, *, needs_owner: bool) -> None:
     """Register the class of a state that its parameter transform did not name.
 
-    Only a class of its own tells anything: a NamedTuple with a `count` that optax has not made.
+    Only a class of its own tells anything: a NamedTuple with a `count` that neither optax has made
+    nor a gradient transform, around which the other one may be.
     """
     kind = type(state)
-    if "count" in getattr(kind, "_fields", ()) and kind.__module__.split(".")[0] != "optax":
+    is_own = "count" in getattr(kind, "_fields", ()) and kind.__module__.split(".")[0] != "optax"
+    if is_own and _OWNERS.get(kind, ("parameters",))[0] == "parameters":
         register_state(kind, "parameters", needs_owner=needs_owner)
 
 

@@ -35,6 +35,7 @@ class Every:
     def __call__(self, t: Any) -> Any:
         """Whether update `t` is due: a bool for an int, an array for an array of integers."""
         start, shifted = self.start, self.start + self.offset
+        # The same answer for an int on the host and for a counter in the program.
         if isinstance(t, int):
             is_met = (t - shifted) % self.k == 0
         else:
@@ -47,6 +48,7 @@ class Every:
 
     def times(self, t: int) -> int:
         """How many of the updates 1 to `t` are due, on the host."""
+        # Up to `start` all or none; after it as many as multiples of k between the shifted ends.
         first = min(t, self.start) if self.before == "all" else 0
         running = max(0, t - self.start)
         return first + (running - self.offset) // self.k - (-self.offset) // self.k
@@ -106,6 +108,7 @@ def instants(schedules: Iterable[Every]) -> list[int]:
     which may be huge; so beside its beginning only the due updates of each schedule and their
     successors are listed.
     """
+    # The product, not the least common multiple: one schedule may hold another one up.
     known = list(schedules)
     cycle = math.prod(s.k for s in known)
     begin = max((s.start + abs(s.offset) for s in known), default=0)

@@ -99,3 +99,7 @@ def test_comments_are_counted(tmp_path, comments, is_enough):
     make_tree(tmp_path, {"jaxslowmo/algorithms/_b.py": "z = 1\n" * 50})
     assert shape.comments_per_100_lines(root) == comments
     assert (shape.comment_violations(root) == []) == (8 <= comments <= 12)
+
+
+def test_algorithms_are_explained():
+    assert shape.comment_violations(ROOT) == []

@@ -9,4 +9,5 @@ from ._plan import GossipPlan as GossipPlan
 from ._plan import gossip_plan as gossip_plan
 from ._push_sum import over as over
 from ._push_sum import pulled as pulled
+from ._push_sum import together as together
 from ._push_sum import total_mass as total_mass

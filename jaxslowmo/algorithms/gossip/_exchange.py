@@ -60,6 +60,7 @@ class Gossip:
 
             return branch
 
+        # Flat over the whole switch, so that each of its branches is a few collectives and no more.
         packing = packing_of(like, self.over)
         size = len(self.plan.rounds)
         flats, received, kept = run_one_of(
@@ -72,6 +73,7 @@ class Gossip:
     def _run(
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
     ) -> tuple[Flats, jax.Array, jax.Array]:
+        # Weights that are equal on all nodes need not travel.
         if self.plan.weight_differs:
             weights = [permute(weight, self.over.axis_name, p) for p in round_.permutations]
         else:
@@ -88,6 +90,7 @@ class Gossip:
 
         def mean_of_peers(part: jax.Array, parts: jax.Array) -> jax.Array:
             arrived = [permute(part, self.over.axis_name, p) for p in round_.permutations]
+            # In at least float32, rounded to the parameters' dtype once, at the end.
             first = arrived[0].astype(at_least_float32(part.dtype))
             mean = first
             for i, other in enumerate(arrived[1:], start=1):
@@ -97,6 +100,7 @@ class Gossip:
 
         def exchange(buffer: Buffer, flat: jax.Array, parts: jax.Array) -> jax.Array:
             del buffer
+            # A permutation of nothing is not allowed.
             if flat.size == 0:
                 return flat
             local = self.over.local_axis_name
@@ -106,6 +110,7 @@ class Gossip:
 
     def _own(self, per_node: np.ndarray) -> jax.Array:
         """This node's entry, in JAX's default float dtype."""
+        # A constant where nodes are alike: regular graphs then hold no table and no axis index.
         if np.all(per_node == per_node[0]):
             return jnp.asarray(float(per_node[0]))
         return jnp.asarray(per_node)[lax.axis_index(self.over.axis_name)]
@@ -130,6 +135,7 @@ def round_number(owner: str, phase: Phase, exchanges: jax.Array) -> int | jax.Ar
     Raises:
       ValueError: a phase of something else.
     """
+    # Who may refuse an exchange cannot tell on the host how many there have been.
     if phase == (ANY_ROUND,):
         return exchanges
     word, _, number = str(phase[0]).partition(" ")

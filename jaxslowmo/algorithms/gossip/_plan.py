@@ -32,9 +32,11 @@ def gossip_plan(
       ValueError: a mixing that is none; without push-sum, one that is not doubly stochastic; with
         late arrivals, a node that keeps nothing meanwhile.
     """
+    # One rotation tells all: graph and mixing repeat with it.
     rounds = exchange_rounds(graph, mixing)
     if graph.num_nodes == 1:
         return GossipPlan((), False, False)
+    # Columns of P sum to 1. Where rows do, too, w = 1 stays 1: sum_k P[i, k] 1 = 1.
     uneven = next((i for i, r in enumerate(rounds) if not r.is_doubly_stochastic), None)
     if uneven is not None and not push_sum:
         raise ValueError(
@@ -42,6 +44,7 @@ def gossip_plan(
             f"and receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
             "rows of P do not. Leave `push_sum` True, which weighs that out."
         )
+    # Parameters are x / w: a weight that vanishes in float32 would make them infinite.
     smallest = 1.0 if uneven is None else _smallest_weight(rounds)
     if smallest < _LEAST_WEIGHT:
         raise ValueError(
@@ -49,6 +52,7 @@ def gossip_plan(
             f"1e-38; on {graph.name}({graph.num_nodes}) with this mixing they fall to "
             f"{smallest:.1g}. Let nodes that send much receive more often, or keep more."
         )
+    # With late arrivals a node that keeps nothing would have weight 0 until they come.
     late = overlap > 1
     if late and any(np.any(r.kept == 0) for r in rounds):
         raise ValueError(

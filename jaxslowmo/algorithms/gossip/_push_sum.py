@@ -12,6 +12,7 @@ from ._exchange import Arrival
 
 def over(tree: PyTree, weight: jax.Array) -> PyTree:
     """`tree / weight` leaf by leaf, for a scalar weight > 0, in the leaves' dtypes (not half)."""
+    # Half precision never gets here: updates and numerators are at least float32.
     in_dtype = by_dtype(weight)
     return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
@@ -25,11 +26,17 @@ def pulled(updates: PyTree, own: PyTree, arrival: Arrival, share: jax.Array) -> 
     in_dtype = by_dtype(share)
 
     def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
+        # The difference first: nodes that agree then move by exactly 0.
         wide = at_least_float32(u.dtype)
         away = subtracted(cast(theirs, wide), cast(mine, wide))
         return added(cast(u, wide), in_dtype(wide) * away)
 
     return jax.tree.map(pull, updates, own, arrival.mean)
+
+
+def together(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
+    """The push-sum weight after an exchange, in the dtype of the share that was kept."""
+    return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
 def total_mass(
@@ -43,6 +50,7 @@ def total_mass(
 
     def numerator(own: jax.Array, *arrived: jax.Array) -> jax.Array:
         wide = at_least_float32(own.dtype)
+        # x = w z of what this node holds, and of each message under way to it.
         x = weight.astype(wide) * own.astype(wide)
         for arrival, mean in zip(in_flight, arrived, strict=True):
             x += arrival.weight.astype(wide) * mean.astype(wide)

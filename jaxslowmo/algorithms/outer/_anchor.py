@@ -7,9 +7,17 @@ replicas reaches that form, and how parameters are restored from it.
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._typing import PyTree
-from ...transform import Exchange, Placement, replica_average, replica_mean, stacked
+from ...transform import (
+    Exchange,
+    Placement,
+    carry_leaf,
+    replica_average,
+    replica_mean,
+    stacked,
+)
 from ...tree import at_least_float32
 
 
@@ -21,6 +29,7 @@ class OwnAnchor:
       is_own: whether replicas have anchors of their own, of which `join` gives the mean.
     """
 
+    # Of the class, not of the object: the layouts differ in nothing else.
     is_sharded = False
     is_own = True
 
@@ -29,6 +38,7 @@ class OwnAnchor:
 
         Communication: none.
         """
+        # The anchor sums many small displacements: half precision would lose them.
         return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
 
     def like_stored(self, params: PyTree) -> Any:
@@ -73,6 +83,27 @@ class OwnAnchor:
         """The inverse of `join`, for placement `new`."""
         del params
         return jax.tree.map(lambda x: stacked(x, new), tree)
+
+    def moved(
+        self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
+    ) -> PyTree:
+        """`tree` with what has the form of the anchor joined and split again."""
+        if self.is_own and old.replicas == new.replicas:
+            return tree
+        # An optimizer keeps trees of the anchor's form (momentum), and counters: both are found by
+        # their form, whatever the optimizer is.
+        form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
+
+        def is_like_anchor(x: PyTree) -> bool:
+            leaves, structure = jax.tree.flatten(x)
+            return (structure, [np.shape(leaf) for leaf in leaves]) == form
+
+        def move(x: PyTree) -> PyTree:
+            if is_like_anchor(x):
+                return self.split(self.join(x, params, old), params, new)
+            return carry_leaf(x, old, new)
+
+        return jax.tree.map(move, tree, is_leaf=is_like_anchor)
 
 
 class WholeAnchor(OwnAnchor):

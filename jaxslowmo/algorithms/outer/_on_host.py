@@ -43,12 +43,14 @@ def join_shards(
         wanted = [
             [(old.replicas, count * s.rows, s.lanes) for s in _layouts(plan, old, n)] for n in parts
         ]
+        # Shards of another run would be cut into nonsense without a word.
         if [x.shape for x in held] not in wanted:
             raise ValueError(f"shards of {[x.shape for x in held]}, and not of {wanted[0]}")
         dtypes = {i: buffer.dtype for buffer in plan.buffers for i in buffer.leaves}
         for place, (i, shape) in enumerate(zip(group.indices, group.shapes, strict=True)):
             leaves[i] = np.empty(shape, dtypes[place])
         for device, block in enumerate(group.blocks()):
+            # Rows lie by device of the group, then by replica; a buffer runs over the replicas.
             flats = [x.reshape(old.replicas, count, -1)[:, device].reshape(-1) for x in held]
             for leaf, where, part in zip(group.indices, block, plan.unpack(flats), strict=True):
                 leaves[leaf][where] = part
@@ -72,6 +74,7 @@ def split_shards(
         for device, block in enumerate(group.blocks()):
             parts = [leaves[j][at] for j, at in zip(group.indices, block, strict=True)]
             for shard, buffer in zip(shards, plan.buffers, strict=True):
+                # Zeros at the end, where `own_shard` pads on devices.
                 flat = np.zeros(new.replicas * shard.shape[-1], buffer.dtype)
                 own = [parts[p.label].reshape(-1)[p.start : p.stop] for p in buffer.pieces]
                 flat[: buffer.num_elements] = np.concatenate(own)

@@ -37,6 +37,7 @@ def read_anchor(
     """
     if sync.anchor is None:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
+    # A program, since the shards of other processes are nowhere on this host.
     automatic = model_axes(stacked_params, mesh, axis_name)
 
     def made(anchor: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:

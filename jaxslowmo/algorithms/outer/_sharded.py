@@ -36,6 +36,8 @@ class ShardedAnchor(WholeAnchor):
 
     def layout(self, buffer: Buffer) -> ShardLayout:
         """Shape of a shard."""
+        # Replicas hold 1/R each; inside one, L devices hold that shard alike and exchange 1/L of
+        # its rows each, so rows must split evenly.
         shards, local = axis_size(self.exchange.axis_name), self.exchange.local_axis_name
         parts = 1 if local is None else axis_size(local)
         return shard_layout(buffer.num_elements, shards, num_parts=parts)
@@ -46,6 +48,7 @@ class ShardedAnchor(WholeAnchor):
         Communication: none.
         """
 
+        # All replicas start from the same parameters, so each takes its part of its own copy.
         def shard(buffer: Buffer, flat: jax.Array) -> jax.Array:
             return own_shard(flat, self.layout(buffer), self.exchange.axis_name)
 
@@ -74,6 +77,8 @@ class ShardedAnchor(WholeAnchor):
         """
         axes, local = self.exchange.axis_name, self.exchange.local_axis_name
 
+        # Reduce-scatter: the first half of an all-reduce. The outer step runs on the shards in
+        # between, and `restore` is the second half, so both together cost one all-reduce.
         def mean(buffer: Buffer, flat: jax.Array) -> jax.Array:
             return mean_to_shards(flat, self.layout(buffer), axes, local)
 
@@ -99,6 +104,8 @@ class ShardedAnchor(WholeAnchor):
         Communication: none.
         """
         packing = shard_packing(params, self.exchange)
+        # Shards of one group are split over the axes that its leaves are split over: known by their
+        # shape, as the optimizer's state holds them among other arrays.
         group_of: dict[tuple[int, ...], BlockGroup] = {
             (group.num_blocks * layout.rows, layout.lanes): group
             for group, plan in zip(packing.groups, packing.plans, strict=True)
@@ -114,6 +121,7 @@ class ShardedAnchor(WholeAnchor):
 
     def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
         """The whole tree that the shards are of; see `join_shards`."""
+        # Under the mesh that is gone the same plan is made as it was on its devices.
         with jax.sharding.use_abstract_mesh(old.mesh()):
             packing = shard_packing(params, self.exchange)
         return join_shards(anchor, packing, old, self.exchange.local_axis_name)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..._typing import Phase, PyTree
@@ -145,9 +144,11 @@ class Outer:
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """See `Told.phase`."""
         slow = bool(self.schedule(t))
+        # An exact average makes the base's own exchange of that update a waste: it is left out.
         if self.base is None or (slow and self.exact_average):
             own = ()
         else:
+            # Gossip does not rotate in updates in which it did not exchange.
             steps = self.schedule.times(t - 1) if self.exact_average else 0
             own = self.base.phase(t, skipped + steps)
         return (*own, SLOW) if slow else own
@@ -214,6 +215,7 @@ class Outer:
 
         def exchanged(operand: Operand) -> Operand:
             slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            # Exact: the slow step or the base's update. Not exact: the base's, then the slow step.
             if self.exact_average:
                 return run_if(slow, step.slow, lambda o: step.based(o, communicate), operand)
             return run_if(slow, step.slow, lambda o: o, step.based(operand, communicate))
@@ -233,7 +235,7 @@ class Outer:
 
     def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
         """See `Told.carry`."""
-        move = functools.partial(self._moved, state.anchor, params, old, new)
+        move = functools.partial(self.anchor.moved, state.anchor, params, old, new)
         base = Carried(()) if self.base is None else self.base.carry(state.base, params, old, new)
         count = carry_leaf(state.count, old, new)
         note = (
@@ -244,25 +246,6 @@ class Outer:
         )
         moved = OuterState(count, move(state.anchor), move(state.outer), base.state)
         return Carried(moved, (note, *base.notes))
-
-    def _moved(
-        self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
-    ) -> PyTree:
-        """`tree` with what has the form of the anchor joined and split again."""
-        if self.anchor.is_own and old.replicas == new.replicas:
-            return tree
-        form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
-
-        def is_like_anchor(x: PyTree) -> bool:
-            leaves, structure = jax.tree.flatten(x)
-            return (structure, [np.shape(leaf) for leaf in leaves]) == form
-
-        def move(x: PyTree) -> PyTree:
-            if is_like_anchor(x):
-                return self.anchor.split(self.anchor.join(x, params, old), params, new)
-            return carry_leaf(x, old, new)
-
-        return jax.tree.map(move, tree, is_leaf=is_like_anchor)
 
 
 @dataclass(frozen=True)
@@ -293,6 +276,7 @@ class OuterStep:
             return widen_updates(updates), others, state
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
+        # The base finds checked arguments, and need not warn of the same axes again.
         with inside(axis_names(self.of.exchange.axis_name)):
             updates, others, base_state = base.exchange(
                 updates, others, state.base, self.params, **now, **self.extra
@@ -310,6 +294,7 @@ class OuterStep:
             base = self.of.base
             if base is None or base.permit is None:
                 return self.outer(operand)
+            # A base such as only_finite has a say before anything is averaged.
             updates, others, state = operand
             axes = tuple(dict.fromkeys((*axis_names(self.of.exchange.axis_name), *base.axes)))
             y = apply_exactly(self.params, updates)
@@ -327,8 +312,11 @@ class OuterStep:
         # D, the pseudo-gradient: what the replicas have moved since the last slow step, downhill.
         displacement = jax.tree.map(subtracted, state.anchor, average)
         outer, told = self.told(state.outer)
+        # Any optax optimizer, with D as its gradient; on shards, where the anchor is sharded.
         step, outer = optimizer.update(displacement, outer, state.anchor, **told)
         moved = jax.tree.map(added, state.anchor, step)
+        # Replicas get their parameters from the anchor, never by adding to what they have: rounding
+        # would let them drift apart a little with every slow step.
         target = anchor.restore(moved, self.params)
         target = jax.tree.map(lambda p, t: t.astype(p.dtype), self.params, target)
         after = OuterState(state.count, moved, outer, base_state)
@@ -350,6 +338,7 @@ class OuterStep:
         exchange, base = self.of.exchange, self.of.base
         if not self.of.exact_average:
             return self.of.anchor.average(y), others, state.base
+        # mean x / mean w = sum x / sum w: the exact mean also of weighted or push-sum parameters.
         x, mass = self.mass(y, state.base)
         average = self.of.anchor.average(x)
         if mass is not None:
@@ -360,6 +349,7 @@ class OuterStep:
 
     def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
         """The weighted parameters of this replica, and their weight; None where all weigh 1."""
+        # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
         x, mass = (y, None) if self.of.base is None else self.of.base.numerator(base_state, y)
         if self.weight is None:
             return x, mass

@@ -87,7 +87,7 @@ def parse_mixing(text: str) -> Mixing:
     """The mixing that "uniform" or "self_weighted:0.7" stands for.
 
     Raises:
-        ValueError: for anything else, or a share outside (0, 1).
+      ValueError: for anything else, or a share outside (0, 1).
     """
     name, colon, share = text.partition(":")
     if name == "uniform" and not colon:

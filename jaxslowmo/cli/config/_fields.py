@@ -49,16 +49,16 @@ def option(
     """A field with what a command-line option needs to know.
 
     Args:
-        default: its value where the option is not given, unless a preset has another; with
-            `parse` as text.
-        help: what it says in `--help`.
-        panel: under which heading it stands there; None: with the command's own options.
-        choices: the only values; () allows any.
-        least: lower bound.
-        below: exclusive upper bound.
-        parse: `parse(flag, text)` is the value of an option that is given as text.
-        shows_default: `--help` tells the default.
-        flag: how it is called, where that is not "--" and the field's name.
+      default: its value where the option is not given, unless a preset has another; with
+        `parse` as text.
+      help: what it says in `--help`.
+      panel: under which heading it stands there; None: with the command's own options.
+      choices: the only values; () allows any.
+      least: lower bound.
+      below: exclusive upper bound.
+      parse: `parse(flag, text)` is the value of an option that is given as text.
+      shows_default: `--help` tells the default.
+      flag: how it is called, where that is not "--" and the field's name.
     """
     text, value = (default, parse("", default)) if parse else (None, default)
     rule = Rule(help, panel, choices, least, below, parse, text, shows_default, flag)
@@ -101,7 +101,7 @@ def check_different(flag: str, values: Collection[Any], what: str = "values") ->
     """Refuses an empty list, and one that names something twice.
 
     Raises:
-        ValueError: naming `flag`.
+      ValueError: naming `flag`.
     """
     if not values or len(set(values)) < len(values):
         given = ",".join(map(str, values)) or "nothing"
@@ -118,7 +118,7 @@ def parse_integers(flag: str, text: str) -> tuple[int, ...]:
     """The numbers of "4,8".
 
     Raises:
-        ValueError: naming `flag`, for anything else.
+      ValueError: naming `flag`, for anything else.
     """
     try:
         return tuple(int(part) for part in parse_names(flag, text))
@@ -130,7 +130,7 @@ def parse_sizes(flag: str, text: str) -> tuple[int, ...]:
     """Bytes of "1MiB,25MB,4096".
 
     Raises:
-        ValueError: naming `flag`, for anything else.
+      ValueError: naming `flag`, for anything else.
     """
     return tuple(parse_size(flag, part) for part in parse_names(flag, text))
 
@@ -139,7 +139,7 @@ def parse_size(flag: str, text: str) -> int:
     """Bytes of "25MiB".
 
     Raises:
-        ValueError: naming `flag`, for anything else.
+      ValueError: naming `flag`, for anything else.
     """
     found = _SIZE.fullmatch(text)
     if found is None or found[2].lower() not in _UNITS:

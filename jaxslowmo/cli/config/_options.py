@@ -25,10 +25,10 @@ def with_options(
     They stand in this order: those of `config`, the command's own parameters, those of training.
 
     Args:
-        command: takes what was given of `config` as keywords, and of training as the dict `train`.
-        config: of the command, whose options show their defaults.
-        train: names of the fields of a `TrainConfig` and its parts that are options, too. None
-            stands for one that was not given: presets decide.
+      command: takes what was given of `config` as keywords, and of training as the dict `train`.
+      config: of the command, whose options show their defaults.
+      train: names of the fields of a `TrainConfig` and its parts that are options, too. None
+        stands for one that was not given: presets decide.
     """
     hints = get_type_hints(config) if config else {}
     own = options_of(config) if config else {}

@@ -150,10 +150,10 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
     """The configuration with the values of `given`, then its preset's, then the defaults.
 
     Args:
-        given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+      given: values by field name, of `TrainConfig` and its parts; None stands for not given.
 
     Raises:
-        ValueError: a value against its rule, or an unknown preset.
+      ValueError: a value against its rule, or an unknown preset.
     """
     given = {name: value for name, value in given.items() if value is not None}
     preset = given.get("preset", TrainConfig.preset)

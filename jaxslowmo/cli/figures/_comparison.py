@@ -31,12 +31,12 @@ def draw_comparison(
     """Draws validation loss against steps, and against bytes on a logarithmic axis.
 
     Args:
-        histories: by algorithm, the records of each seed's run (`Recorder`); those with a
-            `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
-        path: of the PNG.
-        title: of the figure.
-        subtitle: what was run, in smaller letters.
-        would: whether the bytes are only what the runs would send.
+      histories: by algorithm, the records of each seed's run (`Recorder`); those with a
+        `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
+      path: of the PNG.
+      title: of the figure.
+      subtitle: what was run, in smaller letters.
+      would: whether the bytes are only what the runs would send.
     """
     lines_below_title = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
     height = 0.91 - 0.04 * max(1, len(lines_below_title))

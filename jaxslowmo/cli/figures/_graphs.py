@@ -22,10 +22,10 @@ class Curve:
     """The consensus error of one graph.
 
     Attributes:
-        name: of the graph.
-        rounds: where it was computed, from 0 on.
-        errors: as many.
-        messages: that the busiest node sends per round.
+      name: of the graph.
+      rounds: where it was computed, from 0 on.
+      errors: as many.
+      messages: that the busiest node sends per round.
     """
 
     name: str
@@ -40,10 +40,10 @@ def draw_graphs(
     """Draws errors against rounds, and against messages of the busiest node.
 
     Args:
-        curves: by number of nodes; a row of the picture each.
-        path: of the PNG.
-        tolerance: a line across.
-        mixing: for the subtitle.
+      curves: by number of nodes; a row of the picture each.
+      path: of the PNG.
+      tolerance: a line across.
+      mixing: for the subtitle.
     """
     height = 3.4 * len(curves) + 1.6
     top, bottom = 0.75 / height, 0.65 / height  # for titles and legend

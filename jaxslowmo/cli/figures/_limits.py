@@ -32,10 +32,10 @@ def draw_limits(rows: Sequence[Measured], best: int, path: Path, *, subtitle: st
     """Draws the time of a step by limit: every round, quartiles and median.
 
     Args:
-        rows: in the order of the axis.
-        best: the limit to mark.
-        path: of the PNG.
-        subtitle: what was run.
+      rows: in the order of the axis.
+      best: the limit to mark.
+      path: of the PNG.
+      subtitle: what was run.
     """
     lines = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
     lines.append("Lines: medians; bars: quartiles; dots: rounds, from left to right.")

@@ -36,10 +36,10 @@ def new_figure(
     """An empty picture.
 
     Args:
-        size: in inches.
-        rect: where the axes are: left, bottom, width and height as shares of the picture.
-        wspace: between axes beside each other; None: the usual.
-        hspace: between axes above each other.
+      size: in inches.
+      rect: where the axes are: left, bottom, width and height as shares of the picture.
+      wspace: between axes beside each other; None: the usual.
+      hspace: between axes above each other.
     """
     layout = ConstrainedLayoutEngine(rect=rect, wspace=wspace, hspace=hspace)
     figure = Figure(figsize=size, dpi=150, layout=layout, facecolor="white")
@@ -69,12 +69,12 @@ def write_title(
     """Writes a title, and lines in smaller letters below it.
 
     Args:
-        figure: to write on.
-        title: one line.
-        lines: below it.
-        left: where they begin, as a share of the width.
-        heights: of the title, of the first line, and between lines, as shares of the height.
-        sizes: of the letters of title and lines.
+      figure: to write on.
+      title: one line.
+      lines: below it.
+      left: where they begin, as a share of the width.
+      heights: of the title, of the first line, and between lines, as shares of the height.
+      sizes: of the letters of title and lines.
     """
     top, first, step = heights
     of_all: dict[str, Any] = {"size": sizes[1], "color": _TEXT}

@@ -84,7 +84,7 @@ class InspectGraphConfig(Checked):
         """Builds the graph and finds out about it.
 
         Raises:
-            ValueError: for what the library refuses, or a file that is no phone book.
+          ValueError: for what the library refuses, or a file that is no phone book.
         """
         size = self.model_bytes
         if self.parameters is not None:
@@ -119,12 +119,12 @@ class InspectGraphsConfig(Checked):
     """Several graphs at several sizes.
 
     Attributes:
-        nodes: numbers of nodes.
-        graphs: each NAME or NAME:PEERS, with peers per step.
-        pictured: those of the graphs that the picture shows.
-        picture_nodes: the numbers of nodes that it shows.
-        mixing: as `parse_mixing` takes it.
-        tolerance: consensus error to count rounds to.
+      nodes: numbers of nodes.
+      graphs: each NAME or NAME:PEERS, with peers per step.
+      pictured: those of the graphs that the picture shows.
+      picture_nodes: the numbers of nodes that it shows.
+      mixing: as `parse_mixing` takes it.
+      tolerance: consensus error to count rounds to.
     """
 
     nodes: tuple[int, ...] = option(
@@ -175,7 +175,7 @@ def split_graph(text: str) -> tuple[str, int | None]:
     """Name and peers per step of "ring" or "ring:2".
 
     Raises:
-        ValueError: an unknown name, or peers that are no number >= 1.
+      ValueError: an unknown name, or peers that are no number >= 1.
     """
     name, colon, peers = text.partition(":")
     if name not in GRAPHS:
@@ -193,7 +193,7 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     """`graph`, if analysing it takes seconds.
 
     Raises:
-        ValueError: for one that takes longer, naming the flag that it comes from.
+      ValueError: for one that takes longer, naming the flag that it comes from.
     """
     _check_nodes(flag, graph.num_nodes)
     most = MOST_ENTRIES // graph.num_nodes**2

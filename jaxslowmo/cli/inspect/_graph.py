@@ -22,7 +22,7 @@ def inspect_graph(config: InspectGraphConfig) -> int:
     """Prints what there is to know about a graph, and returns the exit code.
 
     Raises:
-        CommandError: for a graph or a mixing that the library refuses.
+      CommandError: for a graph or a mixing that the library refuses.
     """
     with usage_errors():
         analysis = config.analyse()

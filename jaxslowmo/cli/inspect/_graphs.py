@@ -28,7 +28,7 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
     Without a page, or with a folder too, graphs.md, graphs.json and graphs.png go to the folder.
 
     Raises:
-        CommandError: if a file cannot be written, or the page lacks the markers.
+      CommandError: if a file cannot be written, or the page lacks the markers.
     """
     console = Console()
     old = None if page is None else _split_page(page)

@@ -18,8 +18,8 @@ class Quantity:
     """A table.
 
     Attributes:
-        title: of the table, for a configuration.
-        text: of a cell.
+      title: of the table, for a configuration.
+      text: of a cell.
     """
 
     title: Callable[[InspectGraphsConfig], str]

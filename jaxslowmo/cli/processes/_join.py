@@ -20,7 +20,7 @@ def join_cluster(config: ClusterConfig) -> Cluster:
     """Connects to the other processes: before anything else touches a device.
 
     Raises:
-        CommandError: where they cannot be found or do not come in time.
+      CommandError: where they cannot be found or do not come in time.
     """
     given = {
         "coordinator_address": config.coordinator,

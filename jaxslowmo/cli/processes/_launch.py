@@ -27,16 +27,16 @@ def launch(processes: int, restarts: int, heartbeat_timeout: int, command: Seque
     starts all again with `--resume`, at most `restarts` times. Ctrl-C and SIGTERM are passed on.
 
     Args:
-        processes: how many.
-        restarts: how often to start again.
-        heartbeat_timeout: of the processes, in seconds.
-        command: "train" and its arguments; `--out` must be among them.
+      processes: how many.
+      restarts: how often to start again.
+      heartbeat_timeout: of the processes, in seconds.
+      command: "train" and its arguments; `--out` must be among them.
 
     Returns:
-        0; or the code of the process that failed first, where there are no restarts left.
+      0; or the code of the process that failed first, where there are no restarts left.
 
     Raises:
-        CommandError: for a command that cannot be launched.
+      CommandError: for a command that cannot be launched.
     """
     out = _checked(processes, command)
     arguments = [*command, "--heartbeat-timeout", str(heartbeat_timeout)]
@@ -104,7 +104,7 @@ class _Group:
         """The code of the first process that failed, once all have ended; 0 if none did.
 
         Args:
-            patience: seconds that the others get to end after that, before they are killed.
+          patience: seconds that the others get to end after that, before they are killed.
         """
         code, deadline = 0, None
         while any(process.poll() is None for process in self._processes):

@@ -17,8 +17,8 @@ class Cluster:
     """The processes of a run.
 
     Attributes:
-        index: which one this is; process 0 writes what there is one of.
-        count: how many there are.
+      index: which one this is; process 0 writes what there is one of.
+      count: how many there are.
     """
 
     index: int = 0

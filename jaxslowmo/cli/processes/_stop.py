@@ -32,7 +32,7 @@ class StopOnSignal:
     SIGTERM goes to the runtime, which agrees on one, and Ctrl-C is left to the process's parent.
 
     Attributes:
-        asked: why to stop, as far as this process knows.
+      asked: why to stop, as far as this process knows.
     """
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
@@ -43,8 +43,8 @@ class StopOnSignal:
     def after(self, step: int) -> Stop | None:
         """Why to stop after this step; None to go on. To be asked after every step.
 
-        Communication: none between devices; between processes messages through the coordinator
-            once one of them got SIGTERM, to agree on a step that none has passed.
+        Communication: none between devices; between processes messages through the coordinator once
+          one of them got SIGTERM, to agree on a step that none has passed.
         """
         if self._has_peers:
             from jax.experimental import multihost_utils

@@ -64,13 +64,13 @@ def supervise(argv: Sequence[str], out: Path, *, restarts: int = 0) -> int:
     second Ctrl-C kills.
 
     Args:
-        argv: arguments of the command line.
-        out: folder of the run, where its checkpoints are.
-        restarts: how often a child that lost another process, or was killed, is started again.
+      argv: arguments of the command line.
+      out: folder of the run, where its checkpoints are.
+      restarts: how often a child that lost another process, or was killed, is started again.
 
     Returns:
-        The exit code: the child's; 75 if it lost another process; 128 + n if signal n killed it;
-        130 after Ctrl-C.
+      The exit code: the child's; 75 if it lost another process; 128 + n if signal n killed it;
+      130 after Ctrl-C.
     """
     arguments = list(argv)
     if LAUNCHED in os.environ:
@@ -108,7 +108,7 @@ def describe_loss(lines: Sequence[str]) -> str | None:
     """What happened to the other processes, in words; None if the text tells of nothing.
 
     Args:
-        lines: what a survivor wrote to stderr.
+      lines: what a survivor wrote to stderr.
     """
     found: set[int] = set()
     for line, below in itertools.pairwise(lines):

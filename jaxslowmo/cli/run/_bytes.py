@@ -19,8 +19,8 @@ class ByteLedger:
     devices, so the numbers are those that the run would send there.
 
     Attributes:
-        by_kind: bytes per replica of one step of each kind.
-        sent: bytes per replica.
+      by_kind: bytes per replica of one step of each kind.
+      sent: bytes per replica.
     """
 
     def __init__(self, by_kind: dict[str, int], sent: int = 0):

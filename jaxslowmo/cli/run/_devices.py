@@ -30,10 +30,10 @@ class Placement:
     """Where the replicas run.
 
     Attributes:
-        mesh: for the training step, with the axes "replica" and, for two levels, "device".
-        description: the same in words.
-        is_virtual: replicas are `vmap`ped on one device and nothing is sent.
-        is_cpu: the devices are parts of the host.
+      mesh: for the training step, with the axes "replica" and, for two levels, "device".
+      description: the same in words.
+      is_virtual: replicas are `vmap`ped on one device and nothing is sent.
+      is_cpu: the devices are parts of the host.
     """
 
     mesh: jax.sharding.Mesh | js.VirtualMesh
@@ -51,8 +51,8 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     of whole replicas, or of a part of one.
 
     Raises:
-        CommandError: if there are fewer devices than "devices" needs, or they cannot be divided
-            evenly among the processes.
+      CommandError: if there are fewer devices than "devices" needs, or they cannot be divided
+        evenly among the processes.
     """
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":

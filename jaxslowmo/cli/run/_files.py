@@ -15,14 +15,14 @@ class RunFiles:
     """Context in which `write_record` adds to metrics.jsonl.
 
     Args:
-        folder: of the run.
-        config: written to config.json.
-        writes: False for a process that leaves all this to another.
-        after: step that the run goes on from; later records, which an interrupted run may have
-            left, are dropped. 0 drops all.
+      folder: of the run.
+      config: written to config.json.
+      writes: False for a process that leaves all this to another.
+      after: step that the run goes on from; later records, which an interrupted run may have
+        left, are dropped. 0 drops all.
 
     Attributes:
-        records: those that were there before.
+      records: those that were there before.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, *, writes: bool, after: int) -> None:

@@ -28,11 +28,11 @@ class RunResult:
     """What a run left.
 
     Attributes:
-        status: "finished", "interrupted" (Ctrl-C), "preempted" (SIGTERM) or "diverged".
-        records: the lines of metrics.jsonl.
-        summary: what summary.json holds.
-        statistics: what statistics.json holds, where it was asked for.
-        saved: the step of the newest checkpoint; None without any.
+      status: "finished", "interrupted" (Ctrl-C), "preempted" (SIGTERM) or "diverged".
+      records: the lines of metrics.jsonl.
+      summary: what summary.json holds.
+      statistics: what statistics.json holds, where it was asked for.
+      saved: the step of the newest checkpoint; None without any.
     """
 
     status: str
@@ -51,14 +51,14 @@ class Job:
     """A configuration made ready: programs that several seeds share.
 
     Args:
-        config: of all its runs, which differ in their seeds.
-        placement: where.
-        text: what `load_text` returned.
-        label: what the summary calls the algorithm; None: its name.
-        cluster: the processes that run it.
+      config: of all its runs, which differ in their seeds.
+      placement: where.
+      text: what `load_text` returned.
+      label: what the summary calls the algorithm; None: its name.
+      cluster: the processes that run it.
 
     Raises:
-        ValueError: for arguments that the library refuses.
+      ValueError: for arguments that the library refuses.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Job:
         progress, a loss that is not finite as soon as it is read.
 
         Args:
-            config: the job's, with the seed of the run.
-            out: folder of the run.
-            reporter: shows the progress.
-            saves: keep checkpoints and resume from them, as `config.checkpoint` says.
+          config: the job's, with the seed of the run.
+          out: folder of the run.
+          reporter: shows the progress.
+          saves: keep checkpoints and resume from them, as `config.checkpoint` says.
 
         Raises:
-            CommandError: a checkpoint that cannot be resumed.
+          CommandError: a checkpoint that cannot be resumed.
         """
         params = init_gpt(self._model, config.seed)
         batches = RunBatches(self._text, config, self.placement.mesh)

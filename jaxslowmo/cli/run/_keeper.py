@@ -25,9 +25,9 @@ class Progress:
     """How far a run has come, beside its state.
 
     Attributes:
-        step: steps done.
-        next_batch: index of the next batch; more than `step` after batches were left out.
-        bytes_sent: per replica.
+      step: steps done.
+      next_batch: index of the next batch; more than `step` after batches were left out.
+      bytes_sent: per replica.
     """
 
     step: int = 0
@@ -41,13 +41,13 @@ class Keeper:
     orbax is imported with the first checkpoint: a run without any needs none of it.
 
     Args:
-        config: of the run.
-        folder: of the run.
-        step: the step that the states are of.
-        params: one copy of the initial parameters.
+      config: of the run.
+      folder: of the run.
+      step: the step that the states are of.
+      params: one copy of the initial parameters.
 
     Attributes:
-        last: the step of the newest checkpoint of this run; None without any.
+      last: the step of the newest checkpoint of this run; None without any.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, step: js.TrainStep, params: Any) -> None:
@@ -90,7 +90,7 @@ class Keeper:
         None where there is none.
 
         Raises:
-            CommandError: a damaged checkpoint, or one of a run with another configuration.
+          CommandError: a damaged checkpoint, or one of a run with another configuration.
         """
         from jaxslowmo.checkpoint import CheckpointError
 

@@ -16,10 +16,10 @@ class Reporter:
     """Shows the steps of one run; a context.
 
     Args:
-        console: where to write.
-        label: of the run, such as "slowmo, seed 0".
-        steps: of the run.
-        would: whether bytes are only what the run would send (virtual replicas).
+      console: where to write.
+      label: of the run, such as "slowmo, seed 0".
+      steps: of the run.
+      would: whether bytes are only what the run would send (virtual replicas).
     """
 
     def __init__(self, console: Console, label: str, steps: int, *, would: bool = False):

@@ -24,9 +24,9 @@ class Setting:
     """What a row builds from.
 
     Attributes:
-        config: of the algorithm.
-        schedule: learning rate of the 0-based update count.
-        two_levels: whether a replica has several devices.
+      config: of the algorithm.
+      schedule: learning rate of the 0-based update count.
+      two_levels: whether a replica has several devices.
     """
 
     config: AlgorithmConfig
@@ -97,11 +97,11 @@ class Recipe:
     """An algorithm.
 
     Attributes:
-        colour: of its line in a picture, by its name in figures/_style.py.
-        marker: on that line, for print.
-        exchanges: those of `_EXCHANGES` that describe it.
-        gradients: builds its gradient transform; None where gradients are not exchanged.
-        sync: builds its parameter transform; None where parameters are not exchanged.
+      colour: of its line in a picture, by its name in figures/_style.py.
+      marker: on that line, for print.
+      exchanges: those of `_EXCHANGES` that describe it.
+      gradients: builds its gradient transform; None where gradients are not exchanged.
+      sync: builds its parameter transform; None where parameters are not exchanged.
     """
 
     colour: str
@@ -128,10 +128,10 @@ class Algorithm:
     """What `js.make_train_step` is given.
 
     Attributes:
-        schedule: learning rate of the 0-based update count.
-        optimizer: inside each replica.
-        gradients: gradient transform, or None.
-        sync: parameter transform, or None.
+      schedule: learning rate of the 0-based update count.
+      optimizer: inside each replica.
+      gradients: gradient transform, or None.
+      sync: parameter transform, or None.
     """
 
     schedule: optax.Schedule
@@ -144,7 +144,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
     """The transforms of a configuration, over the axes "replica" and, for two levels, "device".
 
     Raises:
-        ValueError: for a combination that the library refuses.
+      ValueError: for a combination that the library refuses.
     """
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     recipe = RECIPES[config.algorithm.algorithm]

@@ -28,11 +28,11 @@ class Recorder:
     consensus model was evaluated. The record of step 0 has only the last two.
 
     Args:
-        config: of the run.
-        ledger: counts the bytes.
-        schedule: learning rate of the 0-based update count.
-        files: take each record, and may hold those of before the run was resumed.
-        reporter: shows the progress.
+      config: of the run.
+      ledger: counts the bytes.
+      schedule: learning rate of the 0-based update count.
+      files: take each record, and may hold those of before the run was resumed.
+      reporter: shows the progress.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Recorder:
         """Counts a step and records it if it is due, to be evaluated, or `now`.
 
         Returns:
-            Whether to go on: False if its loss was read and is not finite.
+          Whether to go on: False if its loss was read and is not finite.
         """
         sent = self._ledger.add(result.phase)
         self._steps_since += 1

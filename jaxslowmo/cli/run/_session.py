@@ -25,14 +25,14 @@ class Session:
     """One run of the steps of a configuration.
 
     Attributes:
-        config: of the run.
-        step: what does a step.
-        evaluate: the losses of the consensus model after a step.
-        batches: where they come from.
-        recorder: what is told of them.
-        keeper: what saves them; None for a run that is not saved.
-        stop: what may end them early.
-        waits: wait for every step before the next is started.
+      config: of the run.
+      step: what does a step.
+      evaluate: the losses of the consensus model after a step.
+      batches: where they come from.
+      recorder: what is told of them.
+      keeper: what saves them; None for a run that is not saved.
+      stop: what may end them early.
+      waits: wait for every step before the next is started.
     """
 
     config: TrainConfig
@@ -48,14 +48,14 @@ class Session:
         """Trains to the last step, or until something ends it.
 
         Args:
-            state: after `done` steps.
-            done: steps.
+          state: after `done` steps.
+          done: steps.
 
         Returns:
-            "finished", "interrupted", "preempted" or "diverged", and the last state.
+          "finished", "interrupted", "preempted" or "diverged", and the last state.
 
         Communication: that of the steps; evaluations and checkpoints bring the parameters together
-            and look whether all are finite.
+          and look whether all are finite.
         """
         options = self.config.checkpoint
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0

@@ -23,10 +23,10 @@ class Text:
     """What a run reads.
 
     Attributes:
-        shares: one uint8 vector per replica that this process has a part of.
-        replicas: the indices of these.
-        validation: uint8 (batches, windows, context_length + 1), the same for every run.
-        description: in words.
+      shares: one uint8 vector per replica that this process has a part of.
+      replicas: the indices of these.
+      validation: uint8 (batches, windows, context_length + 1), the same for every run.
+      description: in words.
     """
 
     shares: tuple[np.ndarray, ...]
@@ -41,11 +41,11 @@ def load_text(config: TrainConfig, mesh: Mesh | js.VirtualMesh | None = None) ->
     To divide it alike, and to leave out duplicates, every process looks at all files.
 
     Args:
-        config: of the run.
-        mesh: of its step; None keeps the text of all replicas.
+      config: of the run.
+      mesh: of its step; None keeps the text of all replicas.
 
     Raises:
-        ValueError: if there is not enough text, as in `jaxslowmo.data`.
+      ValueError: if there is not enough text, as in `jaxslowmo.data`.
     """
     context = gpt_preset(config.preset).context_length
     corpus = read_corpus(config.data)
@@ -85,12 +85,12 @@ class RunBatches(Iterator[jax.Array | np.ndarray]):
     """The batches of a run, each process making those of the replicas that it has a part of.
 
     Args:
-        text: what `load_text` returned.
-        config: of the run.
-        mesh: of the step that takes them.
+      text: what `load_text` returned.
+      config: of the run.
+      mesh: of the step that takes them.
 
     Attributes:
-        position: index of the next batch.
+      position: index of the next batch.
     """
 
     def __init__(

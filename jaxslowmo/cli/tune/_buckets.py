@@ -31,13 +31,13 @@ class Row:
     """What was found about one limit.
 
     Attributes:
-        limit: bytes.
-        bucket_sizes: bytes of the buckets that it gives, in order.
-        same_as: an earlier limit that gives the same buckets, measured in its place; else None.
-        seconds: of a step, one per round.
-        median: of `seconds`.
-        quartiles: of `seconds`, lower and upper.
-        ratio: median over the rounds of the time by that of one bucket per gradient.
+      limit: bytes.
+      bucket_sizes: bytes of the buckets that it gives, in order.
+      same_as: an earlier limit that gives the same buckets, measured in its place; else None.
+      seconds: of a step, one per round.
+      median: of `seconds`.
+      quartiles: of `seconds`, lower and upper.
+      ratio: median over the rounds of the time by that of one bucket per gradient.
     """
 
     limit: int
@@ -55,7 +55,7 @@ def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
     Ctrl-C ends it with the rounds that were finished.
 
     Raises:
-        CommandError: for arguments that do not go together, or with the devices.
+      CommandError: for arguments that do not go together, or with the devices.
     """
     console = Console()
     with usage_errors():
@@ -99,11 +99,11 @@ class Bench:
     """A training step per limit, all of the same state, so that they can take turns.
 
     Attributes:
-        num_parameters: of the model.
-        buckets: by limit, the layout: names and bytes of each bucket.
+      num_parameters: of the model.
+      buckets: by limit, the layout: names and bytes of each bucket.
 
     Raises:
-        ValueError: for arguments that the library refuses.
+      ValueError: for arguments that the library refuses.
     """
 
     def __init__(self, config: TuneBucketsConfig, placement: Placement):
@@ -180,8 +180,8 @@ def make_rows(
     """A row per limit; only rounds in which all were measured count.
 
     Args:
-        buckets: by limit, the layout.
-        seconds: by limit, of the measured ones.
+      buckets: by limit, the layout.
+      seconds: by limit, of the measured ones.
     """
     rounds = min(map(len, seconds.values()))
     per_leaf = seconds[0]

@@ -13,12 +13,12 @@ class TuneBucketsConfig(Checked):
     """Bucket limits to measure.
 
     Attributes:
-        train: model, batch, optimizer and devices.
-        limits: bytes at which a bucket closes; 0, one bucket per gradient, is measured besides.
-        first: bytes of the first bucket, where the limit is not below.
-        order: in which gradients go into buckets.
-        rounds: measurements of each limit, in turn.
-        steps: per measurement.
+      train: model, batch, optimizer and devices.
+      limits: bytes at which a bucket closes; 0, one bucket per gradient, is measured besides.
+      first: bytes of the first bucket, where the limit is not below.
+      order: in which gradients go into buckets.
+      rounds: measurements of each limit, in turn.
+      steps: per measurement.
     """
 
     train: TrainConfig

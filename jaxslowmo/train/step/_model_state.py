@@ -44,7 +44,7 @@ class Statistics:
         """The model state with their means over `axis_name`; as it is if all weigh 0.
 
         Communication: one all-reduce over `axis_name` per dtype, and with a weight, before, one of
-        8 bytes; none without such leaves.
+          8 bytes; none without such leaves.
         """
         if not self.leaves:
             return self.replaced([])
