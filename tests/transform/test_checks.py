@@ -1,0 +1,72 @@
+"""What updates are checked for: axes, states and types, each asked once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+from jaxslowmo.transform import check_weight, checked_exchange, unless_idle
+
+SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
+
+
+def test_both_states_are_named():
+    kept = js.sgp("replica", graph=js.topology.ring(4), overlap=3)
+    late = js.sgp("replica", graph=js.topology.ring(4), overlap=1)
+    update = lambda p: late.update(p, kept.init(p), p)[0]  # noqa: E731
+    said = (
+        r"sgp: `state` must be .*SGPState\(count: int32\[\], exchanges: int32\[\], weight: "
+        r"float32\[\]\), got SGPState\(count: int32\[\], .*in_flight/0/mean/w: float32\[3\].*more\)"
+    )
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(jax.vmap(update, axis_name="replica"), SMALL)
+
+
+@pytest.mark.parametrize(("own", "times"), [(True, 0), (False, 1)])
+def test_a_state_is_compared_once(own, times, monkeypatch):
+    """Asking what `init` makes traces it: once for a kind, never where it was seen."""
+    tx = js.sgp("replica", graph=js.topology.ring(4))
+    start = tx.init if own else js.sgp("replica", graph=js.topology.ring(4)).init
+    asked = []
+    ask = jax.eval_shape
+
+    def counting(fn, *args):
+        found = ask(fn, *args)
+        asked.extend([fn] if type(found) is js.SGPState else [])
+        return found
+
+    monkeypatch.setattr("jaxslowmo.transform._checks.jax.eval_shape", counting)
+    for _ in range(3):
+        update = lambda p: tx.update(p, start(p), p)[0]  # noqa: E731
+        ask(jax.vmap(update, axis_name="replica"), SMALL)
+    assert len(asked) == times
+
+
+def test_an_exchange_of_checked_arguments():
+    found = checked_exchange("owner", ("node", "replica"), "device", None, 100)
+    assert (found.axis_name, found.local_axis_name) == (("node", "replica"), "device")
+    assert (found.param_specs, found.bucket_bytes) == (None, 100)
+    for wrong, said in [
+        (("",), "owner: `axis_name` must be the name of a mapped axis"),
+        (("a", ("b", 2)), r"owner: `local_axis_name` must be .* got \('b', 2\)"),
+        ((("a", "a"),), "owner: `axis_name` names an axis twice"),
+        (("a", None, None, -1), "owner: `bucket_bytes` .* >= 0, got -1"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            checked_exchange(*("owner", *wrong))
+
+
+@pytest.mark.parametrize("weight", [2, 2.0, True, np.int64(2), np.float64(0.5), jnp.ones([])])
+def test_a_weight_is_a_float32_scalar(weight):
+    found = check_weight("owner", weight)
+    assert found is not None
+    assert (found.shape, found.dtype) == ((), jnp.float32)
+    assert float(found) == float(weight)
+
+
+def test_updates_of_weight_0_are_zeros_whatever_they_hold():
+    updates = {"nan": jnp.asarray(jnp.nan), "int": jnp.asarray(3)}
+    assert unless_idle(updates, None) is updates
+    assert unless_idle(updates, jnp.zeros([])) == {"nan": 0, "int": 0}
+    assert unless_idle(updates, jnp.ones([]))["int"] == 3

@@ -1,0 +1,62 @@
+"""Stacked state on the host, for other numbers of replicas."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from jaxslowmo.transform import Placement, carry_leaf, carry_plainly, replica_average, stacked
+
+FOUR = Placement(4, {"replica": 4})
+TWO = Placement(2, {"replica": 2})
+
+
+def test_sizes_along_axes():
+    at = Placement(6, {"node": 3, "replica": 2, "fsdp": 4}, frozenset({"fsdp"}))
+    names = [None, "node", ("node", "replica"), "elsewhere", ("fsdp", "elsewhere")]
+    assert [at.size(name) for name in names] == [1, 3, 6, 1, 4]
+    mesh = at.mesh()
+    assert dict(mesh.shape) == at.axis_sizes
+    assert mesh.axis_types == (AxisType.Manual, AxisType.Manual, AxisType.Auto)
+
+
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5),
+    dtype=st.sampled_from(["float32", "float64", "bfloat16"]),
+)
+def test_an_average_is_taken_in_float64_and_exact_where_replicas_agree(values, dtype):
+    x = np.asarray(values).astype(jnp.dtype(dtype))
+    found = replica_average(x)
+    assert found.dtype == x.dtype
+    wanted = x[0] if np.all(x == x[0]) else np.mean(x.astype(np.float64)).astype(x.dtype)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("dtype", [np.int32, bool])
+def test_what_is_no_float_is_replica_0s(dtype):
+    assert replica_average(np.asarray([1, 0, 0], dtype)) == dtype(1)
+
+
+def test_one_for_all_is_a_view():
+    found = stacked(np.arange(3), TWO)
+    np.testing.assert_array_equal(found, [[0, 1, 2], [0, 1, 2]])
+    assert found.strides[0] == 0
+
+
+class State(NamedTuple):
+    count: np.ndarray
+    value: np.ndarray
+
+
+def test_leaves_are_averaged_only_where_their_number_changes():
+    state = State(np.full(4, 7, np.int32), np.float32([1, 2, 3, 6]))
+    assert carry_leaf(state.value, FOUR, FOUR) is state.value
+    moved = carry_plainly(state, None, FOUR, TWO)
+    assert moved.notes == ()
+    assert isinstance(moved.state, State)
+    assert moved.state.count.tolist() == [7, 7]
+    assert moved.state.value.tolist() == [3, 3]
