@@ -150,26 +150,3 @@ def test_float64_leaves_keep_their_precision(name):
         before, after, updates = jax.eval_shape(jax.vmap(step, axis_name="replica"), params)
         assert types(before) == types(after)
         assert types(updates) == types(params)
-
-
-def test_numpy_scalars_as_arguments_keep_dtypes():
-    """Values from a NumPy sweep are not weakly typed, so under x64 they would widen the state."""
-    with jax.enable_x64(True):
-        tx = js.slowmo(
-            "replica",
-            base=js.local_sgd("replica", sync_every=2),
-            sync_every=4,
-            momentum=np.float64(0.5),
-            slow_learning_rate=np.float64(1.0),
-            learning_rate=np.float64(0.1),
-        )
-        params = {"f": jnp.ones((4, 3), jnp.float32)}
-
-        def step(params):
-            state = tx.init(params)
-            updates, after = tx.update(params, state, params)
-            return state, after, updates
-
-        before, after, updates = jax.eval_shape(jax.vmap(step, axis_name="replica"), params)
-        assert types(before) == types(after)
-        assert types(updates) == types(params)

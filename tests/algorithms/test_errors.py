@@ -32,24 +32,6 @@ def test_sync_every_below_one(name, sync_every):
         PARAMETER_TRANSFORMS[name]("replica", sync_every=sync_every)
 
 
-@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
-def test_momentum_outside_of_its_range(momentum):
-    for make in (lambda m: over_local(momentum=m), js.slow_momentum):
-        with pytest.raises(ValueError, match=rf"`momentum` must lie in \[0, 1\), got {momentum}"):
-            make(momentum)
-
-
-@pytest.mark.parametrize("rate", ["slow_learning_rate", "learning_rate"])
-@pytest.mark.parametrize("value", [-0.5, float("nan")])
-def test_negative_rates(rate, value):
-    with pytest.raises(ValueError, match=rf"`{rate}` must be >= 0, got {value}"):
-        over_local(**{rate: value})
-
-
-def test_edges_of_the_ranges_are_allowed():
-    over_local(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0, sync_every=3)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_negative_bucket_bytes(name):
     with pytest.raises(ValueError, match=rf"{name}: `bucket_bytes` .* >= 0, got -1"):
@@ -61,38 +43,6 @@ def test_other_bucket_arguments():
         js.all_reduce_gradients("replica", first_bucket_bytes=-2)
     with pytest.raises(ValueError, match=r'`order` must be "reverse", "forward" .* got \'up\''):
         js.all_reduce_gradients("replica", order="up")
-
-
-@pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1), "local_sgd"])
-def test_base_that_is_no_parameter_transform(base):
-    message = rf"`base` must be a js\.ParameterTransform .* got {type(base).__name__}"
-    with pytest.raises(ValueError, match=message):
-        js.slowmo("replica", base=base)
-
-
-@pytest.mark.parametrize("base", [over_local, js.diloco])
-def test_a_base_with_a_slow_step_of_its_own(base):
-    with pytest.raises(ValueError, match=r"slowmo: `base` must have no slow step of its own"):
-        js.slowmo("replica", base=base("replica"))
-
-
-def test_inexact_average_cannot_be_sharded():
-    with pytest.raises(ValueError, match=r"`exact_average=False`.*shard_state=True"):
-        over_local(exact_average=False, shard_state=True)
-    over_local(exact_average=False, shard_state=False, sync_every=3)
-    over_local(exact_average=False, sync_every=3)
-
-
-def test_inexact_average_needs_a_base():
-    with pytest.raises(ValueError, match=r"`exact_average=False` .*without a base.*give a base"):
-        js.slowmo("replica", exact_average=False)
-
-
-@pytest.mark.parametrize("outer", [0.7, js.local_sgd("replica")])
-def test_outer_optimizer_that_is_none(outer):
-    message = rf"`outer_optimizer` must be an optax gradient transform.*{type(outer).__name__}"
-    with pytest.raises(ValueError, match=message):
-        js.diloco("replica", outer_optimizer=outer)
 
 
 # Updates
@@ -263,24 +213,3 @@ def test_axis_of_size_one_warns_once(name, execution):
     assert "axis 'replica' has size 1" in messages[0]
     larger = warned(lambda: trace(one_update(ALL[name]("replica")), PARAMS, execution=execution))
     assert larger == []
-
-
-def test_slowmo_without_a_base_warns_once():
-    made = []
-    messages = warned(
-        lambda: made.append(js.slowmo("replica")), lambda: trace(one_update(*made), PARAMS)
-    )
-    assert len(messages) == 1
-    assert re.search(r"slowmo without a `base`.*base=js\.local_sgd.*js\.diloco", messages[0])
-
-
-def test_slow_period_that_is_no_multiple_warns_once():
-    made = []
-    messages = warned(
-        lambda: made.append(over_local(sync_every=4)),
-        lambda: trace(one_update(*made), PARAMS),
-        lambda: trace(one_update(*made), PARAMS),
-    )
-    assert len(messages) == 1
-    assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
-    assert warned(lambda: over_local(sync_every=6)) == []

@@ -251,16 +251,6 @@ def test_parameters_sharded_inside_a_replica(make, keys):
         assert state.params[key].sharding.is_equivalent_to(wanted, state.params[key].ndim)
 
 
-def test_anchor_of_parameters_sharded_inside_a_replica_is_read():
-    mesh = js.make_mesh({"replica": 2, "fsdp": 4})
-    placed = {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("fsdp")))}
-    stacked = js.replicate(placed, mesh=mesh, axis_name="replica")
-    tx = js.diloco("replica", param_specs={"w": P("fsdp")})
-    state = js.init(tx, stacked, mesh=mesh, axis_name="replica")
-    anchor = js.read_anchor(tx, state, stacked, mesh=mesh)
-    assert np.array_equal(anchor["w"], np.stack([PARAMS["w"]] * 2))
-
-
 class CountingNumpy:
     """NumPy, with reads of arrays counted."""
 

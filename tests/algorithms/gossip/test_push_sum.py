@@ -1,4 +1,4 @@
-"""What gossip keeps on any graph, with any mixing and overlap."""
+"""Push-sum: its algebra, and what gossip keeps on any graph, with any mixing and overlap."""
 
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jaxslowmo as js
+from jaxslowmo.algorithms.gossip import Arrival, over, pulled, total_mass
 from support.executions import gossip_state
 
 ACTIVE, QUIET = 10, 30  # updates with something to add, and then without
@@ -61,6 +62,17 @@ def gossips(draw) -> tuple[js.topology.Graph, js.ParameterTransform]:
     )
     overlap = draw(st.integers(0, 3))
     return graph, js.sgp("replica", graph=graph, mixing=mixing, overlap=overlap)
+
+
+def test_masses_by_hand():
+    """A node of weight 2 at 3, to which weights 1 and 0.5 were sent, at 6 and at 0."""
+    sent = [Arrival(jnp.asarray([6.0]), jnp.float32(1)), Arrival(jnp.zeros(1), jnp.float32(0.5))]
+    x, w = total_mass(jnp.asarray([3.0]), jnp.float32(2), sent)
+    assert (x.tolist(), float(w)) == ([12], 3.5)
+    assert over(x, w).tolist() == pytest.approx([12 / 3.5])
+    # What arrives has 1 of the 4 that are there afterwards: a quarter of the way from 2 to 6.
+    moved = pulled(jnp.asarray([0.5]), jnp.asarray([2.0]), sent[0], jnp.float32(0.25))
+    assert moved.tolist() == [0.5 + 1]
 
 
 class Seen(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gossip refuses what cannot work, with a message that names argument, rule and value."""
+"""Gossip: two rounds by hand, a single node, phases; what cannot work is refused by name."""
 
 import re
 
@@ -14,6 +14,28 @@ from support.executions import EXECUTIONS, lift
 
 ring = js.topology.ring
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
+
+
+def test_two_rounds_of_three_replicas_by_hand():
+    """Node 0 sends to 1, then to 2; the others send to it. Push-sum weighs that out."""
+    graph = js.topology.from_phone_book([[1, 2], [0], [0]], 1)
+    tx = js.sgp("replica", graph=graph)
+
+    def one(w):
+        state, seen = tx.init(w), []
+        for _ in range(2):
+            update, state = tx.update(jnp.zeros(()), state, w)
+            w = w + update
+            seen.append((w, state.weight))
+        return seen
+
+    (first, w1), (second, w2) = jax.vmap(one, axis_name="replica")(jnp.asarray([4.0, 8.0, 0.0]))
+    # x = (2 + 4 + 0, 2 + 4, 0), w = (0.5 + 0.5 + 0.5, 0.5 + 0.5, 0.5)
+    np.testing.assert_allclose(w1, [1.5, 1.0, 0.5])
+    np.testing.assert_allclose(first, [4, 6, 0], atol=1e-6)
+    # x = (3 + 3 + 0, 3, 3 + 0), w = (0.75 + 0.5 + 0.25, 0.5, 0.75 + 0.25)
+    np.testing.assert_allclose(w2, [1.5, 0.5, 1.0])
+    np.testing.assert_allclose(second, [4, 6, 3], atol=1e-6)
 
 
 # Arguments

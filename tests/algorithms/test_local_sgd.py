@@ -1,4 +1,4 @@
-"""Averages over nested groups: which group when, what it sends, what is refused."""
+"""LocalSGD: the mean by hand; over nested groups which one when, what it sends, what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,26 @@ from support.golden_ddp import over_ranks
 AXES = {"node": 2, "device": 2}
 EVERYONE = ("node", "device")
 PERIODS = {"device": 2, EVERYONE: 6}
+
+
+def test_two_replicas_by_hand():
+    """They start apart, move by 1 and 3 and meet in every second update."""
+    tx = js.local_sgd("replica", sync_every=2)
+
+    def one(w, move):
+        state, seen = tx.init(w), []
+        for _ in range(4):
+            update, state = tx.update(move, state, w)
+            w = w + update
+            seen.append(w)
+        return jnp.stack(seen)
+
+    seen = jax.vmap(one, axis_name="replica")(jnp.asarray([0.0, 2.0]), jnp.asarray([1.0, 3.0]))
+    np.testing.assert_allclose(seen, [[1, 5, 6, 9], [5, 5, 8, 9]])
+    assert [tx.phase(t) for t in (1, 2, 3, 4)] == [(), ("average",)] * 2
+
+
+# Nested groups
 
 
 def test_the_largest_due_group_averages():

@@ -1,15 +1,49 @@
-"""Slow momentum where the learning rate falls to a floor and starts again."""
+"""SlowMo and its slow momentum: by hand, rates that fall and start again, what is refused."""
 
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
+from support.bad_input import PARAMS, one_update, over_local, trace, warned
+
+
+def test_two_replicas_by_hand():
+    """Anchor 0, replicas that move by 1 and 3 in two updates each; gamma 0.5, then 0.25."""
+    rates = jnp.asarray([1.0, 0.5, 0.5, 0.25])
+    base = js.local_sgd("replica", sync_every=1)
+    tx = js.slowmo(
+        "replica",
+        base=base,
+        sync_every=2,
+        momentum=0.5,
+        slow_learning_rate=0.8,
+        learning_rate=lambda t: rates[t],
+    )
+
+    def one(move):
+        w = jnp.zeros(())
+        state, seen = tx.init(w), []
+        for _ in range(4):
+            update, state = tx.update(move, state, w)
+            w = w + update
+            seen.append(w)
+        return jnp.stack(seen)
+
+    seen = jax.vmap(one, axis_name="replica")(jnp.asarray([1.0, 3.0]))
+    # y = 4 = the base's average 2, and 2 more: D = -4, m = D / 0.5 = -8, anchor = 0.8 * 0.5 * 8.
+    # y = 3.2 + 4: D = -4, m = 0.5 * -8 - 4 / 0.25 = -20, anchor = 3.2 + 0.8 * 0.25 * 20.
+    np.testing.assert_allclose(seen, [[2, 3.2, 5.2, 7.2]] * 2, rtol=1e-6)
+
+
+# Rates that fall to a floor and start again
 
 PEAK, PERIOD, OPTIMUM = 0.1, 8, 1.5
 
@@ -123,3 +157,94 @@ def test_a_rate_that_misses_zero_by_rounding():
         step, state = tx.update(jnp.ones(1), state, learning_rate=rate)
     assert np.isfinite(step).all()
     assert abs(float(step[0])) <= 2
+
+
+def test_numpy_scalars_as_arguments_keep_dtypes():
+    """Values from a NumPy sweep are not weakly typed, so under x64 they would widen the state."""
+    with jax.enable_x64(True):
+        tx = js.slowmo(
+            "replica",
+            base=js.local_sgd("replica", sync_every=2),
+            sync_every=4,
+            momentum=np.float64(0.5),
+            slow_learning_rate=np.float64(1.0),
+            learning_rate=np.float64(0.1),
+        )
+        params = {"f": jnp.ones((4, 3), jnp.float32)}
+
+        def step(params):
+            state = tx.init(params)
+            updates, after = tx.update(params, state, params)
+            return state, after, updates
+
+        before, after, updates = jax.eval_shape(jax.vmap(step, axis_name="replica"), params)
+        types = lambda tree: jax.tree.map(lambda x: x.dtype, tree)  # noqa: E731
+        assert types(before) == types(after)
+        assert types(updates) == types(params)
+
+
+# What is refused, and what is said once
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
+def test_momentum_outside_of_its_range(momentum):
+    for make in (lambda m: over_local(momentum=m), js.slow_momentum):
+        with pytest.raises(ValueError, match=rf"`momentum` must lie in \[0, 1\), got {momentum}"):
+            make(momentum)
+
+
+@pytest.mark.parametrize("rate", ["slow_learning_rate", "learning_rate"])
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_negative_rates(rate, value):
+    with pytest.raises(ValueError, match=rf"`{rate}` must be >= 0, got {value}"):
+        over_local(**{rate: value})
+
+
+def test_edges_of_the_ranges_are_allowed():
+    over_local(momentum=0.0, slow_learning_rate=0.0, learning_rate=0.0, sync_every=3)
+
+
+@pytest.mark.parametrize("base", [optax.sgd(0.1), optax.adam(0.1), "local_sgd"])
+def test_base_that_is_no_parameter_transform(base):
+    message = rf"`base` must be a js\.ParameterTransform .* got {type(base).__name__}"
+    with pytest.raises(ValueError, match=message):
+        js.slowmo("replica", base=base)
+
+
+@pytest.mark.parametrize("base", [over_local, js.diloco])
+def test_a_base_with_a_slow_step_of_its_own(base):
+    with pytest.raises(ValueError, match=r"slowmo: `base` must have no slow step of its own"):
+        js.slowmo("replica", base=base("replica"))
+
+
+def test_inexact_average_cannot_be_sharded():
+    with pytest.raises(ValueError, match=r"`exact_average=False`.*shard_state=True"):
+        over_local(exact_average=False, shard_state=True)
+    over_local(exact_average=False, shard_state=False, sync_every=3)
+    over_local(exact_average=False, sync_every=3)
+
+
+def test_inexact_average_needs_a_base():
+    with pytest.raises(ValueError, match=r"`exact_average=False` .*without a base.*give a base"):
+        js.slowmo("replica", exact_average=False)
+
+
+def test_slowmo_without_a_base_warns_once():
+    made = []
+    messages = warned(
+        lambda: made.append(js.slowmo("replica")), lambda: trace(one_update(*made), PARAMS)
+    )
+    assert len(messages) == 1
+    assert re.search(r"slowmo without a `base`.*base=js\.local_sgd.*js\.diloco", messages[0])
+
+
+def test_slow_period_that_is_no_multiple_warns_once():
+    made = []
+    messages = warned(
+        lambda: made.append(over_local(sync_every=4)),
+        lambda: trace(one_update(*made), PARAMS),
+        lambda: trace(one_update(*made), PARAMS),
+    )
+    assert len(messages) == 1
+    assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
+    assert warned(lambda: over_local(sync_every=6)) == []

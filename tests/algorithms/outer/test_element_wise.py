@@ -5,7 +5,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -85,21 +84,3 @@ else:
     raise SystemExit("not refused")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_the_outer_optimizer_keeps_its_own_learning_rate():
-    """`slow_momentum` and injected rates take `learning_rate`; diloco has none to give."""
-    seen = []
-
-    def update(updates, state, params=None, **extra):
-        seen.append(extra)
-        return jax.tree.map(lambda u: -0.25 * u, updates), state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    tx = js.diloco("replica", sync_every=1, outer_optimizer=optimizer)
-    params, updates = np.full((4, 1), 4, np.float32), -np.arange(4, dtype=np.float32)[:, None]
-    step = lambda p, u: tx.update(u, tx.init(p), p)[0]  # noqa: E731
-    moved = params + jax.vmap(step, axis_name="replica")(params, updates)
-    assert seen
-    assert not any("learning_rate" in extra for extra in seen)
-    np.testing.assert_allclose(moved, np.full((4, 1), 4 - 0.25 * 1.5))
