@@ -5,20 +5,22 @@ from typing import Any
 
 import jax
 
-from ._collectives import Program
-from ._find_mesh import (
+from ._kinds import kinds_of, rows_of_kind
+from ._report import CommReport
+from ._rows import LEVELS, CommRow
+from .readers import (
+    UNKNOWN_AXIS,
     MeshAxes,
+    Program,
+    has_devices,
     mesh_axes,
     meshes_of_arguments,
     meshes_of_compiled,
     meshes_of_jaxpr,
+    meshes_of_module,
+    read_hlo,
+    read_stablehlo,
 )
-from ._groups import UNKNOWN_AXIS
-from ._hlo import read_hlo
-from ._kinds import kinds_of, rows_of_kind
-from ._report import CommReport
-from ._rows import LEVELS, CommRow
-from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 

@@ -4,10 +4,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._scopes import EVERY_PHASE
-from ._collectives import Block, Collective, Loop, Program, leaves, wire_bytes
-from ._find_mesh import MeshAxes
-from ._groups import UNKNOWN_AXIS, axis_of
 from ._rows import CommRow
+from .readers import (
+    UNKNOWN_AXIS,
+    Block,
+    Collective,
+    Loop,
+    MeshAxes,
+    Program,
+    axis_of,
+    leaves,
+    wire_bytes,
+)
 
 
 @dataclass(frozen=True)

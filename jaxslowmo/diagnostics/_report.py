@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ._collectives import COLLECTIVES
 from ._rows import LEVELS, CommRow
 from ._table import table
+from .readers import COLLECTIVES
 
 
 @dataclass(frozen=True)

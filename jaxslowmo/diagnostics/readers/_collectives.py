@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .._scopes import PHASE
+from ..._scopes import PHASE
 
 COLLECTIVES = (
     "all-reduce",

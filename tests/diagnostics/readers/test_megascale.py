@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxslowmo.diagnostics._megascale import parse_target
+from jaxslowmo.diagnostics.readers._megascale import parse_target
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@
 
 import pytest
 
-from jaxslowmo.diagnostics._collectives import Branches, Collective, Loop, leaves
-from jaxslowmo.diagnostics._dtypes import dtype_of
-from jaxslowmo.diagnostics._hlo import read_hlo
-from jaxslowmo.diagnostics._hlo_text import parse_instruction, shapes
+from jaxslowmo.diagnostics.readers._collectives import Branches, Collective, Loop, leaves
+from jaxslowmo.diagnostics.readers._dtypes import dtype_of
+from jaxslowmo.diagnostics.readers._hlo import read_hlo
+from jaxslowmo.diagnostics.readers._hlo_text import parse_instruction, shapes
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 

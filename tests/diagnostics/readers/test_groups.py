@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxslowmo.diagnostics._find_mesh import MeshAxes
-from jaxslowmo.diagnostics._groups import axis_of, device_order, parse_groups
+from jaxslowmo.diagnostics.readers._find_mesh import MeshAxes
+from jaxslowmo.diagnostics.readers._groups import axis_of, device_order, parse_groups
 
 DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
 REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))
