@@ -1,4 +1,4 @@
-"""Metrics on the host: the mean over replicas, whatever their shape, dtype and placement."""
+"""Hooks: metrics of any kind as means on the host, the log, the evaluated consensus."""
 
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from train.small_loop import BATCHES, MESH, Note, make_step, start
 
 WEIGHTS = np.array([1, 2, 3, 0], np.float32)
 RNG = np.random.default_rng(0)
@@ -112,3 +113,83 @@ def test_vector_metrics_of_a_step_reach_the_log(mesh_of, virtual):
     _, metrics = step(result.state, VECTORS, WEIGHTS)
     weighted = np.average(VECTORS, axis=0, weights=WEIGHTS)
     np.testing.assert_allclose(js.host_mean(metrics)["batch"], weighted, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_step()
+
+
+def test_log_writes_means_and_earlier_reports(step):
+    written, calls = [], []
+    hooks = (Note("note", calls, every=2), js.Log(written.append, every=2))
+    for result in js.train_loop(step, start(step), BATCHES[:2], hooks=hooks):
+        metrics = {k: np.asarray(v).mean() for k, v in result.metrics.items()}
+    (record,) = written
+    assert set(record) == {"step", "loss", "mean", "note"}
+    assert (record["step"], record["note"]) == (2, 2)
+    np.testing.assert_allclose(
+        [record["loss"], record["mean"]], list(map(metrics.get, ["loss", "mean"]))
+    )
+
+
+@pytest.mark.parametrize("mesh", [MESH, {"replica": 2, "device": 2}], ids=["virtual", "mesh"])
+def test_evaluation_sees_the_consensus(mesh):
+    mesh = js.make_mesh(mesh) if isinstance(mesh, dict) else mesh
+    step = js.make_train_step(
+        lambda p, b, *, model_state: (jnp.mean((b @ p["w"]) ** 2), ({}, {"s": b.mean()})),
+        optax.sgd(0.1),
+        sync=js.local_sgd("replica", sync_every=10),
+        mesh=mesh,
+    )
+    seen = []
+
+    def evaluate(params, model_state):
+        seen.append((np.asarray(params["w"]), np.asarray(model_state["s"])))
+        return {"eval": 1.0}
+
+    hooks = (js.Evaluate(evaluate, mesh=mesh, every=3),)
+    state = step.init({"w": np.ones(3, np.float32)}, model_state={"s": np.float32(0)})
+    *_, result = js.train_loop(step, state, BATCHES[:3], hooks=hooks)
+    ((w, s),) = seen
+    stacked = np.asarray(result.state.params["w"])
+    assert not np.array_equal(stacked[0], stacked[1])
+    np.testing.assert_allclose(w, stacked.mean(0), atol=1e-7)
+    np.testing.assert_allclose(s, np.asarray(result.state.model_state["s"]).mean(), atol=1e-7)
+    assert result.reports == {"eval": 1.0}
+
+
+def test_evaluation_of_gossip_weighs_the_replicas():
+    """After a few steps a part of the parameters is on its way."""
+    mesh = js.virtual_mesh({"replica": 4})
+    step = js.make_train_step(
+        lambda p, b: jnp.vdot(p["w"], b.mean(0)),  # the gradient is the mean of the batch
+        optax.sgd(0.1),
+        sync=js.sgp("replica", overlap=3),
+        mesh=mesh,
+    )
+    seen = []
+
+    def evaluate(params, model_state):
+        assert model_state == {}
+        seen.append(np.asarray(params["w"]))
+        return {}
+
+    hooks = [js.Evaluate(evaluate, mesh=mesh, every=6, sync=sync) for sync in (step.sync, None)]
+    *_, result = js.train_loop(step, start(step), BATCHES, hooks=hooks)
+    exact = 1 - 0.1 * BATCHES.mean(1).sum(0)
+    np.testing.assert_allclose(seen[0], exact, rtol=1e-5)
+    np.testing.assert_allclose(seen[1], np.asarray(result.state.params["w"]).mean(0), rtol=1e-6)
+    assert np.abs(seen[1] - exact).max() > 1e-3
+
+
+def test_evaluation_with_a_transform_that_counts_replicas_alike(step):
+    seen = []
+
+    def evaluate(params, model_state):
+        seen.append(np.asarray(params["w"]))
+        return {}
+
+    hooks = [js.Evaluate(evaluate, mesh=MESH, every=3, sync=sync) for sync in (step.sync, None)]
+    list(js.train_loop(step, start(step), BATCHES[:3], hooks=hooks))
+    assert np.array_equal(*seen)

@@ -1,39 +1,15 @@
-"""The loop and its hooks."""
+"""The loop: its order, where it ends, when hooks run."""
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxslowmo as js
-
-MESH = js.virtual_mesh({"replica": 2})
-BATCHES = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32)
+from train.small_loop import BATCHES, Note, make_step, start
 
 
 @pytest.fixture(scope="module")
 def step():
-    return js.make_train_step(
-        lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
-        optax.sgd(0.1),
-        sync=js.local_sgd("replica", sync_every=2),
-        mesh=MESH,
-    )
-
-
-def start(step):
-    return step.init({"w": np.ones(3, np.float32)})
-
-
-class Note:
-    """Writes down when it was called and what the reports held."""
-
-    def __init__(self, name, calls, every):
-        self.name, self.calls, self.every = name, calls, every
-
-    def __call__(self, result):
-        self.calls.append((self.name, result.step, dict(result.reports)))
-        return {self.name: result.step}
+    return make_step()
 
 
 def test_results_in_order(step):
@@ -107,78 +83,3 @@ def test_hook_with_a_period_below_one(step):
     hooks = (js.Log(print, every=0),)
     with pytest.raises(ValueError, match=r"`every` .* >= 1, got 0"):
         next(js.train_loop(step, start(step), BATCHES, hooks=hooks))
-
-
-def test_log_writes_means_and_earlier_reports(step):
-    written, calls = [], []
-    hooks = (Note("note", calls, every=2), js.Log(written.append, every=2))
-    for result in js.train_loop(step, start(step), BATCHES[:2], hooks=hooks):
-        metrics = {k: np.asarray(v).mean() for k, v in result.metrics.items()}
-    (record,) = written
-    assert set(record) == {"step", "loss", "mean", "note"}
-    assert (record["step"], record["note"]) == (2, 2)
-    np.testing.assert_allclose(
-        [record["loss"], record["mean"]], list(map(metrics.get, ["loss", "mean"]))
-    )
-
-
-@pytest.mark.parametrize("mesh", [MESH, {"replica": 2, "device": 2}], ids=["virtual", "mesh"])
-def test_evaluation_sees_the_consensus(mesh):
-    mesh = js.make_mesh(mesh) if isinstance(mesh, dict) else mesh
-    step = js.make_train_step(
-        lambda p, b, *, model_state: (jnp.mean((b @ p["w"]) ** 2), ({}, {"s": b.mean()})),
-        optax.sgd(0.1),
-        sync=js.local_sgd("replica", sync_every=10),
-        mesh=mesh,
-    )
-    seen = []
-
-    def evaluate(params, model_state):
-        seen.append((np.asarray(params["w"]), np.asarray(model_state["s"])))
-        return {"eval": 1.0}
-
-    hooks = (js.Evaluate(evaluate, mesh=mesh, every=3),)
-    state = step.init({"w": np.ones(3, np.float32)}, model_state={"s": np.float32(0)})
-    *_, result = js.train_loop(step, state, BATCHES[:3], hooks=hooks)
-    ((w, s),) = seen
-    stacked = np.asarray(result.state.params["w"])
-    assert not np.array_equal(stacked[0], stacked[1])
-    np.testing.assert_allclose(w, stacked.mean(0), atol=1e-7)
-    np.testing.assert_allclose(s, np.asarray(result.state.model_state["s"]).mean(), atol=1e-7)
-    assert result.reports == {"eval": 1.0}
-
-
-def test_evaluation_of_gossip_weighs_the_replicas():
-    """After a few steps a part of the parameters is on its way."""
-    mesh = js.virtual_mesh({"replica": 4})
-    step = js.make_train_step(
-        lambda p, b: jnp.vdot(p["w"], b.mean(0)),  # the gradient is the mean of the batch
-        optax.sgd(0.1),
-        sync=js.sgp("replica", overlap=3),
-        mesh=mesh,
-    )
-    seen = []
-
-    def evaluate(params, model_state):
-        assert model_state == {}
-        seen.append(np.asarray(params["w"]))
-        return {}
-
-    hooks = [js.Evaluate(evaluate, mesh=mesh, every=6, sync=sync) for sync in (step.sync, None)]
-    *_, result = js.train_loop(step, start(step), BATCHES, hooks=hooks)
-    exact = 1 - 0.1 * BATCHES.mean(1).sum(0)
-    np.testing.assert_allclose(seen[0], exact, rtol=1e-5)
-    np.testing.assert_allclose(seen[1], np.asarray(result.state.params["w"]).mean(0), rtol=1e-6)
-    assert np.abs(seen[1] - exact).max() > 1e-3
-
-
-def test_evaluation_with_a_transform_that_counts_replicas_alike(step):
-    seen = []
-
-    def evaluate(params, model_state):
-        seen.append(np.asarray(params["w"]))
-        return {}
-
-    hooks = [js.Evaluate(evaluate, mesh=MESH, every=3, sync=sync) for sync in (step.sync, None)]
-    list(js.train_loop(step, start(step), BATCHES[:3], hooks=hooks))
-    assert np.array_equal(*seen)

@@ -1,41 +1,23 @@
-"""The training step against loops written by hand with optax."""
+"""One update against loops written by hand with optax: gradients, averages, gossip, keys."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _host
-
-RNG = np.random.default_rng(0)
-PARAMS = {
-    "b": RNG.normal(size=3).astype(np.float32),
-    "w": RNG.normal(size=(8, 3)).astype(np.float32),
-}
-BATCHES = RNG.normal(size=(6, 32, 8)).astype(np.float32)
-RATE = optax.linear_schedule(0.2, 0.0, 5)
-
-
-def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
-
-
-def explicit_mesh(axes):
-    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
-    shaped = devices.reshape(tuple(axes.values()))
-    return Mesh(shaped, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-
-
-KINDS = {"auto": js.make_mesh, "explicit": explicit_mesh, "virtual": js.virtual_mesh}
-
-
-def slow_over_local(**options):
-    base = js.local_sgd("replica", sync_every=2, **options)
-    return js.slowmo("replica", base=base, sync_every=4, learning_rate=RATE, **options)
+from train.step.problem import (
+    BATCHES,
+    KINDS,
+    PARAMS,
+    RATE,
+    assert_close,
+    loss,
+    slow_over_local,
+    train,
+)
 
 
 def by_hand(steps=4):
@@ -63,19 +45,6 @@ def local_sgd_by_hand(replicas, steps=4):
             mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *params)
             params = [mean] * replicas
     return jax.tree.map(lambda *x: np.stack(x), *params)
-
-
-def train(step, state, batches=BATCHES[:4]):
-    for batch in batches:
-        state, metrics = step(state, batch)
-    return state, metrics
-
-
-def assert_close(found, expected, atol=2e-6):
-    for key in expected:
-        np.testing.assert_allclose(
-            found[key], np.broadcast_to(expected[key], found[key].shape), atol=atol, err_msg=key
-        )
 
 
 ONE, TWO = {"replica": 4}, {"replica": 2, "device": 2}
@@ -191,23 +160,6 @@ def test_random_keys_differ_everywhere(kind):
             assert np.all(square - u**2 > 1e-4)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("kind", ["auto", "virtual"])
-def test_donation(kind, donate):
-    source = jax.tree.map(jnp.array, PARAMS)
-    step = js.make_train_step(
-        loss,
-        optax.adam(0.1),
-        sync=slow_over_local(),
-        mesh=KINDS[kind]({"replica": 4}),
-        donate=donate,
-    )
-    first = step.init(source)
-    second, _ = step(first, BATCHES[0])
-    assert {x.is_deleted() for x in jax.tree.leaves((first.params, first.opt_state))} == {donate}
-    assert not any(x.is_deleted() for x in jax.tree.leaves((source, second)))
-
-
 UNEVEN = js.topology.self_weighted([0.3, 0.6])
 FSDP = {"b": P(), "w": P("fsdp")}
 
@@ -251,112 +203,27 @@ def test_parameters_sharded_inside_a_replica(make, keys):
         assert state.params[key].sharding.is_equivalent_to(wanted, state.params[key].ndim)
 
 
-class CountingNumpy:
-    """NumPy, with reads of arrays counted."""
-
-    def __init__(self):
-        self.reads = 0
-
-    def asarray(self, *args, **kwargs):
-        self.reads += 1
-        return np.asarray(*args, **kwargs)
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-
-@pytest.mark.parametrize("mode", ["traced", "host"])
-def test_the_counter_is_read_once(mode, monkeypatch):
-    counting = CountingNumpy()
-    monkeypatch.setattr(_host, "np", counting)
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+def test_gradients_left_apart_on_the_devices_of_a_replica(kind):
     step = js.make_train_step(
         loss,
-        optax.sgd(RATE),
-        sync=js.local_sgd("replica"),
-        mesh=js.virtual_mesh({"replica": 2}),
-        mode=mode,
+        optax.sgd(0.1),
+        gradients=js.all_reduce_gradients("replica"),
+        mesh=KINDS[kind]({"replica": 2, "device": 2}),
     )
-    for _ in js.train_loop(step, step.init(PARAMS), BATCHES):
-        pass
-    assert counting.reads == 1
+    message = r"`gradients` must average over the inner axes \('device',\).*: b, w"
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCHES[0])
 
 
-@pytest.mark.parametrize(("mode", "numpy"), [("host", False), ("host", True), ("traced", False)])
-def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
-    def make():
-        return js.make_train_step(
-            loss,
-            optax.sgd(RATE, momentum=0.9),
-            sync=slow_over_local(),
-            mesh=js.virtual_mesh({"replica": 2}),
-            mode=mode,
-        )
-
-    def saved(state):
-        copy = jax.tree.map(np.array, state._replace(rng=()))
-        copy = copy if numpy else jax.tree.map(jnp.asarray, copy)
-        return copy._replace(rng=jax.random.wrap_key_data(np.array(jax.random.key_data(state.rng))))
-
-    whole, other = make(), make()
-    state, saves, phases = whole.init(PARAMS), [], []
-    for batch in BATCHES:
-        saves.append(saved(state))
-        phases.append(whole.next_phase(state))
-        state, _ = whole(state, batch)
-    assert phases == [(), ("average",), (), ("slow",), (), ("average",)]
-    for t in (5, 3, 2):
-        assert other.next_phase(saves[t]) == phases[t]
-        resumed, _ = train(other, saves[t], BATCHES[t:])
-        for a, b in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(resumed.params), strict=True
-        ):
-            assert np.array_equal(a, b)
-        assert np.array_equal(resumed.step, state.step)
-
-
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [("auto", "host"), ("explicit", "traced"), ("virtual", "traced"), ("fsdp", "traced")],
-)
-def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compilations):
-    params = {"w": PARAMS["w"]}
-    options = {}
-    if case == "fsdp":
-        mesh = js.make_mesh({"replica": 2, "fsdp": 4})
-        params = {"w": jax.device_put(params["w"], NamedSharding(mesh, P("fsdp")))}
-        options = {"param_specs": {"w": P("fsdp")}}
-    else:
-        mesh = KINDS[case]({"replica": 4})
-    step = js.make_train_step(
-        lambda p, b: loss({**p, "b": 0.0}, b),
-        optax.adam(0.1),
-        sync=slow_over_local(**options),
-        mesh=mesh,
-        mode=mode,
-    )
-    state = step.init(params)
-    seen, compiled = set(), []
-    for batch in (*BATCHES, *BATCHES):
-        phase = step.next_phase(state)
-        before = compilations.count
-        state, _ = step(state, batch)
-        if phase in seen or (seen and mode == "traced"):
-            compiled.append(compilations.count - before)
-        else:
-            assert compilations.count > before
-        seen.add(phase)
-    assert sum(compiled) == 0
-    assert len(step._programs) == (3 if mode == "host" else 1)
-
-
-@pytest.mark.parametrize("kind", ["devices", "virtual"])
-def test_a_traced_step_inside_of_jit(kind):
-    mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 4})
-    sync = js.local_sgd("replica", sync_every=2)
-    step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, donate=False)
-    apart = inside = step.init(PARAMS)
-    jitted = jax.jit(lambda state, batch: step(state, batch)[0])
-    for batch in BATCHES[:2]:
-        apart, inside = step(apart, batch)[0], jitted(inside, batch)
-    assert_close(inside.params, apart.params)
-    assert step.next_phase(inside) == ()
+def test_a_chain_that_reduces_by_itself():
+    """On two levels the step averages gradients over "device" unless told that the chain does."""
+    mesh = js.make_mesh({"replica": 2, "device": 2})
+    chain = optax.chain(js.all_reduce_gradients("device"), optax.sgd(0.1), js.local_sgd("replica"))
+    twice = js.make_train_step(loss, chain, mesh=mesh)
+    with pytest.raises(ValueError, match=r"gradients=optax\.identity\(\)"):
+        twice(twice.init(PARAMS), BATCHES[0])
+    once = js.make_train_step(loss, chain, gradients=optax.identity(), mesh=mesh)
+    parts = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    found, expected = (step(step.init(PARAMS), BATCHES[0])[0].params["w"] for step in (once, parts))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -106,22 +106,6 @@ def test_no_weight_is_weight_one():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("weight", "said"),
-    [
-        (np.ones(3), r"shape \(4,\), got shape \(3,\)"),
-        (2.0, r"shape \(4,\), got shape \(\)"),
-        ([1, 1, -1, 1], r">= 0 and finite, got \[1.0, 1.0, -1.0, 1.0\]"),
-        ([1, np.inf, 1, 1], ">= 0 and finite"),
-    ],
-)
-def test_wrong_weights(weight, said):
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync="none", mesh=mesh_of("virtual"))
-    batch = np.zeros((8, 3), np.float32)
-    with pytest.raises(ValueError, match=f"`weight` must .*{said}"):
-        step(step.init(START), batch, weight)
-
-
 def batches(*shapes):
     return [[np.zeros(shape, np.float32)] for shape in shapes]
 

@@ -1,10 +1,7 @@
-"""What may be done with a state: programs around the step, threads, donation, other shards."""
+"""Which program runs: in others, in threads, resumed, on states given away or laid out anew."""
 
-import copy
-import gc
 import sys
 import threading
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +14,18 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.train.step import _step
+from train.step.problem import (
+    BATCHES,
+    KINDS,
+    PARAMS,
+    RATE,
+    assert_close,
+    loss,
+    slow_over_local,
+    train,
+)
 
-PARAMS = {"b": np.zeros(4, np.float32), "w": np.ones((8, 4), np.float32)}
-BATCHES = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)
 VIRTUAL = js.virtual_mesh({"replica": 2})
-
-
-def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2) + jnp.mean(batch)
 
 
 def step_of(mesh=VIRTUAL, **options):
@@ -32,7 +33,7 @@ def step_of(mesh=VIRTUAL, **options):
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **{"sync": sync, **options})
 
 
-def steps(step, state, batches=BATCHES):
+def steps(step, state, batches=BATCHES[:3]):
     for batch in batches:
         state, _ = step(state, batch)
     return state
@@ -51,10 +52,23 @@ def test_a_traced_step_inside_of_a_scan(kind):
     mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 2})
     step = step_of(mesh, donate=False)
     state = step.init(PARAMS)
-    scanned, metrics = lax.scan(step, state, BATCHES)
+    scanned, metrics = lax.scan(step, state, BATCHES[:3])
     assert_same(scanned, steps(step, state))
     assert metrics["loss"].shape == (3, 2)
     assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 4)
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+def test_a_traced_step_inside_of_jit(kind):
+    mesh = {"devices": js.make_mesh, "virtual": js.virtual_mesh}[kind]({"replica": 4})
+    sync = js.local_sgd("replica", sync_every=2)
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, donate=False)
+    apart = inside = step.init(PARAMS)
+    jitted = jax.jit(lambda state, batch: step(state, batch)[0])
+    for batch in BATCHES[:2]:
+        apart, inside = step(apart, batch)[0], jitted(inside, batch)
+    assert_close(inside.params, apart.params)
+    assert step.next_phase(inside) == ()
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -69,7 +83,7 @@ def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, 
     apart = steps(step, state)
     assert_same(inside, apart)
     wanted = NamedSharding(mesh, P("replica", "fsdp"))
-    for found in (inside, apart, lax.scan(step, state, BATCHES)[0]):
+    for found in (inside, apart, lax.scan(step, state, BATCHES[:3])[0]):
         assert found.params["w"].sharding.is_equivalent_to(wanted, 3)
 
 
@@ -77,7 +91,7 @@ def test_shards_inside_of_a_replica_stay_so_inside_of_another_program(explicit, 
     "use",
     [
         lambda step, state: jax.jit(step)(state, BATCHES[0]),
-        lambda step, state: lax.scan(step, state, BATCHES),
+        lambda step, state: lax.scan(step, state, BATCHES[:3]),
         lambda step, state: jax.eval_shape(step, state, BATCHES[0]),
         lambda step, state: jax.jit(lambda s: step.next_phase(s) and 0)(state),
     ],
@@ -112,7 +126,7 @@ def interleaved(fn, other):
         return on_line
 
     def on_call(frame, event, arg):
-        return on_line if frame.f_code.co_filename.endswith(("_step.py", "_counts.py")) else None
+        return on_line if frame.f_code.co_filename.endswith(("_step.py", "_host.py")) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)
@@ -137,6 +151,23 @@ def test_two_threads_do_not_take_each_others_count():
 
 
 # Donation
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("kind", ["auto", "virtual"])
+def test_donation(kind, donate):
+    source = jax.tree.map(jnp.array, PARAMS)
+    step = js.make_train_step(
+        loss,
+        optax.adam(0.1),
+        sync=slow_over_local(),
+        mesh=KINDS[kind]({"replica": 4}),
+        donate=donate,
+    )
+    first = step.init(source)
+    second, _ = step(first, BATCHES[0])
+    assert {x.is_deleted() for x in jax.tree.leaves((first.params, first.opt_state))} == {donate}
+    assert not any(x.is_deleted() for x in jax.tree.leaves((source, second)))
 
 
 @pytest.mark.parametrize("mode", ["traced", "host"])
@@ -204,19 +235,107 @@ def test_another_step_looks_for_itself(looks):
     assert looks == [frozenset()]
 
 
-def test_nothing_of_a_state_is_kept():
-    step = step_of(mode="host", donate=False)
-    state = steps(step, step.init(PARAMS))
-    jax.block_until_ready(state)
-    leaves = [weakref.ref(x) for x in jax.tree.leaves((state.params, state.opt_state))]
-    del state
-    gc.collect()
-    assert not any(leaf() is not None for leaf in leaves)
+# Runs that go on
 
 
-def test_copies_know_nothing():
-    state = steps(step_of(), step_of().init(PARAMS))
-    assert state.known_layout is not None
-    for other in (copy.copy(state), copy.deepcopy(state), state._replace(rng=state.rng)):
-        assert other.known_layout is None
-        assert_same(other, state)
+@pytest.mark.parametrize(("mode", "numpy"), [("host", False), ("host", True), ("traced", False)])
+def test_resuming_at_any_step_gives_the_same_bits(mode, numpy):
+    def make():
+        return js.make_train_step(
+            loss,
+            optax.sgd(RATE, momentum=0.9),
+            sync=slow_over_local(),
+            mesh=js.virtual_mesh({"replica": 2}),
+            mode=mode,
+        )
+
+    def saved(state):
+        copy = jax.tree.map(np.array, state._replace(rng=()))
+        copy = copy if numpy else jax.tree.map(jnp.asarray, copy)
+        return copy._replace(rng=jax.random.wrap_key_data(np.array(jax.random.key_data(state.rng))))
+
+    whole, other = make(), make()
+    state, saves, phases = whole.init(PARAMS), [], []
+    for batch in BATCHES:
+        saves.append(saved(state))
+        phases.append(whole.next_phase(state))
+        state, _ = whole(state, batch)
+    assert phases == [(), ("average",), (), ("slow",), (), ("average",)]
+    for t in (5, 3, 2):
+        assert other.next_phase(saves[t]) == phases[t]
+        resumed, _ = train(other, saves[t], BATCHES[t:])
+        for a, b in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(resumed.params), strict=True
+        ):
+            assert np.array_equal(a, b)
+        assert np.array_equal(resumed.step, state.step)
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [("auto", "host"), ("explicit", "traced"), ("virtual", "traced"), ("fsdp", "traced")],
+)
+def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compilations):
+    params = {"w": PARAMS["w"]}
+    options = {}
+    if case == "fsdp":
+        mesh = js.make_mesh({"replica": 2, "fsdp": 4})
+        params = {"w": jax.device_put(params["w"], NamedSharding(mesh, P("fsdp")))}
+        options = {"param_specs": {"w": P("fsdp")}}
+    else:
+        mesh = KINDS[case]({"replica": 4})
+    step = js.make_train_step(
+        lambda p, b: loss({**p, "b": 0.0}, b),
+        optax.adam(0.1),
+        sync=slow_over_local(**options),
+        mesh=mesh,
+        mode=mode,
+    )
+    state = step.init(params)
+    seen, compiled = set(), []
+    for batch in (*BATCHES, *BATCHES):
+        phase = step.next_phase(state)
+        before = compilations.count
+        state, _ = step(state, batch)
+        if phase in seen or (seen and mode == "traced"):
+            compiled.append(compilations.count - before)
+        else:
+            assert compilations.count > before
+        seen.add(phase)
+    assert sum(compiled) == 0
+    assert len(step._programs) == (3 if mode == "host" else 1)
+
+
+# Programs that were traced to be read are those that run
+
+
+@pytest.mark.parametrize(("mode", "programs"), [("host", 3), ("traced", 1)])
+@pytest.mark.parametrize("shapes_alone", [False, True])
+def test_steps_run_what_was_traced(mode, programs, shapes_alone):
+    traces = 0
+
+    def counted(params, batch):
+        nonlocal traces
+        traces += 1
+        return loss(params, batch)
+
+    base = js.local_sgd("replica", sync_every=2)
+    step = js.make_train_step(
+        counted,
+        optax.sgd(0.1),
+        sync=js.slowmo("replica", base=base, sync_every=4),
+        mesh=js.make_mesh({"replica": 4}),
+        mode=mode,
+    )
+    state = step.init(PARAMS)
+    found = (state, BATCHES[0])
+    if shapes_alone:
+        found = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+            found,
+        )
+    assert len(step.traced_by_phase(*found)) == programs
+    assert traces == programs
+    for _ in range(4):
+        state, _ = step(state, BATCHES[0])
+    assert traces == programs

@@ -1,4 +1,4 @@
-"""Replicas that train apart: refused, unless someone said so."""
+"""What a step refuses to do with transforms that exchange, and replicas that train apart."""
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +157,14 @@ def test_a_replica_that_averages_gradients_follows_the_others_all_the_same():
     state, _ = step(step.init(PARAMS), BATCHES[0], [4, 0])
     np.testing.assert_array_equal(state.params["w"][0], state.params["w"][1])
     assert np.any(state.params["w"] != 1)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameter_transforms_elsewhere_are_not_host_scheduled(wrapped):
+    sync = js.local_sgd("replica")
+    hidden = optax.masked(sync, {"b": True, "w": True}) if wrapped else sync
+    chain = optax.chain(optax.sgd(0.1), hidden)
+    mesh = js.virtual_mesh({"replica": 2})
+    js.make_train_step(loss, chain, mesh=mesh).init(PARAMS)
+    with pytest.raises(ValueError, match='`mode`="host" schedules `sync` alone'):
+        js.make_train_step(loss, chain, mesh=mesh, mode="host").init(PARAMS)

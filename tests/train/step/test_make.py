@@ -16,27 +16,6 @@ def loss(params, batch):
     return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
 
 
-def test_batches_that_do_not_split():
-    step = js.make_train_step(
-        loss,
-        optax.sgd(0.1),
-        sync="none",
-        mesh=js.make_mesh({"replica": 2, "device": 2}),
-        accumulate=3,
-    )
-    state = step.init(PARAMS)
-    for batch, shape in (
-        ({"x": np.ones((6, 8), np.float32)}, r"\(6, 8\)"),
-        ({"x": np.ones((0, 8), np.float32)}, r"\(0, 8\)"),
-        ({"x": np.ones((), np.float32)}, r"\(\)"),
-    ):
-        message = rf"`batch`: .*multiple of 4, .*\('replica', 'device'\) together, got x {shape}"
-        with pytest.raises(ValueError, match=message):
-            step(state, batch)
-    with pytest.raises(ValueError, match=r"`accumulate`=3 must divide .* got 2 examples"):
-        step(state, np.ones((8, 8), np.float32))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -73,43 +52,6 @@ def test_bad_results_of_the_loss(bad, message):
     step = js.make_train_step(bad, optax.sgd(0.1), sync="none", mesh=mesh)
     with pytest.raises(ValueError, match=message):
         step(step.init(PARAMS), BATCH)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_left_apart_on_the_devices_of_a_replica(kind):
-    step = js.make_train_step(
-        loss,
-        optax.sgd(0.1),
-        gradients=js.all_reduce_gradients("replica"),
-        mesh=KINDS[kind]({"replica": 2, "device": 2}),
-    )
-    message = r"`gradients` must average over the inner axes \('device',\).*: b, w"
-    with pytest.raises(ValueError, match=message):
-        step(step.init(PARAMS), BATCH)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_parameter_transforms_elsewhere_are_not_host_scheduled(wrapped):
-    sync = js.local_sgd("replica")
-    hidden = optax.masked(sync, {"b": True, "w": True}) if wrapped else sync
-    chain = optax.chain(optax.sgd(0.1), hidden)
-    mesh = js.virtual_mesh({"replica": 2})
-    js.make_train_step(loss, chain, mesh=mesh).init(PARAMS)
-    with pytest.raises(ValueError, match='`mode`="host" schedules `sync` alone'):
-        js.make_train_step(loss, chain, mesh=mesh, mode="host").init(PARAMS)
-
-
-def test_a_chain_that_reduces_by_itself():
-    """On two levels the step averages gradients over "device" unless told that the chain does."""
-    mesh = js.make_mesh({"replica": 2, "device": 2})
-    chain = optax.chain(js.all_reduce_gradients("device"), optax.sgd(0.1), js.local_sgd("replica"))
-    twice = js.make_train_step(loss, chain, mesh=mesh)
-    with pytest.raises(ValueError, match=r"gradients=optax\.identity\(\)"):
-        twice(twice.init(PARAMS), BATCH)
-    once = js.make_train_step(loss, chain, gradients=optax.identity(), mesh=mesh)
-    parts = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
-    found, expected = (step(step.init(PARAMS), BATCH)[0].params["w"] for step in (once, parts))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_hook_state_that_differs_inside_a_replica():

@@ -1,0 +1,54 @@
+"""A small problem for steps of every kind, and how to run one on it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+import jaxslowmo as js
+
+RNG = np.random.default_rng(0)
+
+
+PARAMS = {
+    "b": RNG.normal(size=3).astype(np.float32),
+    "w": RNG.normal(size=(8, 3)).astype(np.float32),
+}
+
+
+BATCHES = RNG.normal(size=(6, 32, 8)).astype(np.float32)
+
+
+RATE = optax.linear_schedule(0.2, 0.0, 5)
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def explicit_mesh(axes):
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
+    shaped = devices.reshape(tuple(axes.values()))
+    return Mesh(shaped, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+
+
+KINDS = {"auto": js.make_mesh, "explicit": explicit_mesh, "virtual": js.virtual_mesh}
+
+
+def slow_over_local(**options):
+    base = js.local_sgd("replica", sync_every=2, **options)
+    return js.slowmo("replica", base=base, sync_every=4, learning_rate=RATE, **options)
+
+
+def train(step, state, batches=BATCHES[:4]):
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def assert_close(found, expected, atol=2e-6):
+    for key in expected:
+        np.testing.assert_allclose(
+            found[key], np.broadcast_to(expected[key], found[key].shape), atol=atol, err_msg=key
+        )

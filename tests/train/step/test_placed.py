@@ -1,0 +1,75 @@
+"""Batches and weights on the devices that use them."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.train.step._placed import placed_batch, placed_weight
+from train.step.problem import PARAMS, loss
+
+VIRTUAL = js.virtual_mesh({"replica": 4})
+
+
+def test_a_batch_is_split_and_what_is_split_so_stays(mesh_of):
+    mesh = mesh_of({"replica": 2, "device": 2})
+    axes = ("replica", "device")
+    batch = {"x": np.arange(8.0).reshape(8, 1), "y": jax.ShapeDtypeStruct((4,), np.float32)}
+    found = placed_batch(batch, mesh, axes)
+    wanted = NamedSharding(mesh, P(axes))
+    assert found["x"].sharding == found["y"].sharding == wanted
+    np.testing.assert_array_equal(found["x"], batch["x"])
+    again = placed_batch(found, mesh, axes)
+    assert again["x"] is found["x"]
+    finer = jax.device_put(batch["x"], NamedSharding(mesh, P(("replica", "device"))))
+    assert placed_batch(finer, mesh, ("replica",)) is finer
+    assert placed_batch(batch, js.virtual_mesh(dict(mesh.shape)), axes) is batch
+
+
+def test_a_weight_stands_with_its_replica(mesh_of):
+    mesh = mesh_of({"replica": 4})
+    assert placed_weight(None, mesh, "replica") is None
+    found = placed_weight([1, 0, 2, 3], mesh, "replica")
+    assert found.sharding == NamedSharding(mesh, P(("replica",)))
+    assert (found.dtype, found.tolist()) == (np.float32, [1, 0, 2, 3])
+    assert placed_weight([1, 0, 2, 3], VIRTUAL, "replica").tolist() == [1, 0, 2, 3]
+
+
+def test_batches_that_do_not_split():
+    step = js.make_train_step(
+        loss,
+        optax.sgd(0.1),
+        sync="none",
+        mesh=js.make_mesh({"replica": 2, "device": 2}),
+        accumulate=3,
+    )
+    state = step.init(PARAMS)
+    for batch, shape in (
+        ({"x": np.ones((6, 8), np.float32)}, r"\(6, 8\)"),
+        ({"x": np.ones((0, 8), np.float32)}, r"\(0, 8\)"),
+        ({"x": np.ones((), np.float32)}, r"\(\)"),
+    ):
+        message = rf"`batch`: .*multiple of 4, .*\('replica', 'device'\) together, got x {shape}"
+        with pytest.raises(ValueError, match=message):
+            step(state, batch)
+    with pytest.raises(ValueError, match=r"`accumulate`=3 must divide .* got 2 examples"):
+        step(state, np.ones((8, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (np.ones(3), r"shape \(4,\), got shape \(3,\)"),
+        (2.0, r"shape \(4,\), got shape \(\)"),
+        ([1, 1, -1, 1], r">= 0 and finite, got \[1.0, 1.0, -1.0, 1.0\]"),
+        ([1, np.inf, 1, 1], ">= 0 and finite"),
+    ],
+)
+def test_wrong_weights(weight, said):
+    step = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=VIRTUAL)
+    batch = np.zeros((8, 8), np.float32)
+    with pytest.raises(ValueError, match=f"`weight` must .*{said}"):
+        step(step.init(PARAMS), batch, weight)
