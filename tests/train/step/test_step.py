@@ -55,7 +55,7 @@ def test_a_traced_step_inside_of_a_scan(kind):
     scanned, metrics = lax.scan(step, state, BATCHES[:3])
     assert_same(scanned, steps(step, state))
     assert metrics["loss"].shape == (3, 2)
-    assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 4)
+    assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 3)
 
 
 @pytest.mark.parametrize("kind", ["devices", "virtual"])
