@@ -29,8 +29,8 @@ def ensure_autograd_threads(device: torch.device) -> None:
     threads started again, now that the devices can be counted.
 
     Raises:
-        RuntimeError: if this build of torch does not export the engine's functions; the way out is
-            to start the devices before the first `backward()` of the process.
+      RuntimeError: if this build of torch does not export the engine's functions; the way out is
+        to start the devices before the first `backward()` of the process.
     """
     global _ensured_in
     with _LOCK:

@@ -39,8 +39,8 @@ class QueueDataset(torch.utils.data.IterableDataset):
     """A dataset that ceaselessly iterates over a queue.
 
     Args:
-        queue: anything with `get()`. An `EndOfData` from it ends the iteration with a `DataError`,
-            for whoever asks for a sample from then on.
+      queue: anything with `get()`. An `EndOfData` from it ends the iteration with a `DataError`,
+        for whoever asks for a sample from then on.
     """
 
     def __init__(self, queue: Any):
@@ -91,14 +91,14 @@ class TPUDataManager:
     raised by the step that lacks a sample, not earlier.
 
     Args:
-        dataset: any iterable of samples that can be pickled; never indexed, never asked its length.
-        nprocs: number of devices; None where only the process that drives them all knows it, which
-            sets it before its first sample.
-        master_prefetch: samples per device read ahead of the step that needs them.
-        start: begin to read now; else call `start()`, after the devices' process has been forked.
+      dataset: any iterable of samples that can be pickled; never indexed, never asked its length.
+      nprocs: number of devices; None where only the process that drives them all knows it, which
+        sets it before its first sample.
+      master_prefetch: samples per device read ahead of the step that needs them.
+      start: begin to read now; else call `start()`, after the devices' process has been forked.
 
     Raises:
-        ValueError: naming the argument, for what is not iterable and numbers below 1.
+      ValueError: naming the argument, for what is not iterable and numbers below 1.
     """
 
     def __init__(
@@ -207,16 +207,16 @@ class TPUDataManager:
         """Endless batches for one device, on that device.
 
         Args:
-            index: the device's number among the nprocs; None: the calling thread's ordinal.
-            device: None: the calling thread's default device.
-            batch_size: samples per batch; None for samples as they are.
-            collate_fn: as in `torch.utils.data.DataLoader`.
-            num_workers: 0, since samples are read by a thread of this process.
-            **kwargs: further arguments of `torch.utils.data.DataLoader`.
+          index: the device's number among the nprocs; None: the calling thread's ordinal.
+          device: None: the calling thread's default device.
+          batch_size: samples per batch; None for samples as they are.
+          collate_fn: as in `torch.utils.data.DataLoader`.
+          num_workers: 0, since samples are read by a thread of this process.
+          **kwargs: further arguments of `torch.utils.data.DataLoader`.
 
         Raises:
-            DataError: from the iterator, where the dataset lacks a sample.
-            ValueError: for workers, and an index that is no device.
+          DataError: from the iterator, where the dataset lacks a sample.
+          ValueError: for workers, and an index that is no device.
         """
         if num_workers != 0:
             raise ValueError(

@@ -5,9 +5,9 @@ class TPUWorkerError(RuntimeError):
     """The device process of a `TPUManager` failed, ended, or did not answer in time.
 
     Attributes:
-        worker_traceback: the traceback of the process or thread that failed, None where it left
-            none (killed, aborted, no answer).
-        exitcode: exit code of the device process, negative for a signal, None while it lives.
+      worker_traceback: the traceback of the process or thread that failed, None where it left
+        none (killed, aborted, no answer).
+      exitcode: exit code of the device process, negative for a signal, None while it lives.
     """
 
     def __init__(

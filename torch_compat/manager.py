@@ -39,27 +39,27 @@ class TPUManager(mp.Process):
     context manager.
 
     Args:
-        model: on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple, as
-            `outputs["loss"]` or `outputs.loss`, a mean over the batch. It becomes the master.
-        dataset: iterable of samples, read once, in this process. Sample i goes to device
-            i % nprocs.
-        collate_fn: list of samples -> batch, as in `torch.utils.data.DataLoader`. A dict is passed
-            to the model as keywords, a tuple or list as positional arguments, else as the argument.
-        nprocs: the number of devices, None for all there are. On CPU devices it says how many there
-            shall be, unless `torch_compat.runtime.configure_cpu_devices` has said so.
-        prefetch: samples per device read ahead.
-        batch_size_per_device: samples per device and forward pass.
-        grad_accumulation_steps: forward passes per device and step.
-        seed_base: device i's random numbers start from seed_base + i.
-        start: start the device process at once; else call `start()`.
-        step_timeout: seconds that a step may take, None for any time. A process that ends is
-            noticed at once, whatever the time-out.
-        init_timeout: seconds until the devices must be ready, which the first step waits for; None
-            for any time.
+      model: on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple, as
+        `outputs["loss"]` or `outputs.loss`, a mean over the batch. It becomes the master.
+      dataset: iterable of samples, read once, in this process. Sample i goes to device
+        i % nprocs.
+      collate_fn: list of samples -> batch, as in `torch.utils.data.DataLoader`. A dict is passed
+        to the model as keywords, a tuple or list as positional arguments, else as the argument.
+      nprocs: the number of devices, None for all there are. On CPU devices it says how many there
+        shall be, unless `torch_compat.runtime.configure_cpu_devices` has said so.
+      prefetch: samples per device read ahead.
+      batch_size_per_device: samples per device and forward pass.
+      grad_accumulation_steps: forward passes per device and step.
+      seed_base: device i's random numbers start from seed_base + i.
+      start: start the device process at once; else call `start()`.
+      step_timeout: seconds that a step may take, None for any time. A process that ends is
+        noticed at once, whatever the time-out.
+      init_timeout: seconds until the devices must be ready, which the first step waits for; None
+        for any time.
 
     Raises:
-        ValueError: for arguments outside their range, naming them.
-        RuntimeError: if this process has touched an XLA device; a fork cannot take one over.
+      ValueError: for arguments outside their range, naming them.
+      RuntimeError: if this process has touched an XLA device; a fork cannot take one over.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TPUManager(mp.Process):
         """Fork the device process and begin to read the dataset; does not wait for the devices.
 
         Raises:
-            RuntimeError: if this process has touched an XLA device, or the manager was started.
+          RuntimeError: if this process has touched an XLA device, or the manager was started.
         """
         if self.pid is not None:
             raise RuntimeError("This TPUManager has been started already.")
@@ -149,12 +149,12 @@ class TPUManager(mp.Process):
         """Run forward and backward on all devices and add the mean gradient to the master's.
 
         Returns:
-            The mean loss, and the number of samples: batch_size_per_device *
-            grad_accumulation_steps * nprocs. Both losses and gradients are means over all of them.
+          The mean loss, and the number of samples: batch_size_per_device *
+          grad_accumulation_steps * nprocs. Both losses and gradients are means over all of them.
 
         Raises:
-            TPUWorkerError: if the dataset has ended or failed, or the device process has; with the
-                traceback from there, or its exit code. Every later call raises the same.
+          TPUWorkerError: if the dataset has ended or failed, or the device process has; with the
+            traceback from there, or its exit code. Every later call raises the same.
         """
         with self.lock:
             self._check_running()
@@ -187,11 +187,11 @@ class TPUManager(mp.Process):
         """Copy parameters into the master; the devices load them at the start of the next step.
 
         Args:
-            new_host_parameters: as `model.parameters()`; the master's own are fine.
+          new_host_parameters: as `model.parameters()`; the master's own are fine.
 
         Raises:
-            ValueError: if their number, shapes or dtypes are not the model's.
-            TPUWorkerError: if the device process has failed.
+          ValueError: if their number, shapes or dtypes are not the model's.
+          TPUWorkerError: if the device process has failed.
         """
         with self.lock:
             self._check_running()
@@ -203,7 +203,7 @@ class TPUManager(mp.Process):
         """The gradients added up since the last `zero_grad`, as `model.parameters()`.
 
         Args:
-            copy: False for the shared tensors themselves, to which the next step adds.
+          copy: False for the shared tensors themselves, to which the next step adds.
         """
         with self.lock:
             self._settle()

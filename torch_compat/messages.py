@@ -24,12 +24,12 @@ class StepStatistics(NamedTuple):
     """What one step cost.
 
     Attributes:
-        seconds: from the request to the gradients on the host, in the device process.
-        data_seconds: device 0's wait for samples and their collation and transfer.
-        barrier_seconds: device 0's wait for the other devices.
-        compilations: XLA programs compiled in this step.
-        bytes_to_device: host to devices, all devices together.
-        bytes_to_host: devices to host.
+      seconds: from the request to the gradients on the host, in the device process.
+      data_seconds: device 0's wait for samples and their collation and transfer.
+      barrier_seconds: device 0's wait for the other devices.
+      compilations: XLA programs compiled in this step.
+      bytes_to_device: host to devices, all devices together.
+      bytes_to_host: devices to host.
     """
 
     seconds: float

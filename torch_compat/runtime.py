@@ -61,8 +61,8 @@ def configure_cpu_devices(num_devices: int) -> None:
     which by default have as many as there are devices.
 
     Raises:
-        ValueError: unless 1 <= num_devices <= 64.
-        RuntimeError: if this process has touched an XLA device already.
+      ValueError: unless 1 <= num_devices <= 64.
+      RuntimeError: if this process has touched an XLA device already.
     """
     check_cpu_devices(num_devices)
     if is_started():
@@ -85,10 +85,10 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
     that to `xmp.spawn`.
 
     Args:
-        num_devices: the number wanted; None for all there are.
+      num_devices: the number wanted; None for all there are.
 
     Raises:
-        ValueError: if there are not exactly `num_devices` devices.
+      ValueError: if there are not exactly `num_devices` devices.
     """
     if on_cpu() and not is_started():
         configure_cpu_devices(num_devices or configured_cpu_devices() or 1)
@@ -124,7 +124,7 @@ def run_pending(device: torch.device | None = None) -> None:
     outside of the lock, or it would keep out the devices that it waits for.
 
     Args:
-        device: the device that the calling thread drives (None: its default device).
+      device: the device that the calling thread drives (None: its default device).
     """
     device = device or torch_xla.device()
     if not (on_cpu() and xr.addressable_device_count() > 1):

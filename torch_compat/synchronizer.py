@@ -20,11 +20,11 @@ class TPUSynchronizer:
     stays so for frozen and unused ones. `tie_weights()` is called once more where the model has it.
 
     Args:
-        model: on the CPU.
+      model: on the CPU.
 
     Raises:
-        ValueError: if the model has no parameters, or a tensor that is not on the CPU.
-        OSError: if shared memory, or the number of open files, runs out.
+      ValueError: if the model has no parameters, or a tensor that is not on the CPU.
+      OSError: if shared memory, or the number of open files, runs out.
     """
 
     def __init__(self, model: nn.Module):
@@ -78,7 +78,7 @@ class TPUSynchronizer:
         """The master's gradients in the order of `model.parameters()`, zeros where there are none.
 
         Args:
-            copy: False for the shared tensors themselves, which the next step adds to.
+          copy: False for the shared tensors themselves, which the next step adds to.
         """
         self.attach_gradients()
         return [gradient.clone() if copy else gradient for gradient in self._gradients]
@@ -90,11 +90,11 @@ class TPUSynchronizer:
         is copied as well, its buffers too, and the shared ones take its place.
 
         Args:
-            new_host_parameters: as many tensors as `model.parameters()`, of the same shapes and
-                dtypes, on the CPU; the master's own are fine.
+          new_host_parameters: as many tensors as `model.parameters()`, of the same shapes and
+            dtypes, on the CPU; the master's own are fine.
 
         Raises:
-            ValueError: if they do not fit; then nothing has been copied.
+          ValueError: if they do not fit; then nothing has been copied.
         """
         named = self._named()
         new = _check_parameters(new_host_parameters, named, self._parameters)
@@ -134,8 +134,8 @@ class TPUSynchronizer:
         Parameters that share a tensor in the master share one in the replica.
 
         Args:
-            device: where to.
-            tie_weights: also call the replica's `tie_weights()`, where it has one.
+          device: where to.
+          tie_weights: also call the replica's `tie_weights()`, where it has one.
         """
         with torch.no_grad():
             hosts = [*self.master_model.parameters(), *self.master_model.buffers()]
@@ -188,13 +188,13 @@ class TPUSynchronizer:
         one transfer to the host, by ordinal 0 alone.
 
         Args:
-            replica: this device's.
-            add: to the master's gradients, instead of in their place.
-            scale: factor of the sums.
-            extra: further tensors on the device to be summed and scaled along.
+          replica: this device's.
+          add: to the master's gradients, instead of in their place.
+          scale: factor of the sums.
+          extra: further tensors on the device to be summed and scaled along.
 
         Returns:
-            The extra sums on the host, at ordinal 0; an empty list elsewhere.
+          The extra sums on the host, at ordinal 0; an empty list elsewhere.
         """
         with torch.no_grad():
             gradients = [

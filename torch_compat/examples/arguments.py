@@ -36,7 +36,7 @@ def model_config(options: argparse.Namespace) -> LanguageModelConfig:
     """The model that is asked for.
 
     Raises:
-        ValueError: for sizes that don't fit together.
+      ValueError: for sizes that don't fit together.
     """
     return LanguageModelConfig(
         VOCABULARY, options.length, options.width, options.layers, options.heads

@@ -12,9 +12,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Write `state`, replacing what was at `path`, only once all of it is on disk.
 
     Args:
-        path: the file; its folder is made where it is missing.
-        state: tensors, numbers, strings, dicts and lists; nothing that `torch.load` with
-            `weights_only=True` refuses.
+      path: the file; its folder is made where it is missing.
+      state: tensors, numbers, strings, dicts and lists; nothing that `torch.load` with
+        `weights_only=True` refuses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -33,7 +33,7 @@ def load(path: Path) -> dict[str, Any]:
     """What `save` wrote, on the CPU.
 
     Raises:
-        ValueError: if there is no such file, or it is no checkpoint.
+      ValueError: if there is no such file, or it is no checkpoint.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

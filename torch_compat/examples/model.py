@@ -12,14 +12,14 @@ class LanguageModelConfig:
     """Sizes of a `LanguageModel`; the default has about a million parameters.
 
     Attributes:
-        vocabulary: number of different tokens.
-        length: the longest input, in tokens.
-        width: of the residual stream; a multiple of `heads`.
-        layers: number of blocks.
-        heads: attention heads per block.
+      vocabulary: number of different tokens.
+      length: the longest input, in tokens.
+      width: of the residual stream; a multiple of `heads`.
+      layers: number of blocks.
+      heads: attention heads per block.
 
     Raises:
-        ValueError: for sizes that don't fit together.
+      ValueError: for sizes that don't fit together.
     """
 
     vocabulary: int = 256
@@ -63,12 +63,12 @@ class LanguageModel(nn.Module):
         """Logits, and with labels the mean loss.
 
         Args:
-            input_ids: int64, (batch, tokens), tokens <= config.length.
-            labels: as `input_ids` and not shifted: position t is predicted from those before t.
+          input_ids: int64, (batch, tokens), tokens <= config.length.
+          labels: as `input_ids` and not shifted: position t is predicted from those before t.
 
         Returns:
-            "logits", float (batch, tokens, vocabulary), of the token that follows; and "loss", a
-            scalar in nats per token, where there are labels.
+          "logits", float (batch, tokens, vocabulary), of the token that follows; and "loss", a
+          scalar in nats per token, where there are labels.
         """
         x = self.embedding(input_ids) + self.positions[: input_ids.shape[1]]
         for block in self.blocks:

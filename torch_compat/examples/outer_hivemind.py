@@ -20,15 +20,15 @@ class HivemindOptimizer:
     Start it before `TPUManager`: it forks processes of its own.
 
     Args:
-        model: the master model, with the parameters to start from.
-        learning_rate: the highest.
-        total_steps: of the optimizer, for the schedule.
-        target_batch_size: samples of all peers per step of the optimizer.
-        run_id: names the training run; peers of the same name train together.
-        initial_peers: addresses of peers to join, none to be the first.
+      model: the master model, with the parameters to start from.
+      learning_rate: the highest.
+      total_steps: of the optimizer, for the schedule.
+      target_batch_size: samples of all peers per step of the optimizer.
+      run_id: names the training run; peers of the same name train together.
+      initial_peers: addresses of peers to join, none to be the first.
 
     Raises:
-        ImportError: without hivemind.
+      ImportError: without hivemind.
     """
 
     def __init__(

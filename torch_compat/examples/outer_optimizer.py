@@ -58,10 +58,10 @@ class LocalOptimizer:
     """AdamW in this process, once for every `accumulation_steps` steps of the devices.
 
     Args:
-        model: the master model; its gradients are sums over the accumulated steps.
-        learning_rate: the highest.
-        total_steps: of the optimizer, for the schedule.
-        accumulation_steps: steps of the devices per step of the optimizer.
+      model: the master model; its gradients are sums over the accumulated steps.
+      learning_rate: the highest.
+      total_steps: of the optimizer, for the schedule.
+      accumulation_steps: steps of the devices per step of the optimizer.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def standard_library() -> Text:
     A file's name decides where it goes, so a file stays there in other versions of Python.
 
     Raises:
-        ValueError: if this Python comes without its source.
+      ValueError: if this Python comes without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {True: [], False: []}
@@ -53,13 +53,13 @@ class TextStream(IterableDataset):
     order; streams of other seeds are independent.
 
     Args:
-        text: 1-D uint8 array.
-        length: bytes per sample.
-        seed: integers that name the stream, such as (seed of the run, rank).
-        skip: samples to leave out at the beginning, to go on where an earlier run stopped.
+      text: 1-D uint8 array.
+      length: bytes per sample.
+      seed: integers that name the stream, such as (seed of the run, rank).
+      skip: samples to leave out at the beginning, to go on where an earlier run stopped.
 
     Raises:
-        ValueError: if `text` is shorter than two samples, or `skip` is negative.
+      ValueError: if `text` is shorter than two samples, or `skip` is negative.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def validation_batch(text: np.ndarray, *, num_samples: int, length: int) -> torc
     """Pieces at equal distances, always the same: int64 of shape (num_samples, length).
 
     Raises:
-        ValueError: if the text is too short for that many.
+      ValueError: if the text is too short for that many.
     """
     distance = len(text) // num_samples
     if distance < length:

@@ -95,7 +95,7 @@ class Collectives:
         """Sum over the processes of this node, in place.
 
         Communication: one all-reduce inside every node, of the bytes of `tensors`; none with one
-        process per node.
+          process per node.
         """
         if self.places.nprocs_per_node == 1:
             return list(tensors)
