@@ -12,7 +12,7 @@ from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Outer, OuterRate
+from .outer import NO_RATE, Outer, OuterRate
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -91,8 +91,8 @@ def slowmo(
       of N bytes each (per buffer); unsharded: one all-reduce of N bytes; not exact: only the
       base's. In other updates the base's. With `local_axis_name` N / L per device, and all-gathers
       over that axis (of N/R before and N after the outer step when sharded). With
-      learning_rate="optimizer" and an exact average 8 bytes more, in an all-reduce: replicas that
-      ran out of data may have other rates, and take the largest.
+      learning_rate="optimizer" 8 bytes more, in an all-reduce: all take the largest rate of the
+      replicas that have data (the optimizer of one that ran out has not counted on).
 
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13
       `SlowMoDistributedDataParallel`.
@@ -249,7 +249,7 @@ def _told_rate(count: jax.Array, told: Mapping[str, Any]) -> jax.Array:
             "js.make_train_step does that for `sync`, not for a slowmo inside of `optimizer`; in a "
             "loop of your own call `update(updates, state, params, learning_rate=rate)`."
         )
-    return jnp.asarray(told["learning_rate"])
+    return _rate(told["learning_rate"])
 
 
 def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
@@ -260,12 +260,13 @@ def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
 def _agreed(
     state: SlowMomentumState, gamma: jax.Array, axes: tuple[str, ...]
 ) -> tuple[SlowMomentumState, jax.Array]:
-    """The largest rates of all replicas: the optimizer of an idle one has not counted on.
+    """The largest rates of the replicas that have one; where none has, that of before.
 
     Communication: one all-reduce of 8 bytes over `axes`.
     """
     # Each replica steps its own shard of the anchor: with rates of their own they would step apart.
-    gamma, since = lax.pmax(jnp.stack([_rate(gamma), state.since]), axes)
+    largest, since = lax.pmax(jnp.stack([gamma, state.since]), axes)
+    gamma = jnp.where(largest == NO_RATE, state.learning_rate, largest)
     return state._replace(since=since), gamma
 
 

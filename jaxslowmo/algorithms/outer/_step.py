@@ -60,6 +60,9 @@ class OuterState(NamedTuple):
     base: PyTree  # state of the base transform; () without one
 
 
+NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
+
+
 class OuterRate(NamedTuple):
     """What an outer optimizer is told of the inner learning rate.
 
@@ -68,7 +71,7 @@ class OuterRate(NamedTuple):
         `update` was given.
       observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
       agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own.
+        its own; it is `NO_RATE` where nothing was moved.
       is_told: whether `update` must be given `learning_rate=`.
     """
 
@@ -209,6 +212,8 @@ class Outer:
         rate = None
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
+            if self.rate.is_told and weight is not None:
+                rate = jnp.where(weight > 0, rate, NO_RATE)
             state = state._replace(outer=self.rate.observe(state.outer, rate))
         state = state._replace(count=increment(state.count))
         step = OuterStep(self, params, weight, phase, rate, extra)
@@ -326,9 +331,9 @@ class OuterStep:
         """The outer state, and what its optimizer is told."""
         if self.of.rate is None or self.rate is None:
             return outer, {}
-        rate = self.rate
-        if self.of.exact_average:  # one step for all replicas
-            outer, rate = self.of.rate.agree(outer, rate, axis_names(self.of.exchange.axis_name))
+        # One rate for all, also where each keeps an anchor of its own: they would drift apart.
+        axes = axis_names(self.of.exchange.axis_name)
+        outer, rate = self.of.rate.agree(outer, self.rate, axes)
         return outer, {"learning_rate": rate}
 
     def average(

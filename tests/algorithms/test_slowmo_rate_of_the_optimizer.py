@@ -1,0 +1,239 @@
+"""`js.slowmo(learning_rate="optimizer")`: the rate stands once, in the optimizer's state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from support.bad_input import PARAMS, one_update, trace
+
+REPLICAS, STEPS = 4, 10
+START = {"b": np.zeros(2, np.float32), "w": np.random.default_rng(0).normal(size=5)}
+START["w"] = START["w"].astype(np.float32)
+BATCHES = np.random.default_rng(1).normal(size=(STEPS, 2 * REPLICAS, 5)).astype(np.float32)
+RATES = np.float32([0.05, 0.2, 0.2, 0.1, 0.1, 0.02, 0.1, 0.05, 0.05, 0.0])
+KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
+WHERE = {"sharded": {}, "whole": {"shard_state": False}, "inexact": {"exact_average": False}}
+
+
+def schedule(count):
+    return jnp.asarray(RATES)[count]
+
+
+def slow(rate, **options):
+    base = js.local_sgd("replica", sync_every=2)
+    given = {"momentum": 0.7, "slow_learning_rate": 0.9, **options}
+    return js.slowmo("replica", base=base, sync_every=4, learning_rate=rate, **given)
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] - 1) ** 2) + jnp.sum(params["b"] * batch[0, :2])
+
+
+INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule, momentum=0.9)
+
+
+def step_of(sync, optimizer=INJECTED, kind="virtual", **options):
+    mesh = KINDS[kind]({"replica": REPLICAS})
+    return js.make_train_step(loss, optimizer, sync=sync, mesh=mesh, donate=False, **options)
+
+
+def trained(step, weights=None):
+    """Parameters after every step, and the last state."""
+    state, history = step.init(START), []
+    for t, batch in enumerate(BATCHES):
+        state, _ = step(state, batch, None if weights is None else weights[t])
+        history.append(jax.tree.map(np.asarray, state.params))
+    return history, state
+
+
+def assert_same(found, wanted):
+    """But for what two programs round in another place."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+# The very same trajectory as with the schedule given twice
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("where", WHERE)
+def test_as_with_the_schedule_of_the_optimizer(where, mode):
+    told, _ = trained(step_of(slow("optimizer", **WHERE[where]), mode=mode))
+    given, _ = trained(step_of(slow(schedule, **WHERE[where]), mode=mode))
+    assert_same(told, given)
+    without, _ = trained(step_of(slow(None, **WHERE[where]), mode=mode))
+    assert np.abs(without[-1]["w"] - told[-1]["w"]).max() > 1e-3
+
+
+def test_on_devices_and_around_and_under_other_transforms():
+    """The state of `inject_hyperparams` is found in chains, and in wrappers."""
+    clipped = optax.chain(optax.clip(10.0), optax.masked(INJECTED, {"b": True, "w": True}))
+    wanted, _ = trained(step_of(slow(schedule), clipped, "devices"))
+    found, _ = trained(step_of(slow("optimizer"), clipped, "devices"))
+    assert_same(found, wanted)
+
+
+def test_only_finite_around_it_passes_the_rate_on():
+    wanted, _ = trained(step_of(slow(schedule)))
+    found, state = trained(step_of(js.only_finite(slow("optimizer"))))
+    assert not np.any(state.opt_state[-1].refused)
+    assert_same(found, wanted)
+
+
+def test_a_rate_that_is_changed_between_steps():
+    step = step_of(slow("optimizer"), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0))
+    plain = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    wanted, _ = trained(step_of(slow(schedule), plain))
+    state = step.init(START)
+    for t, batch in enumerate(BATCHES):
+        gradients, optimizer, sync = state.opt_state
+        assert optimizer.hyperparams["learning_rate"].shape == (REPLICAS,)
+        rate = {"learning_rate": np.full(REPLICAS, RATES[t])}
+        optimizer = optimizer._replace(hyperparams=rate)
+        state, _ = step(state._replace(opt_state=(gradients, optimizer, sync)), batch)
+        assert_same(state.params, wanted[t])
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("rate_of", [jnp.float32, float, np.float64], ids=["jax", "float", "numpy"])
+def test_in_a_loop_of_ones_own(where, rate_of):
+    moves = np.random.default_rng(2).normal(size=(STEPS, REPLICAS, 5)).astype(np.float32)
+
+    def run(tx, **told):
+        def one(w, moves):
+            state = tx.init(w)
+            for t in range(STEPS):
+                rate = {name: of(RATES[t]) for name, of in told.items()}
+                updates, state = tx.update(-RATES[t] * moves[t], state, w, **rate)
+                w = w + updates
+            return w
+
+        mapped = jax.vmap(one, axis_name="replica", in_axes=(0, 1))
+        return jax.jit(mapped)(np.stack([START["w"]] * REPLICAS), moves)
+
+    told = run(slow("optimizer", **WHERE[where]), learning_rate=rate_of)
+    np.testing.assert_allclose(told, run(slow(schedule, **WHERE[where])), rtol=1e-6, atol=1e-7)
+
+
+# Replicas that have run out of data
+
+
+def weights_of(idle):
+    """Replica 1 has no data in the updates of these numbers (from 1)."""
+    weights = np.ones((STEPS, REPLICAS), np.float32)
+    weights[[t - 1 for t in idle], 1] = 0
+    return weights
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("idle", [(3, 4), (4, 7, 8), range(1, 5), range(2, STEPS + 1)])
+def test_replicas_agree_after_a_slow_step_all_the_same(where, idle):
+    """An idle one's optimizer has not counted on, so its rate is another one."""
+    kind = "devices" if where == "inexact" else "virtual"
+    step = step_of(slow("optimizer", **WHERE[where]), kind=kind)
+    history, state = trained(step, weights_of(idle))
+    for t in (4, 8):
+        for x in history[t - 1].values():
+            np.testing.assert_allclose(x, np.broadcast_to(x[0], x.shape), rtol=1e-5, atol=1e-6)
+    momentum = state.opt_state[-1].outer
+    for name in ("learning_rate", "made_at"):
+        assert len(set(np.asarray(getattr(momentum, name)).tolist())) == 1
+
+
+def test_the_rate_of_an_idle_replica_does_not_count():
+    """Rates fall; a stale one would carry the momentum of large steps into small ones."""
+    falling = lambda t: 0.1 * 0.5**t  # noqa: E731
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=falling)
+    for idle in (range(2, STEPS + 1), (8,)):
+        step = step_of(slow("optimizer"), optimizer)
+        history, state = trained(step, weights_of(idle))
+        given, _ = trained(step_of(slow(falling), optimizer), weights_of(idle))
+        assert_same(history, given)
+        np.testing.assert_allclose(state.opt_state[-1].outer.learning_rate, falling(7), rtol=1e-6)
+
+
+def test_where_all_are_idle_the_rate_stays_and_momentum_is_kept():
+    weights = np.ones((STEPS, REPLICAS), np.float32)
+    weights[4:8] = 0
+    history, state = trained(step_of(slow("optimizer")), weights)
+    np.testing.assert_allclose(state.opt_state[-1].outer.learning_rate, RATES[3])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(history))
+
+
+# What it sends
+
+
+def sent(sync, mode):
+    """Number and bytes of collectives by kind of step."""
+    step = step_of(sync, kind="devices", mode=mode)
+    state = jax.eval_shape(step.init, START)
+    traced = step.traced_by_phase(state, jax.ShapeDtypeStruct((8, 5), jnp.float32))
+    lowered = {kind: program.lower() for kind, program in traced.items()}
+    found = js.comm_report_of(lowered.get(None, lowered), compile=False)
+    return {kind: (found.count(kind=kind), found.bytes(kind=kind)) for kind in found.kinds}
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("where", WHERE)
+def test_eight_bytes_more_in_a_slow_step_and_only_there(where, mode):
+    told, given = (sent(slow(rate, **WHERE[where]), mode) for rate in ("optimizer", schedule))
+    for kind, (count, size) in told.items():
+        # One program lists "average+slow" only where the slow step sends something by itself.
+        before = given[kind if kind in given else "average"]
+        more = "slow" in kind
+        assert (count, size) == (before[0] + more, before[1] + 8 * more)
+
+
+def test_diloco_tells_its_outer_optimizer_nothing():
+    """Its rate is its own, whatever that of the inner optimizer."""
+    outer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=0.9)
+    sync = js.diloco("replica", sync_every=4, outer_optimizer=outer)
+    assert not sync.wants_learning_rate
+    _, state = trained(step_of(sync))
+    assert state.opt_state[-1].outer.hyperparams["learning_rate"].tolist() == pytest.approx(
+        [0.7] * REPLICAS
+    )
+
+
+# What is refused
+
+
+SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        (optax.sgd(0.1), "none"),
+        (optax.inject_hyperparams(optax.clip)(max_delta=0.1), "none"),
+        (optax.chain(SGD, SGD), "2"),
+        (optax.partition({"a": SGD, "b": SGD}, {"b": "a", "w": "b"}), "2"),
+    ],
+)
+def test_not_one_rate(optimizer, found):
+    step = step_of(slow("optimizer"), optimizer)
+    said = rf"`sync` was made with learning_rate=\"optimizer\".*inject_hyperparams.*found {found}\."
+    with pytest.raises(ValueError, match=said):
+        step(step.init(START), BATCHES[0])
+
+
+def test_inside_of_the_optimizer_there_is_no_rate_to_read():
+    step = step_of(None, optax.chain(SGD, slow("optimizer")))
+    said = r'slowmo: `learning_rate`="optimizer" .* `sync`, not for a slowmo inside of `optimizer`'
+    with pytest.raises(ValueError, match=said):
+        step(step.init(START), BATCHES[0])
+
+
+def test_a_loop_of_ones_own_must_tell():
+    with pytest.raises(ValueError, match=r"update\(updates, state, params, learning_rate=rate\)"):
+        trace(one_update(slow("optimizer")), PARAMS)
+
+
+@pytest.mark.parametrize("rate", ["adam", "", "Optimizer"])
+def test_another_string(rate):
+    said = rf'`learning_rate` must be a number, a schedule, "optimizer" or None, got \'{rate}\''
+    with pytest.raises(ValueError, match=said):
+        slow(rate)
