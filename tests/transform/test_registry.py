@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.transform import gradient_state, holds_state
 from jaxslowmo.transform._registry import learn_state
 
@@ -129,6 +130,7 @@ def test_a_state_of_gradients_stays_one():
 
 
 def test_states_that_only_their_owner_can_move():
+    js.diloco("replica")  # a class is known from the first transform on
     assert holds_state(js.LocalSGDState(np.int32(0)), "parameters")
     assert not holds_state(js.LocalSGDState(np.int32(0)), "parameters", needs_owner=True)
     slow = js.OuterState(np.int32(0), (), (), ())
@@ -152,3 +154,52 @@ def test_a_carry_of_ones_own_makes_its_owner_needed():
     kind = own_class()
     transform_of(kind, state=kind, carry=lambda state, params, old, new: state)
     assert holds_state(kind(np.int32(0)), "parameters", needs_owner=True)
+
+
+def chain_of(name) -> optax.GradientTransformation:
+    local = js.local_sgd("replica", sync_every=2)
+    slow = js.slowmo("replica", base=local, sync_every=4)
+    kind = own_class()
+    return {
+        "local_sgd": lambda: local,
+        "guarded": lambda: js.only_finite(local),
+        "own": lambda: transform_of(kind),
+        "slowmo": lambda: slow,
+        "guarded slowmo": lambda: js.only_finite(slow),
+        "own carry": lambda: transform_of(kind, carry=lambda state, params, old, new: state),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [
+        ("local_sgd", True),
+        ("guarded", True),
+        ("own", True),
+        ("slowmo", False),
+        ("guarded slowmo", False),
+        ("own carry", False),
+    ],
+)
+def test_a_chain_as_optimizer_moves_to_other_replicas_without_its_owner(name, moves, tmp_path):
+    """Where its state is counters, and what may be averaged."""
+    sync = chain_of(name)
+
+    def step(replicas):
+        return js.make_train_step(
+            lambda params, batch: (params["w"] * batch).sum(),
+            optax.chain(optax.sgd(0.1), sync),
+            gradients=optax.identity(),
+            mesh=js.virtual_mesh({"replica": replicas}),
+        )
+
+    state, _ = step(2)(step(2).init(PARAMS), BATCH)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        if moves:
+            found = checkpoints.restore(step(4), PARAMS).state
+            assert found.opt_state[1][-1].count.tolist() == [1] * 4
+            step(4)(found, np.ones((4, 3), np.float32))
+        else:
+            with pytest.raises(CheckpointError, match=r"hold a parameter transform.*as `sync`"):
+                checkpoints.restore(step(4), PARAMS)
