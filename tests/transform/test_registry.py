@@ -130,7 +130,8 @@ def test_a_state_of_gradients_stays_one():
 
 
 def test_states_that_only_their_owner_can_move():
-    js.diloco("replica")  # a class is known from the first transform on
+    for make in (js.diloco, js.local_sgd):  # a class is known from the first transform on
+        make("replica")
     assert holds_state(js.LocalSGDState(np.int32(0)), "parameters")
     assert not holds_state(js.LocalSGDState(np.int32(0)), "parameters", needs_owner=True)
     slow = js.OuterState(np.int32(0), (), (), ())
