@@ -111,7 +111,15 @@ def train(algorithm: str) -> Trip:
 
     with tempfile.TemporaryDirectory() as folder:
         command.train = followed
-        arguments = ["train", "--preset", "tiny", "--algorithm", algorithm, "--out", f"{folder}/run"]
+        arguments = [
+            "train",
+            "--preset",
+            "tiny",
+            "--algorithm",
+            algorithm,
+            "--out",
+            f"{folder}/run",
+        ]
         try:
             main(arguments)
         except SystemExit:
@@ -122,6 +130,7 @@ def train(algorithm: str) -> Trip:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", action="store_true", help="print every file")
     files = parser.parse_args().files
