@@ -1,6 +1,7 @@
 """What every public transform must bear: loops, further vmaps, idle replicas, misuse."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.executions import lift
+from support.exhaustive import sweep
 from support.transforms import IRREGULAR, PARAMETER, TRANSFORMS, stacked
 
 AXES = {"replica": 4}
@@ -60,8 +62,14 @@ def trained(tx, params, steps, communicate):
     return params, state
 
 
-@pytest.mark.parametrize("axis_name", [None, "run"])
-@pytest.mark.parametrize("name", PARAMETER)
+# A name on the outer axis changes what is bound, for all alike.
+@pytest.mark.parametrize(
+    ("name", "axis_name"),
+    sweep(
+        itertools.product(PARAMETER, [None, "run"]),
+        lambda name, axis_name: axis_name is None or name in ("local_sgd", "slowmo over sgp"),
+    ),
+)
 def test_runs_under_an_outer_vmap_are_as_they_are_alone(name, axis_name):
     """One run communicates, the other does not; and their counters differ."""
     tx = TRANSFORMS[name]()

@@ -79,6 +79,12 @@ OTHERS = [
     *((e, s, n, d, MAIN) for e in EXECUTIONS for s in SCHEDULES for n, d in [(4, 1), (2, 2)]),
     *(("shard_map", "traced", n, d, MAIN) for n, d in [(2, 1), (8, 1), (4, 2)]),
 ]
+# Of the others: every execution, both schedules, and both levels.
+USUAL = {
+    ("pmap", "host", 4, 1),
+    ("shard_map", "traced", 2, 2),
+    ("shard_map_unchecked", "host", 2, 2),
+}
 
 
 def share(replicas: int, devices: int) -> pytest.MarkDecorator:
@@ -86,12 +92,15 @@ def share(replicas: int, devices: int) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"executions over {replicas} x {devices}")
 
 
+def case(*given):
+    usual = given in ALL or given[:4] in USUAL
+    marks = [share(*given[2:4]), *([] if usual else [pytest.mark.exhaustive])]
+    return pytest.param(*given, marks=marks)
+
+
 @pytest.mark.parametrize(
     ("execution", "scheduled", "replicas", "devices", "names"),
-    [
-        pytest.param(*case, marks=share(*case[2:4]))
-        for case in ALL + [case for case in OTHERS if (*case[:4], None) not in ALL]
-    ],
+    [case(*given) for given in ALL + [other for other in OTHERS if (*other[:4], None) not in ALL]],
 )
 def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, replicas, devices, names):
     ours, _ = results(replicas, devices, execution, scheduled, names)

@@ -1,5 +1,7 @@
 """Every adopted recorded run of local SGD and slow momentum, in every execution."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,22 @@ import pytest
 
 import jaxslowmo as js
 from support.executions import EXECUTIONS, run
+from support.exhaustive import sweep
 from support.golden_fairscale import FLOAT16, FLOAT32, LOCAL, NAMES, GoldenRun
 
 # The others schedule on the host; `test_executions.py` has all of both.
 TRACED = ("vmap", "shard_map")
+HOST = [e for e in EXECUTIONS if e not in TRACED]
+# In the usual run every recording is taken under vmap, and a few in each other execution.
+EVERYWHERE = (
+    "hier_localsgd_slowmo_w4_n2_f3_s6_me_explicitinit",
+    "localsgd_slowmo_w4_f3_s6_m0.5_me_adam_explicitinit",
+    "localsgd_slowmo_w2_f3_s6_m0.2_lr0.7_me_mom_explicitinit",
+)
+
+
+def is_usual(name: str, execution: str) -> bool:
+    return execution == "vmap" or name in EVERYWHERE
 
 
 def test_all_families_are_here():
@@ -30,8 +44,7 @@ def test_all_families_are_here():
         assert sum(name.startswith(family) for name in NAMES) == count, family
 
 
-@pytest.mark.parametrize("name", LOCAL)
-@pytest.mark.parametrize("execution", TRACED)
+@pytest.mark.parametrize(("name", "execution"), sweep(product(LOCAL, TRACED), is_usual))
 def test_trajectory_traced(name, execution):
     golden = GoldenRun.load(name)
     tx = golden.chain(golden.sync())
@@ -41,8 +54,10 @@ def test_trajectory_traced(name, execution):
     golden.check(history)
 
 
-@pytest.mark.parametrize("name", [n for n in LOCAL if "_w2_" in n or "hier" in n])
-@pytest.mark.parametrize("execution", [e for e in EXECUTIONS if e not in TRACED])
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    sweep(product([n for n in LOCAL if "_w2_" in n or "hier" in n], HOST), is_usual),
+)
 def test_trajectory_host_scheduled(name, execution):
     golden = GoldenRun.load(name)
     sync = golden.sync()
@@ -57,7 +72,10 @@ def test_trajectory_host_scheduled(name, execution):
     golden.check(history)
 
 
-@pytest.mark.parametrize("name", [n for n in LOCAL if "slowmo" in n and "_me" in n])
+@pytest.mark.parametrize(
+    "name",
+    sweep([n for n in LOCAL if "slowmo" in n and "_me" in n], lambda name: is_usual(name, "whole")),
+)
 def test_sharding_never_changes_numbers(name):
     golden = GoldenRun.load(name)
     history, _ = run(

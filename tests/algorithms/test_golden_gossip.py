@@ -1,9 +1,12 @@
 """Every adopted recorded run of gossip, alone and under slow momentum, in every execution."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from support.executions import EXECUTIONS, gossip_state, run
+from support.exhaustive import sweep
 from support.golden_fairscale import FLOAT32, GOSSIP, GoldenRun
 
 PUSH_SUM = [name for name in GOSSIP if "pushsum" in name]
@@ -55,22 +58,31 @@ def trajectory(golden: GoldenRun, execution: str, *, host: bool = False, **optio
     return history
 
 
-@pytest.mark.parametrize("name", GOSSIP)
-@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
+# In the usual run every recording is taken under vmap, and a few in each other execution.
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    sweep(product(GOSSIP, ["vmap", "shard_map"]), lambda n, e: e == "vmap" or n in HOST),
+)
 def test_trajectory_traced(name, execution):
     golden = GoldenRun.load(name)
     check(golden, trajectory(golden, execution))
 
 
-@pytest.mark.parametrize("name", HOST)
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    sweep(product(HOST, EXECUTIONS), lambda n, e: n == HOST[0] or (n, e) == (HOST[1], "pmap")),
+)
 def test_trajectory_host_scheduled(name, execution):
     golden = GoldenRun.load(name)
     check(golden, trajectory(golden, execution, host=True))
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("pause", ["array", "static", "host"])
+PAUSES = {"array": "vmap", "static": "shard_map", "host": "pmap"}
+
+
+@pytest.mark.parametrize(
+    ("execution", "pause"), sweep(product(EXECUTIONS, PAUSES), lambda e, p: PAUSES[p] == e)
+)
 def test_paused_updates_neither_exchange_nor_rotate(execution, pause):
     """FairScale's evaluation mode is communicate=False."""
     golden = GoldenRun.load("sgp_w4_eval_steps")

@@ -120,8 +120,10 @@ def share(devices: int) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"gossip over {devices}")
 
 
-def case(execution: str, scheduled: str, devices: int, names: tuple[str, ...] | None):
-    return pytest.param(execution, scheduled, devices, names, marks=share(devices))
+def case(
+    execution: str, scheduled: str, devices: int, names: tuple[str, ...] | None, *more: Any
+) -> Any:
+    return pytest.param(execution, scheduled, devices, names, marks=[share(devices), *more])
 
 
 @pytest.mark.parametrize(
@@ -129,11 +131,11 @@ def case(execution: str, scheduled: str, devices: int, names: tuple[str, ...] | 
     [
         case("vmap", "traced", 1, None),
         case("shard_map", "traced", 1, MAIN),
-        case("shard_map_unchecked", "traced", 1, MAIN),
-        case("vmap", "host", 1, HOST),
+        case("shard_map_unchecked", "traced", 1, MAIN, pytest.mark.exhaustive),
+        case("vmap", "host", 1, HOST, pytest.mark.exhaustive),
         case("pmap", "host", 1, HOST),
-        case("vmap", "traced", 2, MAIN),
-        case("shard_map", "traced", 2, MAIN),
+        case("vmap", "traced", 2, MAIN, pytest.mark.exhaustive),
+        case("shard_map", "traced", 2, MAIN, pytest.mark.exhaustive),
         case("shard_map_unchecked", "host", 2, HOST),
     ],
 )
@@ -152,7 +154,7 @@ def test_equal_to_the_oracle_and_to_each_other(execution, scheduled, devices, na
     ("execution", "scheduled", "pause"),
     [
         ("vmap", "traced", "array"),
-        ("shard_map_unchecked", "host", "static"),
+        pytest.param("shard_map_unchecked", "host", "static", marks=pytest.mark.exhaustive),
     ],
 )
 def test_paused_updates(execution, scheduled, pause):

@@ -7,6 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from support.executions import lift
+from support.exhaustive import sweep
 
 NARROW = ("int8", "uint8", "int16", "uint16")
 DTYPES = (*NARROW, "int32", "uint32", "int64", "uint64")
@@ -47,7 +48,8 @@ def table_of(num_rows):
     return np.arange(1, 2 * num_rows + 1, dtype=np.float32).reshape(num_rows, 2)
 
 
-@pytest.fixture(params=DTYPES)
+# Usual are a narrow type with and without a sign, the most common one, and one of 64 bits.
+@pytest.fixture(params=sweep(DTYPES, lambda dtype: dtype in ("int8", "uint8", "int32", "int64")))
 def dtype(request):
     """Types of 64 bits exist under x64 only."""
     with jax.enable_x64(request.param.endswith("64")):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 from support.tpu_schedule import Schedule, read_schedule
 from support.tpu_slices import lowered_step, tpu_mesh
 
@@ -65,7 +66,7 @@ def sent(lowered, mesh, level="compiled") -> dict[tuple[str, str], tuple[int, in
     return {(row.axis, row.collective): (row.count, row.bytes) for row in rows}
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", sweep([0, 1], lambda overlap: overlap == 1))
 def test_default_graph_host_scheduled(overlap):
     """In every round: with overlap=1 beside all products, with overlap=0 after the last."""
     mesh = eight()
@@ -159,7 +160,7 @@ def test_two_levels():
         assert not found
 
 
-@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("levels", sweep([1, 2], lambda levels: levels == 2))
 def test_base_of_slowmo(levels):
     """Between slow steps the base overlaps; a slow step holds none of its permutes."""
     mesh = eight() if levels == 1 else two_levels()

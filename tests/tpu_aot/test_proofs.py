@@ -42,7 +42,16 @@ each_place = pytest.mark.parametrize(
 )
 each_case = pytest.mark.parametrize(
     ("algorithm", "place"),
-    [pytest.param(a, p, marks=at(p), id=f"{a} on {p.name}") for a, p in CASES],
+    [
+        pytest.param(
+            a,
+            p,
+            # Unsharded state is one all-reduce, at either place.
+            marks=[at(p), *[pytest.mark.exhaustive] * ("unsharded" in a and p is FOUR_SLICES)],
+            id=f"{a} on {p.name}",
+        )
+        for a, p in CASES
+    ],
 )
 
 

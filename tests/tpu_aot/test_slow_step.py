@@ -50,7 +50,7 @@ def check_true_scatter(found: js.CommReport, kind: str, params, *, share: float 
     [
         (WHOLE_SLICE, SMALL),
         (WHOLE_SLICE, MEDIUM),
-        (WHOLE_SLICE, GPT2),
+        pytest.param(WHOLE_SLICE, GPT2, marks=pytest.mark.exhaustive),
         (SUBGROUP, MEDIUM),
     ],
     ids=["small", "medium", "gpt2", "subgroup"],

@@ -1,5 +1,7 @@
 """Leaves that are sharded inside a replica, without `param_specs`: still exchanged as blocks."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 
 SPECS = {"b": P(), "w": P("fsdp")}
 PARAMS = {
@@ -59,10 +62,18 @@ def sent(step, state):
     return {(r.kind, r.axis, r.collective): r.bytes for r in report.select(level="compiled")}
 
 
+AUTO, MIXED, EXPLICIT = ("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")
+# Every transform, and every kind of mesh.
+USUAL = {(MIXED, "local_sgd"), (EXPLICIT, "slowmo"), (EXPLICIT, "sgp")}
+
+
 @pytest.mark.parametrize(
-    "kinds", [("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")]
+    ("kinds", "name"),
+    sweep(
+        itertools.product([AUTO, MIXED, EXPLICIT], TRANSFORMS),
+        lambda kinds, name: kinds == AUTO or (kinds, name) in USUAL,
+    ),
 )
-@pytest.mark.parametrize("name", TRANSFORMS)
 def test_layouts_are_read_off_the_arrays(name, kinds):
     """The same traffic, state and values as with specs that are given."""
     mesh = mesh_of_kinds(*kinds)
