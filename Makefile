@@ -14,7 +14,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-jax test-torch test-cluster torch-env lint lint-torch format docs bench-env clean distclean
+.PHONY: help demo test test-jax test-all test-torch test-cluster torch-env lint lint-torch format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -29,6 +29,9 @@ test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for
 # Not reordered: tests/conftest.py puts last what loads libtpu.
 test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k slowmo" passes arguments on.
 	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
+
+test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make test` leaves out.
+	@$(MAKE) --no-print-directory test-jax TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
 
 test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
