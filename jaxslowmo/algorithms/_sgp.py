@@ -211,10 +211,11 @@ class _SGP:
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
             return self.transform()  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
-        self.plan_for(num_nodes)  # refuses another size
-        if isinstance(self.graph, Graph):
-            return self.transform()
-        return replace(self, graph=self.graph_for(num_nodes)).transform()
+        fixed = self
+        if not isinstance(self.graph, Graph):  # plans of other sizes are of other graphs
+            fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
+        fixed.plan_for(num_nodes)  # refuses another size
+        return fixed.transform()
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """See `Told.phase`: the round of the rotation."""

@@ -190,6 +190,18 @@ def test_graph_of_another_size_than_the_axis(graph, execution):
         trace(one_update(js.slowmo("replica", base=tx)), PARAMS, execution=execution)
 
 
+def test_a_graph_that_was_fixed_for_a_size_is_for_no_other():
+    """Whatever sizes the transform that it was made from has met since."""
+    tx = js.sgp("replica")
+    sized = tx.sized({"replica": 2})
+    tx.sized({"replica": 4})
+    message = r"axis 'replica', which has size 4, got npeer_directed_exponential\(2\)"
+    with pytest.raises(ValueError, match=message):
+        sized.sized({"replica": 4})
+    with pytest.raises(ValueError, match=message):
+        trace(one_update(sized), PARAMS)
+
+
 def test_nodes_of_several_axes_count_together():
     tx = js.sgp(("node", "replica"), graph=ring(4))
     tx.sized({"node": 2, "replica": 2})
