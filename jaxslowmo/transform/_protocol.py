@@ -138,32 +138,19 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         update: Callable[..., tuple[PyTree, PyTree]],
         **told: Any,
     ) -> "ParameterTransform":
-        """Make one from its functions, and from what it tells."""
-        # A carry of its own means that the state can't be moved leaf by leaf.
-        needs_owner = told.get("carry", carry_plainly) is not carry_plainly
-        if told.get("state") is not None:
-            register_state(told["state"], "parameters", needs_owner=needs_owner)
-            return super().__new__(cls, cast("optax.TransformInitFn", init), update)
-
-        def learning_init(params: PyTree) -> PyTree:
-            state = init(params)
-            learn_state(state, needs_owner=needs_owner)
-            return state
-
-        return super().__new__(cls, cast("optax.TransformInitFn", learning_init), update)
-
-    def __init__(
-        self,
-        init: Callable[[PyTree], PyTree],
-        update: Callable[..., tuple[PyTree, PyTree]],
-        **told: Any,
-    ) -> None:
-        del init
+        """Make one from its functions, and from what it tells; None stands for the default."""
+        told = {name: value for name, value in told.items() if value is not None}
+        init = _registering(init, told.get("state"), told.get("carry", carry_plainly))
+        self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
         # What depends on nothing is the transform itself.
         told.setdefault("exchange", _parameters_only(update))
         told.setdefault("sized", lambda axis_sizes: self)
         told.setdefault("with_specs", lambda param_specs: self)
         Told.__init__(self, **told)
+        return self
+
+    def __init__(self, *args: Any, **told: Any) -> None:
+        """Nothing is left to do, whatever the signature of a subclass is."""
 
     def phases(self) -> list[Phase]:
         """All phases that occur, in order of first appearance."""
@@ -183,10 +170,14 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         unknown = sorted(set(changed) - set(self._fields) - told)
         if unknown:
             raise ValueError(f"`_replace` takes {[*self._fields, *sorted(told)]}, got {unknown}.")
-        pair = [changed.get(name, own) for name, own in zip(self._fields, self, strict=True)]
+        init, update = (changed.get(name, getattr(self, name)) for name in self._fields)
+        # States of another `init` may be of another class.
+        state = changed.get("state", None if "init" in changed else self.state)
+        if not changed.keys().isdisjoint({"init", "state", "carry"}):
+            init = _registering(init, state, changed.get("carry", self.carry))
         # Not through the constructor: a subclass may have another signature.
-        new = tuple.__new__(type(self), pair)
-        new.__dict__.update(self.__dict__)
+        new = tuple.__new__(type(self), (init, update))
+        new.__dict__.update(self.__dict__, state=state)
         if "update" in changed:  # the step builder shall not go past it
             new.__dict__["exchange"] = _parameters_only(changed["update"])
         if changed:  # what is derived from it has the same functions
@@ -195,6 +186,24 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
             new.__dict__["with_specs"] = lambda specs: with_specs(specs)._replace(**changed)
         new.__dict__.update({name: value for name, value in changed.items() if name in told})
         return new
+
+
+def _registering(
+    init: Callable[[PyTree], PyTree], kind: type | None, carry: Carry
+) -> Callable[[PyTree], PyTree]:
+    """`init`, of whose states the class is registered: now if it is known, else by the first."""
+    # A carry of its own means that the state can't be moved leaf by leaf.
+    needs_owner = carry is not carry_plainly
+    if kind is not None:
+        register_state(kind, "parameters", needs_owner=needs_owner)
+        return init
+
+    def learning_init(params: PyTree) -> PyTree:
+        state = init(params)
+        learn_state(state, needs_owner=needs_owner)
+        return state
+
+    return learning_init
 
 
 def _parameters_only(update: Callable[..., tuple[PyTree, PyTree]]) -> Step:

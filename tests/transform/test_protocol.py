@@ -53,6 +53,38 @@ def test_a_copy_may_tell_something_else():
         tx.phase = never.phase
 
 
+def test_a_subclass_may_have_a_signature_of_its_own():
+    class Never(js.ParameterTransform):
+        def __new__(cls, period):
+            return super().__new__(
+                cls,
+                lambda params: (),
+                lambda updates, state, params=None, **extra: (updates, state),
+                phase=lambda t, skipped=0: (),
+                due=lambda t: False,
+                schedules=(js.every(period),),
+            )
+
+    tx = Never(3)
+    assert tx.schedules == (js.every(3),)
+    assert type(tx._replace()) is type(copy.copy(tx)) is Never
+
+
+def test_none_stands_for_the_default():
+    names = ["exchange", "numerator", "reset", "permit", "anchor", "sized", "with_specs", "shares"]
+    tx = js.ParameterTransform(
+        lambda params: (),
+        lambda updates, state, params=None, **extra: (updates, state),
+        phase=lambda t, skipped=0: (),
+        due=lambda t: False,
+        schedules=(),
+        **dict.fromkeys([*names, "state", "skipped"]),
+    )
+    assert tx.exchange(1.0, [], (), 0.0) == (1.0, [], ())
+    assert (tx.numerator((), 2.0), tx.reset(()), tx.shares(())) == ((2.0, None), (), [(1.0, None)])
+    assert tx.sized({}) is tx.with_specs(P()) is tx
+
+
 # What the builder checks for all
 
 

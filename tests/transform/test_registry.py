@@ -80,6 +80,17 @@ def test_a_class_that_was_named_needs_no_state_to_be_known():
     assert holds_state(learned(np.int32(0)), "parameters")
 
 
+def test_the_class_of_a_copy_with_another_init_is_known_too():
+    before, named, learned = own_class(), own_class(), own_class()
+    tx = transform_of(before, state=before)
+    tx._replace(state=named)
+    assert holds_state(named(np.int32(0)), "parameters")
+    copied = tx._replace(init=lambda params: learned(jnp.zeros([], jnp.int32)))
+    copied.init(PARAMS)
+    assert holds_state(learned(np.int32(0)), "parameters")
+    assert (tx.state, copied.state) == (before, None)
+
+
 # What is learned, and what is not
 
 
