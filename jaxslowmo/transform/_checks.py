@@ -184,7 +184,8 @@ class StateCheck:
     def _kind(self, params: PyTree) -> Hashable:
         # Shards of leaves that are sharded inside a replica depend on the mesh, too.
         mesh = jax.sharding.get_abstract_mesh()
-        return _form(params), axis_size(self._axes), mesh, specs_key(typed_specs(params))
+        sizes = tuple(map(axis_size, self._axes))  # under vmap no mesh tells them
+        return _form(params), sizes, mesh, specs_key(typed_specs(params))
 
 
 _Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]

@@ -43,6 +43,19 @@ def test_a_state_is_compared_once(own, times, monkeypatch):
     assert len(asked) == times
 
 
+def test_sizes_are_told_apart_not_only_their_product():
+    """Under vmap no mesh does: shards of 2 replicas of 4 devices are not those of 4 of 2."""
+    base = js.local_sgd("replica", sync_every=1)
+    made, used = (
+        js.slowmo("replica", base=base, sync_every=2, local_axis_name="device") for _ in range(2)
+    )
+    for sizes in [(2, 4), (4, 2)]:
+        params = jnp.ones((*sizes, 640))
+        lift = lambda fn: jax.vmap(jax.vmap(fn, axis_name="device"), axis_name="replica")  # noqa: E731
+        state = jax.eval_shape(lift(made.init), params)
+        jax.eval_shape(lift(lambda p, s: used.update(p, s, p)), params, state)
+
+
 def test_an_exchange_of_checked_arguments():
     found = checked_exchange("owner", ("node", "replica"), "device", None, 100)
     assert (found.axis_name, found.local_axis_name) == (("node", "replica"), "device")
