@@ -249,7 +249,13 @@ def _told_rate(count: jax.Array, told: Mapping[str, Any]) -> jax.Array:
             "js.make_train_step does that for `sync`, not for a slowmo inside of `optimizer`; in a "
             "loop of your own call `update(updates, state, params, learning_rate=rate)`."
         )
-    return _rate(told["learning_rate"])
+    rate = _rate(told["learning_rate"])
+    if rate.shape:
+        raise ValueError(
+            "slowmo: the `learning_rate` that an update is told must be a scalar, got shape "
+            f"{rate.shape}."
+        )
+    return rate
 
 
 def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:

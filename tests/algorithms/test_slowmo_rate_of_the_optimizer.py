@@ -232,6 +232,12 @@ def test_a_loop_of_ones_own_must_tell():
         trace(one_update(slow("optimizer")), PARAMS)
 
 
+def test_what_a_loop_tells_is_a_scalar():
+    rates = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"slowmo: the `learning_rate` .* a scalar, got .*\(3,\)"):
+        trace(one_update(slow("optimizer"), learning_rate=rates), PARAMS)
+
+
 @pytest.mark.parametrize("rate", ["adam", "", "Optimizer"])
 def test_another_string(rate):
     said = rf'`learning_rate` must be a number, a schedule, "optimizer" or None, got \'{rate}\''

@@ -72,7 +72,8 @@ def make_train_step(
         transform as `gradients`. At `init`, or at the first step, one inside `gradients` or,
         host-scheduled, inside `optimizer`; replicas that would train apart. At trace time batches
         that do not split evenly, gradients that were not averaged over the inner axes, a line
-        search where they are averaged over any.
+        search where they are averaged over any, `js.slowmo(learning_rate="optimizer")` and an
+        `optimizer` whose state does not hold one learning rate.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
