@@ -56,10 +56,10 @@ def test_an_update_is_the_body_of_a_loop(name, given, mesh_of):
 
 
 def trained(tx, params, steps, communicate):
-    state = tx.init(params)
-    for talk in communicate:
-        params, state = updated(tx, params, state, {"w": steps}, communicate=talk)
-    return params, state
+    def one(run, talk):
+        return updated(tx, *run, {"w": steps}, communicate=talk), None
+
+    return jax.lax.scan(one, (params, tx.init(params)), communicate)[0]
 
 
 # A name on the outer axis changes what is bound, for all alike.
@@ -104,10 +104,10 @@ def test_an_idle_replica_poisons_nobody(name):
     weights = np.array([1, 0, 2, 1], np.float32)
 
     def one(params, steps, weight):
-        state = tx.init(params)
-        for _ in range(4):
-            params, state = updated(tx, params, state, {"w": steps}, weight=weight)
-        return params, state
+        def update(run, _):
+            return updated(tx, *run, {"w": steps}, weight=weight), None
+
+        return jax.lax.scan(update, (params, tx.init(params)), length=4)[0]
 
     params, state = jax.jit(jax.vmap(one, axis_name="replica"))(SMALL, poison, weights)
     for leaf in jax.tree.leaves((params, state)):
@@ -122,16 +122,18 @@ def others_of(tx):
     """Parameters and other arrays after each of four updates by zeros; both start alike."""
 
     def one(params):
-        state, others = tx.init(params), [params["w"]]
         zeros = jax.tree.map(jnp.zeros_like, params)
-        seen = []
-        for _ in range(4):
+
+        def update(run, _):
+            params, others, state = run
             updates, others, state = tx.exchange(zeros, others, state, params)
             params = optax.apply_updates(params, updates)
-            seen.append((params["w"], others[0]))
-        return seen
+            return (params, others, state), (params["w"], others[0])
 
-    return jax.jit(jax.vmap(one, axis_name="replica"))(SMALL)
+        return jax.lax.scan(update, (params, [params["w"]], tx.init(params)), length=4)[1]
+
+    seen = jax.jit(jax.vmap(one, axis_name="replica", out_axes=1))(SMALL)
+    return list(zip(*map(np.asarray, seen), strict=True))
 
 
 GOSSIP = [name for name in PARAMETER if name.startswith(("sgp", "slowmo over sgp"))]

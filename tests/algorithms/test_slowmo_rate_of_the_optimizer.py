@@ -24,8 +24,8 @@ def schedule(count):
 
 def slow(rate, **options):
     base = js.local_sgd("replica", sync_every=2)
-    given = {"momentum": 0.7, "slow_learning_rate": 0.9, **options}
-    return js.slowmo("replica", base=base, sync_every=4, learning_rate=rate, **given)
+    given = {"sync_every": 4, "momentum": 0.7, "slow_learning_rate": 0.9, **options}
+    return js.slowmo("replica", base=base, learning_rate=rate, **given)
 
 
 def loss(params, batch):
@@ -64,8 +64,11 @@ def test_as_with_the_schedule_of_the_optimizer(where, mode):
     told, _ = trained(step_of(slow("optimizer", **WHERE[where]), mode=mode))
     given, _ = trained(step_of(slow(schedule, **WHERE[where]), mode=mode))
     assert_same(told, given)
-    without, _ = trained(step_of(slow(None, **WHERE[where]), mode=mode))
-    assert np.abs(without[-1]["w"] - told[-1]["w"]).max() > 1e-3
+
+
+def test_without_a_rate_it_is_another_trajectory():
+    told, without = (trained(step_of(slow(rate)))[0][-1]["w"] for rate in ("optimizer", None))
+    assert np.abs(without - told).max() > 1e-3
 
 
 def test_on_devices_and_around_and_under_other_transforms():
@@ -98,24 +101,40 @@ def test_a_rate_that_is_changed_between_steps():
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("rate_of", [jnp.float32, float, np.float64], ids=["jax", "float", "numpy"])
-def test_in_a_loop_of_ones_own(where, rate_of):
+def test_in_a_loop_of_ones_own(where):
     moves = np.random.default_rng(2).normal(size=(STEPS, REPLICAS, 5)).astype(np.float32)
 
-    def run(tx, **told):
+    def run(tx, is_told):
         def one(w, moves):
-            state = tx.init(w)
-            for t in range(STEPS):
-                rate = {name: of(RATES[t]) for name, of in told.items()}
-                updates, state = tx.update(-RATES[t] * moves[t], state, w, **rate)
-                w = w + updates
-            return w
+            def step(carry, x):
+                (w, state), (move, rate) = carry, x
+                told = {"learning_rate": rate} if is_told else {}
+                updates, state = tx.update(-rate * move, state, w, **told)
+                return (w + updates, state), w + updates
+
+            return jax.lax.scan(step, (w, tx.init(w)), (moves, RATES))[1]
 
         mapped = jax.vmap(one, axis_name="replica", in_axes=(0, 1))
         return jax.jit(mapped)(np.stack([START["w"]] * REPLICAS), moves)
 
-    told = run(slow("optimizer", **WHERE[where]), learning_rate=rate_of)
-    np.testing.assert_allclose(told, run(slow(schedule, **WHERE[where])), rtol=1e-6, atol=1e-7)
+    assert_same(
+        run(slow("optimizer", **WHERE[where]), True), run(slow(schedule, **WHERE[where]), False)
+    )
+
+
+@pytest.mark.parametrize("rate", [0.3, np.float64(0.3), np.float32(0.3), jnp.float32(0.3), 1])
+def test_any_number_is_a_rate(rate):
+    tx = slow("optimizer", sync_every=2)
+
+    def one(w):
+        state = tx.init(w)
+        for _ in range(2):
+            _, state = tx.update(w, state, w, learning_rate=rate)
+        return state.outer.learning_rate, state.outer.since
+
+    now, since = jax.vmap(one, axis_name="replica")(jnp.ones((REPLICAS, 2)))
+    assert now.tolist() == [np.float32(rate)] * REPLICAS
+    assert (now.dtype, since.tolist()) == (jnp.float32, [0] * REPLICAS)
 
 
 # Replicas that have run out of data
