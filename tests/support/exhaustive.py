@@ -11,11 +11,12 @@ def sweep(cases: Iterable[Any], is_usual: Callable[..., bool]) -> list[Any]:
 
     Args:
       cases: a value each, or a tuple of several.
-      is_usual: of the values of a case.
+      is_usual: of the values of a case; some must be.
     """
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         marks = () if is_usual(*values) else (pytest.mark.exhaustive,)
         found.append(pytest.param(*values, marks=marks))
+    assert not all(case.marks for case in found)
     return found
