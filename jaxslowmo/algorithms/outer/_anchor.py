@@ -42,7 +42,7 @@ class OwnAnchor:
         return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
 
     def like_stored(self, params: PyTree) -> Any:
-        """Zeros of the shapes and dtypes of that, from types alone."""
+        """Of that only shapes and dtypes matter."""
         return self.store(params)
 
     def average(self, y: PyTree) -> Any:

@@ -55,7 +55,7 @@ class ShardedAnchor(WholeAnchor):
         return _joined(shard_packing(params, self.exchange).pack(params, shard))
 
     def like_stored(self, params: PyTree) -> tuple[jax.Array, ...]:
-        """Zeros like these, without packing anything."""
+        """Zeros like that, without packing anything."""
         packing = shard_packing(params, self.exchange)
 
         def zeros(buffer: Buffer) -> jax.Array:
