@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxslowmo.transform import Exchange, replica_mean
@@ -25,6 +25,7 @@ def meant(tree, weights=None, local=None, bucket_bytes=None):
     return jax.vmap(one, axis_name="replica")(tree, weight)
 
 
+@settings(max_examples=10)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=2).map(tuple), max_size=4),
     weights=st.none() | st.lists(st.integers(0, 3), min_size=REPLICAS, max_size=REPLICAS),
