@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .._typing import AxisName, PyTree
 from ..mesh import (
@@ -54,7 +55,7 @@ def checked_exchange(
     """The `Exchange` of these arguments.
 
     Raises:
-      ValueError: axes that are no names, or a negative size.
+      ValueError: axes that are no names, specs that are none, or a negative size.
     """
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
@@ -62,6 +63,12 @@ def checked_exchange(
     if bucket_bytes is not None and bucket_bytes < 0:
         raise ValueError(
             f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
+        )
+    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
+        raise ValueError(
+            f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
+            f"{type(wrong[0]).__name__}."
         )
     return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes)
 

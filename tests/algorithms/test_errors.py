@@ -38,6 +38,14 @@ def test_negative_bucket_bytes(name):
         ALL[name]("replica", bucket_bytes=-1)
 
 
+@pytest.mark.parametrize("name", PARAMETER_TRANSFORMS)
+@pytest.mark.parametrize("specs", [{"w": np.zeros(2)}, {"w": P(), "b": "fsdp"}])
+def test_specs_that_are_none(name, specs):
+    wrong = "ndarray" if "b" not in specs else "str"
+    with pytest.raises(ValueError, match=rf"{name}: `param_specs` .* PartitionSpec, got .*{wrong}"):
+        PARAMETER_TRANSFORMS[name]("replica", param_specs=specs)
+
+
 def test_other_bucket_arguments():
     with pytest.raises(ValueError, match=r"`first_bucket_bytes` .* >= 0, got -2"):
         js.all_reduce_gradients("replica", first_bucket_bytes=-2)

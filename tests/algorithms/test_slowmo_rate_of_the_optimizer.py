@@ -1,5 +1,7 @@
 """`js.slowmo(learning_rate="optimizer")`: the rate stands once, in the optimizer's state."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,3 +264,30 @@ def test_another_string(rate):
     said = rf'`learning_rate` must be a number, a schedule, "optimizer" or None, got \'{rate}\''
     with pytest.raises(ValueError, match=said):
         slow(rate)
+
+
+def test_a_base_that_knows_of_no_rate():
+    plain = js.local_sgd("replica", sync_every=2)
+
+    def exchange(updates, others, state, params, *, communicate=True, weight=None, phase=None):
+        now = {"communicate": communicate, "weight": weight, "phase": phase}
+        return plain.exchange(updates, others, state, params, **now)
+
+    def slow_over(base):
+        return js.slowmo("replica", base=base, sync_every=4, learning_rate="optimizer")
+
+    found, _ = trained(step_of(slow_over(plain._replace(exchange=exchange))))
+    wanted, _ = trained(step_of(slow_over(plain)))
+    assert_same(found, wanted)
+
+
+def test_other_states_with_hyperparams_hold_no_rate():
+    class Tuned(NamedTuple):
+        hyperparams: jax.Array
+
+    tuned = optax.GradientTransformation(
+        lambda params: Tuned(jnp.ones(3)), lambda updates, state, params=None: (updates, state)
+    )
+    found, _ = trained(step_of(slow("optimizer"), optax.chain(tuned, INJECTED)))
+    wanted, _ = trained(step_of(slow("optimizer")))
+    assert_same(found, wanted)

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import Placement
 from jaxslowmo.checkpoint._resize import _consensus as host_consensus
 from jaxslowmo.mesh._consensus import _consensus_fn
+from jaxslowmo.transform import Placement
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)

@@ -282,9 +282,12 @@ class OuterStep:
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
         # The base finds checked arguments, and need not warn of the same axes again.
+        extra = dict(self.extra)
+        if self.of.rate is not None and self.of.rate.is_told and not base.wants_learning_rate:
+            extra.pop("learning_rate")  # a base of one's own need not know of it
         with inside(axis_names(self.of.exchange.axis_name)):
             updates, others, base_state = base.exchange(
-                updates, others, state.base, self.params, **now, **self.extra
+                updates, others, state.base, self.params, **now, **extra
             )
         return updates, others, state._replace(base=base_state)
 

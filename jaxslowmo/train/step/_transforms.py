@@ -1,5 +1,6 @@
 """What a step refuses to do with transforms that exchange."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ def optimizer_rate(opt_state: PyTree) -> Any:
 
 
 def _has_rate(x: Any) -> bool:
-    return "learning_rate" in getattr(x, "hyperparams", ())
+    hyperparams = getattr(x, "hyperparams", None)
+    return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
 
 
 def _misplaced(what: str) -> str:
