@@ -28,7 +28,7 @@ def test_dtypes_are_kept_under_x64(dtype, strict_promotion):
             alone = tx.update({"t": gradient}, state)[0]["t"]
             return alone, tx.update({"t": gradient}, state, weight=weight)[0]["t"]
 
-        means = jax.vmap(reduced, axis_name="replica")(jnp.array([1, 2, 4], jnp.float32))
+        means = jax.jit(jax.vmap(reduced, axis_name="replica"))(jnp.array([1, 2, 4], jnp.float32))
         sums = np.array([0, 0.1 + 0.3, 0, 0.2])
         wanted = {
             "to_dense": (gradient.to_dense(), sums),
