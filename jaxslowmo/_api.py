@@ -69,6 +69,7 @@ from .train import train_loop as train_loop
 from .train import uneven_batches as uneven_batches
 from .transform import Every as Every
 from .transform import ParameterTransform as ParameterTransform
+from .transform import TransformSpec as TransformSpec
 from .transform import every as every
 from .transform import phase_name as phase_name
 from .tree import assign_buckets as assign_buckets

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 import jaxslowmo as js
 
-jax.config.update("jax_num_cpu_devices", 8)
 PACKAGE = Path(js.__file__).parent
 COLLECTIVES = {"psum", "pmean", "pmax", "all_gather", "psum_scatter", "ppermute", "all_to_all"}
 # What the rest is written in: names of axes and facts about them, arithmetic of trees.
@@ -134,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", action="store_true", help="print every file")
     files = parser.parse_args().files
+    jax.config.update("jax_num_cpu_devices", 8)
     trips = {"slow step of slowmo": slow_step()}
     for algorithm in ("slowmo", "local_sgd", "all_reduce"):
         trips[f"train, {algorithm}"] = train(algorithm)

@@ -123,7 +123,7 @@ class _OnlyFinite:
     def permit(
         self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[jax.Array, OnlyFiniteState]:
-        """See `Told.permit`: whether y and what travels along are finite on all replicas."""
+        """See `TransformSpec.permit`: are y and what travels along finite on all replicas?"""
         # A sum of flags rather than of values: what is not finite must not travel.
         poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
@@ -141,7 +141,7 @@ class _OnlyFinite:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OnlyFiniteState]:
-        """One update; see `Told.exchange`."""
+        """One update; see `TransformSpec.exchange`."""
         state = state._replace(count=increment(state.count))
 
         def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:

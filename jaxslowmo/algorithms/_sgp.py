@@ -207,7 +207,7 @@ class _SGP:
         return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `Told.sized`: with the graph that it is then."""
+        """See `TransformSpec.sized`: with the graph that it is then."""
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
             return self.transform()  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
@@ -218,7 +218,7 @@ class _SGP:
         return fixed.transform()
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `Told.phase`: the round of the rotation."""
+        """See `TransformSpec.phase`: the round of the rotation."""
         number, known = t - 1 - skipped, self.known()
         if known is None:
             self.warn(
@@ -262,7 +262,7 @@ class _SGP:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
-        """One update; see `Told.exchange`."""
+        """One update; see `TransformSpec.exchange`."""
         del weight, extra  # an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
@@ -341,7 +341,7 @@ class _SGP:
         return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """See `Told.numerator`: x and w, with what is in flight."""
+        """See `TransformSpec.numerator`: x and w, with what is in flight."""
         # Doubly stochastic rounds keep w at 1, and the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
@@ -351,7 +351,7 @@ class _SGP:
         return (x, total) if plan.weight_differs else (over(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """See `Told.reset`."""
+        """See `TransformSpec.reset`."""
         # All hold the mean now, what was in flight included. The rotation of the graph goes on, and
         # with it `exchanges`.
         return state._replace(
@@ -360,7 +360,7 @@ class _SGP:
         )
 
     def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `Told.carry`."""
+        """See `TransformSpec.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

@@ -28,7 +28,7 @@ from ._placement import replica_average as replica_average
 from ._placement import stacked as stacked
 from ._protocol import Others as Others
 from ._protocol import ParameterTransform as ParameterTransform
-from ._protocol import Told as Told
+from ._protocol import TransformSpec as TransformSpec
 from ._protocol import inside as inside
 from ._protocol import parameter_transform as parameter_transform
 from ._protocol import phase_name as phase_name

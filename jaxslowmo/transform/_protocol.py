@@ -33,7 +33,7 @@ Others = list[jax.Array]
 """Floating arrays that are no parameters and travel with them, such as batch statistics."""
 
 Step = Callable[..., tuple[PyTree, Others, PyTree]]
-"""`step(updates, others, state, params, ...)`: see `Told.exchange`."""
+"""`step(updates, others, state, params, ...)`: see `TransformSpec.exchange`."""
 
 
 def _only_parameters(state: PyTree, y: PyTree) -> tuple[PyTree, jax.Array | None]:
@@ -54,7 +54,7 @@ _UNKNOWN: Any = None  # until there is a transform, which is what they are made 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Told:
+class TransformSpec:
     """What a parameter transform tells, beside optax's pair, to other transforms and to the step.
 
     Attributes:
@@ -114,7 +114,7 @@ class Told:
     shares: Shares = _own_parameters
 
 
-class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
+class ParameterTransform(optax.GradientTransformationExtraArgs, TransformSpec):
     """An optax transform that comes last in a chain and moves the parameters themselves.
 
     With y = params + updates, `update` returns the update that lands on the new parameters: y where
@@ -127,9 +127,9 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
     * `phase=None` decides inside the program (`lax.cond` on the counter in the state); a given
       phase is static, and the program holds that phase's collectives only.
 
-    Beside optax's pair it has the attributes of `Told`, given by name where one is made: `phase`,
-    `due` and `schedules` must be. The state is a NamedTuple with a field `count`: () int32, updates
-    so far.
+    Beside optax's pair it has the attributes of `js.TransformSpec`, given by name where one is
+    made: `phase`, `due` and `schedules` must be. The state is a NamedTuple with a field `count`: ()
+    int32, updates so far.
     """
 
     def __new__(
@@ -146,7 +146,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
         told.setdefault("exchange", _parameters_only(update))
         told.setdefault("sized", lambda axis_sizes: self)
         told.setdefault("with_specs", lambda param_specs: self)
-        Told.__init__(self, **told)
+        TransformSpec.__init__(self, **told)
         return self
 
     def __init__(self, *args: Any, **told: Any) -> None:
@@ -166,7 +166,7 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, Told):
 
     def _replace(self, **changed: Any) -> "ParameterTransform":
         """A copy with another `init`, `update`, or something else to tell."""
-        told = {field.name for field in dataclasses.fields(Told)}
+        told = {field.name for field in dataclasses.fields(TransformSpec)}
         unknown = sorted(set(changed) - set(self._fields) - told)
         if unknown:
             raise ValueError(f"`_replace` takes {[*self._fields, *sorted(told)]}, got {unknown}.")
@@ -260,12 +260,12 @@ def parameter_transform(
         before.
       init: makes the state.
       step: `step(updates, others, state, params, *, communicate, weight, phase, **extra)`, as
-        `Told.exchange`; given updates that are zero on an idle replica, and a weight that is None
-        or () float32.
+        `TransformSpec.exchange`; given updates that are zero on an idle replica, and a weight that
+        is None or () float32.
       events: names that a phase may hold; None leaves that to a transform inside.
       inner_axes: over which a transform inside of it exchanges.
       like_init: as `init`, of which only types matter, where that is sooner traced.
-      **told: what else it tells; see `Told`.
+      **told: what else it tells; see `TransformSpec`.
 
     Raises:
       ValueError: at trace time, from `update` and `exchange`: missing parameters, a phase or a

@@ -145,7 +145,7 @@ class Outer:
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `Told.phase`."""
+        """See `TransformSpec.phase`."""
         slow = bool(self.schedule(t))
         # An exact average makes the base's own exchange of that update a waste: it is left out.
         if self.base is None or (slow and self.exact_average):
@@ -157,24 +157,24 @@ class Outer:
         return (*own, SLOW) if slow else own
 
     def due(self, t: Any) -> Any:
-        """See `Told.due`."""
+        """See `TransformSpec.due`."""
         slow = self.schedule(t)
         return slow if self.base is None else either(self.base.due(t), slow)
 
     def skipped(self, state: OuterState) -> Any:
-        """See `Told.skipped`: the base's, slow steps apart."""
+        """See `TransformSpec.skipped`: the base's, slow steps apart."""
         assert self.base is not None
         assert self.base.skipped is not None
         slow = self.schedule.times(int(state.count)) if self.exact_average else 0
         return self.base.skipped(state.base) - slow
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `Told.sized`."""
+        """See `TransformSpec.sized`."""
         base = None if self.base is None else self.base.sized(axis_sizes)
         return replace(self, base=base).transform()
 
     def with_specs(self, specs: PyTree) -> ParameterTransform:
-        """See `Told.with_specs`."""
+        """See `TransformSpec.with_specs`."""
         base = None if self.base is None else self.base.with_specs(specs)
         # The layout of shards is part of the state: only specs that were given decide it.
         exchange = self.exchange if self.anchor.is_sharded else self.exchange.with_specs(specs)
@@ -208,7 +208,7 @@ class Outer:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OuterState]:
-        """One update; see `Told.exchange`."""
+        """One update; see `TransformSpec.exchange`."""
         rate = None
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
@@ -232,14 +232,14 @@ class Outer:
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[Any, OuterState]:
-        """See `Told.permit`: the base's."""
+        """See `TransformSpec.permit`: the base's."""
         assert self.base is not None
         assert self.base.permit is not None
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
 
     def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `Told.carry`."""
+        """See `TransformSpec.carry`."""
         move = functools.partial(self.anchor.moved, state.anchor, params, old, new)
         base = Carried(()) if self.base is None else self.base.carry(state.base, params, old, new)
         count = carry_leaf(state.count, old, new)
