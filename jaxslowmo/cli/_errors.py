@@ -1,14 +1,25 @@
 """How commands end: exit codes, and one line that says what to do about a wrong call."""
 
 import contextlib
+import errno
+import os
+import re
 from collections.abc import Iterator
 
-DIVERGED = 1
+FAILED = DIVERGED = 1
 USAGE_ERROR = 2
-LOST_A_PROCESS = 75  # EX_TEMPFAIL: try again
+LOST_A_PROCESS = TRY_AGAIN = 75  # EX_TEMPFAIL
 INTERRUPTED = 130  # as shells say of a program that SIGINT ended
+TERMINATED = 143  # likewise of SIGTERM
+# A start after one of these would end like it, or was not asked for.
+FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
 # By how a run ended; SIGTERM, which preempts, lets it end well.
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
+
+# A disk that is full or a file server that does not answer may be well again in a minute.
+_PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
+# As tensorstore writes it, which raises errors without a number.
+_OS_ERROR = re.compile(r"OS error (\d+)")
 
 # What the `train` extra installs and the command line imports.
 _EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
@@ -19,6 +30,41 @@ class CommandError(Exception):
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
+
+
+def io_errno(error: BaseException | None) -> int | None:
+    """The number of the operating system's error that an error is, or came from; None if of none.
+
+    An error may tell its number itself, by an attribute `errno`.
+    """
+    while error is not None:
+        number = getattr(error, "errno", None)
+        if isinstance(number, int):
+            return number
+        if found := _OS_ERROR.search(str(error)):
+            return int(found[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code for an error that nothing has handled.
+
+    75 for a disk or a file server that does not answer or is full (EIO, ENOSPC, ESTALE, ETIMEDOUT),
+    2 for a wrong call, 1 for all others.
+    """
+    if isinstance(error, CommandError):
+        return USAGE_ERROR
+    return TRY_AGAIN if io_errno(error) in _PASSING else FAILED
+
+
+def describe(error: BaseException) -> str:
+    """One line on an error that is no wrong call: what it is and what it says."""
+    number = io_errno(error)
+    said = " ".join(str(error).split())[:300]
+    if number is not None and os.strerror(number) not in said:
+        said = f"{os.strerror(number)} ({said})"
+    return said if isinstance(error, OSError) else f"{type(error).__name__}: {said}"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ FLOORS = {
     "_warn": -1,
     "_typing": -1,
     "_scopes": -1,
+    "_coordinator": -1,
     "tree": 0,
     "topology": 0,
     "mesh": 1,

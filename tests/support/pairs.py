@@ -1,0 +1,58 @@
+"""A program in several real processes that are joined, each with one CPU device."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_HEAD = """
+import sys
+import jax
+rank, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+"""
+
+
+def two_processes(program: str, folder: Path, seconds: float = 120) -> list[str]:
+    """What both print, without gloo's lines; both must leave with 0 within `seconds`.
+
+    Args:
+      program: knows its `rank`.
+      folder: for what they print.
+      seconds: at most.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = folder / "program.py"
+    script.write_text(_HEAD + program)
+    outputs = [folder / f"printed{rank}" for rank in range(2)]
+    with contextlib.ExitStack() as files:
+        started = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(port)],
+                stdout=files.enter_context(out.open("w")),
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"XLA_FLAGS": ""},
+            )
+            for rank, out in enumerate(outputs)
+        ]
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    printed = [out.read_text() for out in outputs]
+    assert codes == [0, 0], printed
+    return [
+        "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
+        for text in printed
+    ]

@@ -1,0 +1,41 @@
+"""Notes between two real processes: left once, read, waited for with a limit, forgotten."""
+
+import pytest
+
+from support.pairs import two_processes
+
+PROGRAM = """
+import time
+from jaxslowmo import _coordinator as notes
+
+assert notes.told("a/b") is None
+if rank == 0:
+    assert notes.tell("a/b", "first") is True
+assert notes.wait_for("a/b", 60) == "first" == notes.told("a/b")
+assert notes.tell("a/b", "second") is False
+assert notes.told("a/b") == "first"
+
+begun = time.monotonic()
+try:
+    notes.wait_for("never", 1.5)
+except notes.NoNoteError as error:
+    print("no note never within 1.5 s" == str(error), 1.4 < time.monotonic() - begun < 10)
+
+notes.tell(f"a/c/{rank}", "x" * 100_000)
+assert len(notes.wait_for(f"a/c/{1 - rank}", 60)) == 100_000
+notes.tell(f"done/{rank}", "")
+notes.wait_for(f"done/{1 - rank}", 60)
+notes.forget("a")
+print(notes.told("a/b"), notes.told("a/c/0"))
+"""
+
+
+def test_notes(tmp_path):
+    assert two_processes(PROGRAM, tmp_path) == ["True True\nNone None\n"] * 2
+
+
+def test_processes_that_were_not_joined_are_told_so():
+    from jaxslowmo import _coordinator
+
+    with pytest.raises(RuntimeError, match=r"joined by jax\.distributed\.initialize\(\) first"):
+        _coordinator.told("a")
