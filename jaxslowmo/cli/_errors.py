@@ -1,10 +1,10 @@
 """How commands end: exit codes, and one line that says what to do about a wrong call."""
 
 import contextlib
-import errno
 import os
-import re
 from collections.abc import Iterator
+
+from .._os_errors import PASSING, io_errno
 
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
@@ -15,11 +15,6 @@ TERMINATED = 143  # likewise of SIGTERM
 FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
 # By how a run ended; SIGTERM, which preempts, lets it end well.
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
-
-# A disk that is full or a file server that does not answer may be well again in a minute.
-_PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
-# As tensorstore writes it, which raises errors without a number.
-_OS_ERROR = re.compile(r"OS error (\d+)")
 
 # What the `train` extra installs and the command line imports.
 _EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
@@ -32,21 +27,6 @@ class CommandError(Exception):
         super().__init__(" ".join(message.split()))
 
 
-def io_errno(error: BaseException | None) -> int | None:
-    """The number of the operating system's error that an error is, or came from; None if of none.
-
-    An error may tell its number itself, by an attribute `errno`.
-    """
-    while error is not None:
-        number = getattr(error, "errno", None)
-        if isinstance(number, int):
-            return number
-        if found := _OS_ERROR.search(str(error)):
-            return int(found[1])
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def code_of(error: BaseException) -> int:
     """The exit code for an error that nothing has handled.
 
@@ -55,7 +35,7 @@ def code_of(error: BaseException) -> int:
     """
     if isinstance(error, CommandError):
         return USAGE_ERROR
-    return TRY_AGAIN if io_errno(error) in _PASSING else FAILED
+    return TRY_AGAIN if io_errno(error) in PASSING else FAILED
 
 
 def describe(error: BaseException) -> str:

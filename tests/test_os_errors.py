@@ -1,0 +1,40 @@
+"""Which error of the operating system something came from, however it is wrapped."""
+
+import errno
+
+import pytest
+
+from jaxslowmo._os_errors import PASSING, io_errno
+
+
+class Told(RuntimeError):
+    errno = errno.ESTALE
+
+
+def wrapped(inner: Exception) -> Exception:
+    try:
+        raise RuntimeError("outer") from inner
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (wrapped(OSError(errno.EIO, "I/O")), errno.EIO),
+        (Told("as its attribute says"), errno.ESTALE),
+        # Of tensorstore.
+        (ValueError('RESOURCE_EXHAUSTED: Failed to write "/x" [OS error 28: ENOSPC No sp'), 28),
+        (wrapped(wrapped(ValueError("[OS error 110: ETIMEDOUT]"))), errno.ETIMEDOUT),
+        (OSError("without a number"), None),
+        (ValueError("28"), None),
+        (None, None),
+    ],
+)
+def test_number(error, number):
+    assert io_errno(error) == number
+
+
+def test_only_what_a_disk_or_file_server_may_get_over_passes():
+    assert {errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT} == PASSING
