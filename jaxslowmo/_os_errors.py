@@ -6,7 +6,7 @@ import re
 # A disk that is full or a file server that does not answer may be well again in a minute.
 PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
 # As tensorstore writes it, which raises errors without a number.
-_OS_ERROR = re.compile(r"OS error (\d+)")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def io_errno(error: BaseException | None) -> int | None:

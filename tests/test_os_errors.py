@@ -25,8 +25,8 @@ def wrapped(inner: Exception) -> Exception:
         (wrapped(OSError(errno.EIO, "I/O")), errno.EIO),
         (Told("as its attribute says"), errno.ESTALE),
         # Of tensorstore.
-        (ValueError('RESOURCE_EXHAUSTED: Failed to write "/x" [OS error 28: ENOSPC No sp'), 28),
-        (wrapped(wrapped(ValueError("[OS error 110: ETIMEDOUT]"))), errno.ETIMEDOUT),
+        (ValueError("RESOURCE_EXHAUSTED: Error writing \"a\" [os_error_code='28']"), 28),
+        (wrapped(wrapped(ValueError("[os_error_code='110']"))), errno.ETIMEDOUT),
         (OSError("without a number"), None),
         (ValueError("28"), None),
         (None, None),

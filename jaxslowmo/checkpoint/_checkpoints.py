@@ -8,28 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
+from .._os_errors import io_errno
 from .._typing import PyTree
 from .._warn import warn_user
 from ..train import TrainState, TrainStep
+from ._agree import gather, of_first_process
 from ._arrays import first_line
 from ._folder import (
-    ARRAYS,
-    RECORD,
+    MAX_STEP,
     CheckpointError,
+    UnansweredError,
     UnreadableError,
     complete_steps,
-    first_failure,
-    of_first_process,
-    processes,
     quiet_orbax,
+    remove,
+    remove_unfinished,
     resolved,
     set_aside,
 )
 from ._prints import prints_of
 from ._record import as_stored, checked_json, record_of
 from ._restore import Found, Reading, Template, finished, read
+from ._writing import Writing
 
 
 @dataclass(frozen=True)
@@ -58,27 +59,36 @@ class Checkpoints:
             checkpoints.save(100, state, extra={"position": 100})
 
     A checkpoint becomes visible when all of it is written: one that was interrupted is never
-    restored. All processes of a run call the same methods in the same order.
+    restored. All processes of a run call the same methods in the same order. Where one of them
+    cannot write or read, all get the same error, with its reason, and may go on.
 
     Args:
       folder: path, or an address that orbax can write to (`gs://`); made at the first save.
       keep: so many of the newest are kept, older ones are deleted.
       asynchronous: `save` returns when the state is copied to the host, and files are written
         meanwhile.
+      patience: seconds that a process waits for the others while nothing is being written; whoever
+        has waited in vain gets an error.
 
     Raises:
-      ValueError: keep < 1.
+      ValueError: keep < 1, patience <= 0.
     """
 
     def __init__(
-        self, folder: str | PathLike[str], keep: int = 3, asynchronous: bool = True
+        self,
+        folder: str | PathLike[str],
+        keep: int = 3,
+        asynchronous: bool = True,
+        patience: float = 600,
     ) -> None:
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"Checkpoints: `keep` must be an int >= 1, got {keep!r}.")
+        if not patience > 0:
+            raise ValueError(f"Checkpoints: `patience` must be > 0 seconds, got {patience!r}.")
         quiet_orbax()
         self._folder = resolved(folder)
-        self._keep, self._asynchronous = keep, asynchronous
-        self._manager: ocp.CheckpointManager | None = None
+        self._keep, self._asynchronous, self._patience = keep, asynchronous, patience
+        self._writing: tuple[int, Writing] | None = None
         self._unreadable: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
@@ -108,9 +118,10 @@ class Checkpoints:
     ) -> None:
         """Save everything that a run is; a checkpoint of the same step is replaced.
 
-        The state may be donated as soon as this returns. Waits for the save before. Checkpoints of
-        later steps, of a run that was taken back to an earlier one, are set aside: renamed, so that
-        they are neither restored nor deleted. So are those that `restore` could not read.
+        The state may be donated as soon as this returns. Waits for the save before; where that has
+        failed, raises its error and saves nothing. Checkpoints of later steps, of a run that was
+        taken back to an earlier one, are set aside: renamed, so that they are neither restored nor
+        deleted. So are those that `restore` could not read.
 
         Args:
           step: updates so far.
@@ -119,74 +130,76 @@ class Checkpoints:
           wait: return when the checkpoint is complete.
 
         Raises:
-          ValueError: step < 0, `extra` that is no JSON.
-          CheckpointError: it cannot be written, or the save before could not.
+          ValueError: step < 0 or >= 2**31, `extra` that is no JSON.
+          CheckpointError: it cannot be written, or the save before could not; on all processes.
 
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
-          barriers of the processes through the coordinator.
+          with several processes three messages of each through the coordinator.
         """
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
+        if step > MAX_STEP:
+            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
+        self.wait()
         stored = _own_copies(as_stored(state))
         record = replace(record, prints=prints_of(stored))
         keys = [leaf.key for leaf in record.leaves]
-        items = ocp.args.Composite(
-            **{
-                ARRAYS: ocp.args.PyTreeSave(dict(zip(keys, stored, strict=True))),
-                RECORD: ocp.args.JsonSave(record.to_json()),
-            }
-        )
         try:
-            manager = self._opened()
-            manager.wait_until_finished()
-            # Else they would count among the newest, and a resumed run would take them.
-            aside = {s for s in manager.all_steps() if s > step} | self._unreadable
-            if aside:
-                self.close()
-                set_aside(self._folder, aside)
-                self._unreadable.clear()
-                manager = self._opened()
-            if step in manager.all_steps():
-                manager.delete(step)
-            manager.save(step, args=items, force=True)
+            writing = Writing(
+                self._folder / str(step),
+                dict(zip(keys, stored, strict=True)),
+                record.to_json(),
+                seconds=self._patience,
+                before=lambda: self._make_way(step),
+                after=self._remove_old,
+            )
         except Exception as error:
             raise self._not_written(step, error) from error
-        if wait:
+        self._unreadable.clear()
+        self._writing = step, writing
+        if wait or not self._asynchronous:
             self.wait()
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the complete checkpoints, ascending."""
         return complete_steps(self._folder)
 
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why the save in progress has failed, as far as is known; `wait` raises it."""
+        if self._writing is None or not self._writing[1].is_done:
+            return None
+        step, writing = self._writing
+        return None if writing.failure is None else self._not_written(step, writing.failure)
+
+    def written(self) -> int:
+        """Bytes of the save in progress that are in its folder; 0 where there is none."""
+        return 0 if self._writing is None else self._writing[1].written()
+
     def wait(self) -> None:
         """Wait until what was saved is complete.
 
         Raises:
-          CheckpointError: it could not be written.
+          CheckpointError: it could not be written; once, and on all processes.
         """
-        if self._manager is None:
+        if self._writing is None:
             return
+        step, writing = self._writing
         try:
-            self._manager.wait_until_finished()
+            writing.result()
         except Exception as error:
-            raise self._not_written(None, error) from error
+            raise self._not_written(step, error) from error
+        finally:
+            self._writing = None
 
     def close(self) -> None:
-        """Wait, then free what writing needs; a later `save` opens it again.
+        """Wait for what is being written.
 
         Raises:
           CheckpointError: what was saved could not be written.
         """
-        manager, self._manager = self._manager, None
-        if manager is None:
-            return
-        try:
-            manager.wait_until_finished()
-        except Exception as error:
-            raise self._not_written(None, error) from error
-        finally:
-            manager.close()
+        self.wait()
 
     def restore(
         self,
@@ -223,10 +236,10 @@ class Checkpoints:
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
         Communication: on as many replicas one all-reduce of 8 bytes per array, over all devices, to
-          compare fingerprints; with several processes a few bytes through the host.
+          compare fingerprints; with several processes some messages through the coordinator.
         """
         self.wait()
-        found = of_first_process(self.steps())
+        found = of_first_process(self.steps(), self._patience)
         chosen = self._chosen(found, step, fallback)
         template = Template(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
@@ -251,12 +264,15 @@ class Checkpoints:
         except Exception as own:  # the others must hear of it, whatever it is
             error = own
         is_unreadable = isinstance(error, UnreadableError)
-        code = first_failure(0 if error is None else 2 if is_unreadable else 1)
-        if error is not None and (code == 2 or not is_unreadable):
+        own = None if error is None else [is_unreadable, io_errno(error)]
+        failures = [f for f in gather(own, self._patience) if f is not None]
+        all_unreadable = all(one for one, _ in failures)
+        if error is not None and (all_unreadable or not is_unreadable):
             raise error
-        if code or found is None:
-            kind = UnreadableError if code == 2 else CheckpointError
-            raise kind(f"{path} could not be read on another process.") from error
+        if failures or found is None:
+            kind = UnreadableError if all_unreadable else CheckpointError
+            number = next((n for _, n in failures if n is not None), None)
+            raise kind(f"{path} could not be read on another process.", number) from error
         return finished(found, template)
 
     def _chosen(self, found: list[int], step: int | None, fallback: bool) -> list[int]:
@@ -275,27 +291,27 @@ class Checkpoints:
             )
         return found[found.index(step) :: -1] if fallback else [step]
 
-    def _opened(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self._folder,
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=self._keep,
-                    create=False,
-                    cleanup_tmp_directories=True,
-                    enable_async_checkpointing=self._asynchronous,
-                    multiprocessing_options=processes(),
-                ),
-            )
-        return self._manager
+    def _make_way(self, step: int) -> None:
+        """On process 0, before a save."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self._folder)
+        # Else they would count among the newest, and a resumed run would take them.
+        later = {s for s in self.steps() if s > step}
+        set_aside(self._folder, later | self._unreadable)
 
-    def _not_written(self, step: int | None, error: Exception) -> CheckpointError:
-        which = "the last checkpoint" if step is None else f"the checkpoint of step {step}"
-        return CheckpointError(
-            f"{self.folder}: {which} could not be written ({type(error).__name__}: "
-            f"{first_line(error)}); "
-            "those before it are as they were. Is there space, and may this user write there?"
+    def _remove_old(self) -> None:
+        """On process 0, after a save."""
+        for step in self.steps()[: -self._keep]:
+            remove(self._folder / str(step))
+
+    def _not_written(self, step: int, error: Exception) -> CheckpointError:
+        said = str(error) if isinstance(error, CheckpointError) else ""
+        said = said or f"{type(error).__name__}: {first_line(error)}"
+        kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
+        return kind(
+            f"{self.folder}: the checkpoint of step {step} could not be written ({said}); "
+            "those before it are as they were. Is there space, and may this user write there?",
+            io_errno(error),
         )
 
 

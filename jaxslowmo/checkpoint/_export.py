@@ -9,13 +9,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from .._os_errors import io_errno
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays
-from ._folder import ARRAYS, RECORD, CheckpointError, processes, quiet_orbax, resolved
+from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, resolved
 from ._prints import check_prints, host_print, prints_of
 from ._record import checked_json
+from ._writing import Writing
 
 _FORMAT = 1
 _MARK = "jaxslowmo_consensus"
@@ -29,6 +31,7 @@ def export_consensus(
     axis_name: AxisName = "replica",
     shares: Shares | None = None,
     extra: Mapping[str, Any] | None = None,
+    patience: float = 600,
 ) -> None:
     """Write the mean of the replicas' parameters as one model.
 
@@ -42,13 +45,14 @@ def export_consensus(
       axis_name: the replica axis, or several.
       shares: as for `js.consensus`: `sync.shares(state.opt_state[-1])`.
       extra: plain JSON to save with it.
+      patience: seconds that a process waits for the others while nothing is being written.
 
     Raises:
       ValueError: as `js.consensus`, and `extra` that is no JSON.
       CheckpointError: the folder holds something else, or cannot be written.
 
     Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, with
-      weights one of 4 bytes besides.
+      weights one of 4 bytes besides; some messages through the coordinator.
     """
     quiet_orbax()
     path, beside = resolved(folder), checked_json("export_consensus", extra)
@@ -58,16 +62,13 @@ def export_consensus(
     prints = prints_of(jax.tree.leaves(placed))
     mean = jax.tree.map(_on_host, placed)
     record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
-    items = {ARRAYS: ocp.args.PyTreeSave(mean), RECORD: ocp.args.JsonSave(record)}
     try:
-        with ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(), multiprocessing_options=processes()
-        ) as checkpointer:
-            checkpointer.save(path, args=ocp.args.Composite(**items), force=True)
+        Writing(path, mean, record, seconds=patience).result()
     except Exception as error:
+        said = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(
-            f"{path} could not be written ({type(error).__name__}: {first_line(error)}). Is there "
-            "space, and may this user write there?"
+            f"{path} could not be written ({said}). Is there space, and may this user write there?",
+            io_errno(error),
         ) from error
 
 

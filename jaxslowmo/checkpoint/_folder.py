@@ -1,28 +1,44 @@
-"""The folder of a run: where it is, what is complete in it, and how processes share it."""
+"""The folder of a run: where it is, and what is complete in it."""
 
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import PurePath
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"
+# What orbax calls a checkpoint that is not complete: its own tools leave such folders alone.
+UNFINISHED = ".orbax-checkpoint-tmp"
+MAX_STEP = 2**31 - 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or used: which one, what is wrong, and what can be done."""
+    """A checkpoint cannot be written or used: which one, what is wrong, and what can be done.
+
+    Attributes:
+      errno: the number of the operating system's error that it came from, on whichever process;
+        None if of none.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class UnreadableError(CheckpointError):
     """Files are missing, cut short or not of this library: an older checkpoint may do."""
+
+
+class UnansweredError(CheckpointError):
+    """Another process did not answer in time: what became of the checkpoint is not known."""
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
@@ -32,15 +48,17 @@ def resolved(folder: str | PathLike[str]) -> epath.Path:
 
 
 def processes() -> ocp.options.MultiprocessingOptions:
-    """All processes, by number: then barriers go through the coordinator.
-
-    A barrier over devices, which is orbax's default, could meet a training step half way.
-    """
+    """All processes, by number."""
     if jax.process_count() == 1:
         return ocp.options.MultiprocessingOptions()
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
     )
+
+
+def can_rename(path: epath.Path) -> bool:
+    """Whether a folder can get its name when it is complete; object stores have no folders."""
+    return "://" not in str(path)
 
 
 def complete_steps(folder: epath.Path) -> tuple[int, ...]:
@@ -59,50 +77,53 @@ def complete_steps(folder: epath.Path) -> tuple[int, ...]:
 
 
 def _is_complete(path: epath.Path) -> bool:
-    if not path.name.isdecimal() or not path.is_dir():
+    name = path.name
+    # As `str` writes a number: "007" and "²" are digits, too, and nobody's checkpoints.
+    if not (name.isascii() and name.isdigit() and len(name) < 11 and str(int(name)) == name):
         return False
-    # Object stores cannot rename: there a file says that all is there.
-    return not str(path).startswith("gs://") or (path / COMMITTED).exists()
+    if int(name) > MAX_STEP or not path.is_dir():
+        return False
+    return can_rename(path) or (path / COMMITTED).exists()
 
 
 def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
-    """Rename checkpoints, on process 0 while the others wait, so that nothing takes them for one.
-
-    Communication: none with one process; else one gather of 4 bytes through the host.
-    """
-    if jax.process_index() == 0:
-        for step in sorted(steps):
-            path = folder / str(step)
-            names = (f"{step}.set-aside{n or ''}" for n in itertools.count())
-            target = next(folder / name for name in names if not (folder / name).exists())
-            if path.exists():
-                path.rename(target)
-    first_failure(0)
+    """Rename checkpoints, so that nothing takes them for one."""
+    for step in sorted(steps):
+        path = folder / str(step)
+        names = (f"{step}.set-aside{n or ''}" for n in itertools.count())
+        target = next(folder / name for name in names if not (folder / name).exists())
+        if path.exists():
+            path.rename(target)
 
 
-def first_failure(own: int) -> int:
-    """The lowest code that is not 0 on any process, or 0.
-
-    Communication: none with one process; else one gather of 4 bytes through the host.
-    """
-    if jax.process_count() == 1:
-        return own
-    codes = np.ravel(multihost_utils.process_allgather(np.array([own], np.int32)))
-    failures = codes[codes != 0]
-    return int(failures.min()) if failures.size else 0
+def remove(path: epath.Path) -> None:
+    """Remove a checkpoint; one that is removed by half is not taken for a whole one."""
+    if can_rename(path):
+        path = path.rename(path.parent / f"{path.name}.removed{UNFINISHED}")
+    path.rmtree()
 
 
-def of_first_process(numbers: Sequence[int]) -> list[int]:
-    """Process 0's numbers (int32), on all processes.
+def remove_unfinished(folder: epath.Path) -> None:
+    """Remove what writing and removing have left that were interrupted."""
+    for path in folder.iterdir():
+        if path.name.endswith(UNFINISHED):
+            path.rmtree()
 
-    Communication: none with one process; else two broadcasts of a few bytes through the host.
-    """
-    if jax.process_count() == 1:
-        return list(numbers)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
-    own = np.zeros(length, np.int32)
-    own[: len(numbers)] = numbers[:length]
-    return [int(n) for n in multihost_utils.broadcast_one_to_all(own)] if length else []
+
+def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
+    """Path relative to this one, and bytes, of every file; those that vanish are left out."""
+    try:
+        children = sorted(path.iterdir())
+    except OSError:
+        return
+    for child in children:
+        try:
+            if child.is_dir():
+                yield from ((f"{child.name}/{name}", size) for name, size in files_below(child))
+            else:
+                yield child.name, child.stat().length
+        except OSError:
+            continue
 
 
 def _is_foreign(record: logging.LogRecord) -> bool:
@@ -113,8 +134,17 @@ def quiet_orbax() -> None:
     """Drop what orbax logs: it names every file that it touches, which no terminal needs.
 
     Other users of the same logger keep theirs. Its errors go, too: a save that fails in the
-    background is logged with its stack, and raised by the next `save`, `wait` or `close`.
+    background is logged with its stack, and raised by the next `save`, `wait` or `close`. And where
+    one array of several cannot be written, the others answer to nobody, each with a stack.
     """
     logger = logging.getLogger("absl")  # orbax logs through absl
-    if _is_foreign not in logger.filters:
-        logger.addFilter(_is_foreign)
+    if _is_foreign in logger.filters:
+        return
+    logger.addFilter(_is_foreign)
+    before = sys.unraisablehook
+
+    def all_but_late_answers(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = all_but_late_answers

@@ -18,7 +18,7 @@ from ..mesh import model_axes
 from ..train import TrainState
 from ..transform import Placement
 from ..tree import leaf_names
-from ._folder import RECORD, CheckpointError, UnreadableError
+from ._folder import RECORD, UnreadableError
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
@@ -98,7 +98,7 @@ def read_record(path: epath.Path) -> Record:
     """The record of a checkpoint.
 
     Raises:
-      CheckpointError: a missing or damaged file, another library's checkpoint, a newer format.
+      UnreadableError: a missing or damaged file, another library's checkpoint, another format.
     """
     file = path / RECORD / "metadata"
     if not file.exists():
@@ -117,7 +117,7 @@ def _from_json(value: Any, where: object) -> Record:
     """The record in a stored value.
 
     Raises:
-      CheckpointError: a newer format, or something else than a record.
+      UnreadableError: another format, or something else than a record.
     """
     if not isinstance(value, dict) or _MARK not in value:
         raise UnreadableError(
@@ -125,9 +125,11 @@ def _from_json(value: Any, where: object) -> Record:
             "jaxslowmo, or read it with the library that wrote it."
         )
     if value[_MARK] != FORMAT:
-        raise CheckpointError(
+        # Also what a damaged digit looks like: an older checkpoint may do.
+        raise UnreadableError(
             f"{where} has format {value[_MARK]}, written by {value.get('versions')}, and this "
-            f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it."
+            f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it. If "
+            "that is this one, the record is damaged."
         )
     content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
     if _crc32(content) != value.get("crc32"):

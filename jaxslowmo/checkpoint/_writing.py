@@ -1,0 +1,255 @@
+"""A folder that all processes write together: it appears whole, or not at all.
+
+Orbax writes the files. When a part is done, and what became of the whole, the processes tell each
+other by notes, so that a disk which fails for one of them fails the save on all, at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from .._coordinator import NoNoteError, tell, wait_for
+from .._os_errors import io_errno
+from .._warn import warn_user
+from ._agree import new_topic, unanswered, waiting
+from ._arrays import first_line
+from ._folder import (
+    ARRAYS,
+    COMMITTED,
+    RECORD,
+    UNFINISHED,
+    CheckpointError,
+    can_rename,
+    files_below,
+    processes,
+    remove,
+)
+
+# How often a process that waits looks whether anything is being written.
+_LOOK_SECONDS = 5.0
+_STEP_METADATA = "_CHECKPOINT_METADATA"  # by which orbax's own tools know what is in the folder
+_HANDLERS = {
+    ARRAYS: "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
+    RECORD: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+}
+Failure = list[Any] | None
+"""Why, in words, and the operating system's number for it; as it travels in notes."""
+
+
+class Writing:
+    """One folder that is being written. Returns when the arrays may be changed or donated.
+
+    All processes make it alike. Process 0 makes the folder, under another name; each writes its
+    parts; process 0 looks whether all of them are there and gives the folder its name.
+
+    Args:
+      target: the folder; one that is there is replaced when the new one is complete.
+      arrays: tree of arrays, of NumPy or jax.
+      record: plain JSON to put beside them; process 0's is kept.
+      seconds: how long to wait for other processes while nothing is being written.
+      before: what process 0 does before the folder is made.
+      after: what it does once the folder has its name; where it fails, that is a warning.
+
+    Raises:
+      CheckpointError: the folder cannot be made; on all processes alike.
+      UnansweredError: process 0 does not answer.
+
+    Communication: with several processes three messages of each to the coordinator, and answers.
+    """
+
+    def __init__(
+        self,
+        target: epath.Path,
+        arrays: Any,
+        record: dict[str, Any],
+        *,
+        seconds: float,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._target, self._record, self._seconds, self._after = target, record, seconds, after
+        self._folder = target
+        if can_rename(target):
+            self._folder = target.parent / f"{target.name}{UNFINISHED}"
+        self._index, self._count = jax.process_index(), jax.process_count()
+        self._topic = new_topic()
+        self._handler = _handler()
+        self._error: Exception | None = None
+        self._begin(before)
+        copied = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(arrays, copied), name="checkpoint")
+        self._thread.start()
+        copied.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is known what became of it."""
+        return not self._thread.is_alive()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What went wrong, as far as is known."""
+        return self._error
+
+    def written(self) -> int:
+        """Bytes in the unfinished folder, of all processes."""
+        return sum(size for _, size in files_below(self._folder))
+
+    def result(self) -> None:
+        """Wait until it is complete.
+
+        Raises:
+          CheckpointError: it could not be written; on all processes alike.
+          UnansweredError: another process does not answer.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _begin(self, before: Callable[[], None]) -> None:
+        failure: Failure = None
+        if self._index == 0:
+            try:
+                before()
+                if self._folder.exists():
+                    self._folder.rmtree()
+                (self._folder / ARRAYS).mkdir(parents=True)
+            except Exception as error:  # the others must hear of it, whatever it is
+                failure = self._failure(error)
+            if self._count > 1:
+                tell(f"{self._topic}/begun", json.dumps(failure))
+        else:
+            failure = json.loads(waiting(self._seconds)(f"{self._topic}/begun"))
+        _raise(failure)
+
+    def _run(self, arrays: Any, copied: threading.Event) -> None:
+        try:
+            failure, files = self._own_part(arrays, copied)
+            if self._count > 1 and self._index > 0:
+                tell(f"{self._topic}/{self._index}", json.dumps([failure, files]))
+                _raise(json.loads(self._wait("outcome")))
+                return
+            parts = [(failure, files)]
+            parts += [json.loads(self._wait(str(i))) for i in range(1, self._count)]
+            failure = self._finish(parts)
+            if self._count > 1:
+                tell(f"{self._topic}/outcome", json.dumps(failure))
+            _raise(failure)
+            self._tidy()
+        except Exception as error:  # raised by `result`
+            self._error = error
+        finally:
+            copied.set()
+
+    def _own_part(
+        self, arrays: Any, copied: threading.Event
+    ) -> tuple[Failure, list[tuple[str, int]]]:
+        """Writes what this process has; what went wrong, and the files."""
+        path = self._folder / ARRAYS
+        try:
+            saving = self._handler.async_save(path, args=ocp.args.PyTreeSave(arrays))
+            for part in asyncio.run(saving) or ():
+                copied.set()
+                part.result()
+            own = f"ocdbt.process_{self._index}/"
+            found = [(f"{own}{name}", size) for name, size in files_below(path / own[:-1])]
+            return None, found
+        except Exception as error:  # tensorstore raises many kinds
+            return self._failure(error), []
+
+    def _finish(self, parts: Sequence[tuple[Failure, Sequence[Any]]]) -> Failure:
+        """On process 0: makes one checkpoint of the parts, or removes them."""
+        try:
+            _raise(next((failure for failure, _ in parts if failure), None))
+            path = self._folder / ARRAYS
+            self._check_files(path, parts)
+            self._handler.finalize(path)
+            (self._folder / RECORD).mkdir()
+            (self._folder / RECORD / "metadata").write_text(json.dumps(self._record))
+            about = {"item_handlers": _HANDLERS, "commit_timestamp_nsecs": time.time_ns()}
+            (self._folder / _STEP_METADATA).write_text(json.dumps(about))
+            self._give_name()
+        except Exception as error:  # the others must hear of it, whatever it is
+            failure = self._failure(error)
+            with contextlib.suppress(OSError):
+                self._folder.rmtree()
+            return failure
+        return None
+
+    def _check_files(
+        self, path: epath.Path, parts: Sequence[tuple[Failure, Sequence[Any]]]
+    ) -> None:
+        """Whether all that was written is there: someone may have deleted it, or not share it."""
+        there = dict(files_below(path))
+        for index, (_, files) in enumerate(parts):
+            lost = [name for name, size in files if there.get(name) != size]
+            if lost:
+                raise CheckpointError(
+                    f"{lost[0]} of process {index} is not in {path}: do all processes write to one "
+                    "folder, and has nobody deleted there?"
+                )
+
+    def _give_name(self) -> None:
+        if not can_rename(self._target):
+            (self._target / COMMITTED).write_text("")
+            return
+        if self._target.exists():
+            remove(self._target)
+        self._folder.rename(self._target)
+
+    def _tidy(self) -> None:
+        try:
+            self._after()
+        except OSError as error:
+            warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
+
+    def _wait(self, what: str) -> str:
+        """A note, for which a process waits as long as something is being written."""
+        written, since = -1, time.monotonic()
+        while True:
+            try:
+                return wait_for(f"{self._topic}/{what}", min(_LOOK_SECONDS, self._seconds))
+            except NoNoteError as error:
+                now = self.written() if can_rename(self._target) else 0
+                if now != written:
+                    written, since = now, time.monotonic()
+                elif time.monotonic() - since > self._seconds:
+                    raise unanswered(self._seconds) from error
+
+    def _failure(self, error: Exception) -> Failure:
+        """What goes into a note."""
+        number = io_errno(error)
+        if isinstance(error, CheckpointError):
+            return [str(error), number]
+        text = f"{type(error).__name__}: {first_line(error)}"
+        if number is not None:
+            file = getattr(error, "filename", None)
+            text = os.strerror(number) + (f": {file}" if file else "")
+        return [f"process {self._index}: {text}" if self._count > 1 else text, number]
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """What writes the parts. Its store of shapes would wait ten minutes for process 0's folder."""
+    types = ocp.type_handlers
+    return ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=processes(),
+        type_handler_registry=types.create_type_handler_registry(
+            (jax.Array, types.ArrayHandler()), (np.ndarray, types.NumpyHandler())
+        ),
+    )
+
+
+def _raise(failure: Failure) -> None:
+    if failure:
+        text, number = failure
+        raise CheckpointError(text, errno=number)

@@ -1,0 +1,229 @@
+"""Writes that fail, on one process or all: every process hears why, and may go on."""
+
+import errno
+import json
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import jaxslowmo as js
+from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint._folder import files_below
+from jaxslowmo.checkpoint._writing import Writing
+from support.pairs import two_processes
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_step("local_sgd", js.virtual_mesh({"replica": 2}))
+
+
+@pytest.fixture(scope="module")
+def state(step):
+    return step.init(PARAMS, model_state=MODEL_STATE)
+
+
+def restored(folder, step):
+    return Checkpoints(folder).restore(step, PARAMS, model_state=MODEL_STATE)
+
+
+def test_orbax_itself_reads_what_was_written(tmp_path):
+    target = epath.Path(tmp_path / "7")
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": jnp.ones(4, jnp.bfloat16)}
+    Writing(target, arrays, {"x": [1, 2]}, seconds=60).result()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [7]
+        own = ocp.checkpoint_utils.construct_restore_args(arrays)
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeRestore(restore_args=own), record=ocp.args.JsonRestore()
+        )
+        found = manager.restore(7, args=items)
+    np.testing.assert_array_equal(found.state["a"], arrays["a"])
+    np.testing.assert_array_equal(np.asarray(found.state["b"]), np.asarray(arrays["b"]))
+    assert found.record == {"x": [1, 2]}
+
+
+def failing(number: int):
+    def fail(*_, **__):
+        raise OSError(number, "as the test says", "the/file")
+
+    return fail
+
+
+def test_a_save_that_fails_is_told_once_and_the_next_one_succeeds(
+    step, state, tmp_path, monkeypatch
+):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.PyTreeCheckpointHandler, "finalize", failing(errno.ENOSPC))
+            checkpoints.save(2, state)
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.wait()
+        assert caught.value.errno == errno.ENOSPC
+        said = f"{tmp_path}: the checkpoint of step 2 could not be written (No space left on device"
+        assert str(caught.value).startswith(said)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["1"]  # what was written is removed
+        checkpoints.wait()
+        checkpoints.save(3, state)
+    assert Checkpoints(tmp_path).steps() == (1, 3)
+
+
+def test_its_failure_is_known_as_soon_as_it_has_failed(step, state, tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", failing(errno.EIO))
+    checkpoints.save(2, state)
+    deadline = time.monotonic() + 60
+    while checkpoints.failure is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert checkpoints.failure.errno == errno.EIO
+    with pytest.raises(CheckpointError, match="step 2 could not be written"):
+        checkpoints.save(3, state)  # and nothing is saved
+    assert checkpoints.failure is None
+    assert checkpoints.steps() == ()
+
+
+def test_a_folder_that_cannot_be_made_fails_at_once(step, state, tmp_path):
+    (tmp_path / "file").write_text("")
+    checkpoints = Checkpoints(tmp_path / "file" / "below")
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written \(Not a directory"):
+        checkpoints.save(1, state)
+    checkpoints.close()
+
+
+def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monkeypatch):
+    check = Writing._check_files
+
+    def delete_first(self, path, parts):
+        name, _ = next(files_below(path / "ocdbt.process_0"))
+        (path / "ocdbt.process_0" / name).unlink()
+        check(self, path, parts)
+
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Writing, "_check_files", delete_first)
+        checkpoints.save(1, state)
+        with pytest.raises(CheckpointError, match=r"of process 0 is not in .*has nobody deleted"):
+            checkpoints.wait()
+    checkpoints.save(2, state, wait=True)
+    assert bits(restored(tmp_path, step).state) == bits(state)
+
+
+def test_a_clock_that_jumps_fails_no_save(step, state, tmp_path, monkeypatch):
+    """By an hour, at every look at it, forth and back."""
+    real, hour = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * (next(hour) % 3))
+    with Checkpoints(tmp_path) as checkpoints:
+        for t in range(3):
+            checkpoints.save(t, state)
+    assert checkpoints.steps() == (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["99999999999999999999", "2147483648", "007", "²", "-1"])
+def test_other_folders_are_no_checkpoints(name, step, state, tmp_path):
+    """A number that no counter of steps reaches, or that is not written as one."""
+    (tmp_path / name / "state").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, keep=1, asynchronous=False)
+    assert checkpoints.steps() == ()
+    for t in (3, 4):
+        checkpoints.save(t, state)
+    assert checkpoints.steps() == (4,)
+    assert restored(tmp_path, step).step == 4
+    assert (tmp_path / name / "state").exists()
+    with pytest.raises(ValueError, match=r"`step` must be < 2\*\*31, got 2147483648"):
+        checkpoints.save(2**31, state)
+
+
+def test_old_ones_that_cannot_be_removed_are_a_warning(step, state, tmp_path, monkeypatch):
+    from jaxslowmo.checkpoint import _checkpoints
+
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, wait=True)
+    monkeypatch.setattr(_checkpoints, "remove", failing(errno.EACCES))
+    said = []
+    monkeypatch.setattr("jaxslowmo.checkpoint._writing.warn_user", said.append)
+    checkpoints.save(2, state, wait=True)
+    assert len(said) == 1
+    assert "old checkpoints could not be removed" in said[0]
+    assert checkpoints.steps() == (1, 2)
+
+
+PROGRAM = """
+import pathlib, resource, signal, time
+import numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxslowmo as js
+from jaxslowmo.checkpoint import Checkpoints, CheckpointError
+
+folder = pathlib.Path(__file__).parent / "run"
+mesh = js.make_mesh({"replica": 2})
+step = js.make_train_step(lambda p, b: (p["w"] * b.mean()).sum(), optax.sgd(0.1),
+                          sync=js.local_sgd("replica", sync_every=2), mesh=mesh)
+state = step.init({"w": np.random.default_rng(0).normal(size=20_000).astype(np.float32)})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def limit(size):
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+with Checkpoints(folder, patience=60) as checkpoints:
+    checkpoints.save(1, state, wait=True)
+    for t in (2, 3):
+        limit(30_000)  # process 1 cannot write
+        checkpoints.save(t, state)
+        begun = time.monotonic()
+        try:
+            checkpoints.wait()
+            print("no error")
+        except CheckpointError as error:
+            is_named = "(process 1: File too large" in str(error)
+            print(error.errno, is_named, time.monotonic() - begun < 30)
+        limit(resource.RLIM_INFINITY)
+    checkpoints.save(4, state)
+    checkpoints.wait()
+    print(checkpoints.steps(), checkpoints.restore(step, {"w": np.zeros(20_000, np.float32)}).step)
+
+    # Process 0 cannot even begin.
+    link = folder.with_name("link")
+    if rank == 0:
+        link.write_text("")
+    try:
+        Checkpoints(link, patience=60).save(1, state)
+        print("no error")
+    except CheckpointError as error:
+        print("(process 0: " in str(error), error.errno)
+
+impatient = Checkpoints(folder, patience=2)
+if rank == 0:
+    impatient.save(9, state)  # its collective for fingerprints needs both
+    begun = time.monotonic()
+    try:
+        impatient.wait()
+    except CheckpointError as error:
+        print("has not answered for 2 s" in str(error), time.monotonic() - begun < 40)
+    pathlib.Path(folder, "over").write_text("")
+else:
+    from jaxslowmo.checkpoint import _writing
+    _writing.tell = lambda *_: None  # never says that it is done
+    impatient.save(9, state)
+    while not (folder / "over").exists():
+        time.sleep(0.1)
+    try:
+        impatient.wait()
+    except CheckpointError as error:
+        print("could not be written" in str(error), True)
+"""
+
+
+def test_what_fails_on_one_process_fails_on_both_and_both_go_on(tmp_path):
+    end = "27 True True\n27 True True\n(1, 4) 4\nTrue 17\nTrue True\n"
+    assert two_processes(PROGRAM, tmp_path) == [end, end]
+    record = json.loads(Path(tmp_path, "run", "4", "record", "metadata").read_text())
+    assert record["replicas"] == 2
