@@ -5,3 +5,4 @@ from ._checkpoints import Restored as Restored
 from ._export import export_consensus as export_consensus
 from ._export import load_consensus as load_consensus
 from ._folder import CheckpointError as CheckpointError
+from ._folder import UnansweredError as UnansweredError

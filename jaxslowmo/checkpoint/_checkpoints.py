@@ -312,6 +312,7 @@ class Checkpoints:
             f"{self.folder}: the checkpoint of step {step} could not be written ({said}); "
             "those before it are as they were. Is there space, and may this user write there?",
             io_errno(error),
+            f"the checkpoint of step {step} could not be written: {said}",
         )
 
 

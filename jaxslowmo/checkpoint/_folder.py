@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from errno import ETIMEDOUT
 from os import PathLike
 from pathlib import PurePath
 from typing import Any
@@ -26,11 +27,12 @@ class CheckpointError(RuntimeError):
     Attributes:
       errno: the number of the operating system's error that it came from, on whichever process;
         None if of none.
+      reason: what went wrong, without what it means and what can be done.
     """
 
-    def __init__(self, message: str, errno: int | None = None) -> None:
+    def __init__(self, message: str, errno: int | None = None, reason: str | None = None) -> None:
         super().__init__(message)
-        self.errno = errno
+        self.errno, self.reason = errno, message if reason is None else reason
 
 
 class UnreadableError(CheckpointError):
@@ -39,6 +41,11 @@ class UnreadableError(CheckpointError):
 
 class UnansweredError(CheckpointError):
     """Another process did not answer in time: what became of the checkpoint is not known."""
+
+    def __init__(
+        self, message: str, errno: int | None = ETIMEDOUT, reason: str | None = None
+    ) -> None:
+        super().__init__(message, errno, reason)
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
@@ -130,6 +137,10 @@ def _is_foreign(record: logging.LogRecord) -> bool:
     return "orbax" not in PurePath(record.pathname).parts
 
 
+def _is_not_about_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()
+
+
 def quiet_orbax() -> None:
     """Drop what orbax logs: it names every file that it touches, which no terminal needs.
 
@@ -141,6 +152,7 @@ def quiet_orbax() -> None:
     if _is_foreign in logger.filters:
         return
     logger.addFilter(_is_foreign)
+    logging.getLogger("asyncio").addFilter(_is_not_about_orbax)
     before = sys.unraisablehook
 
     def all_but_late_answers(unraisable: Any) -> None:

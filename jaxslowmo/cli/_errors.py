@@ -21,20 +21,25 @@ _EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore
 
 
 class CommandError(Exception):
-    """Ends the command with its message as the only line on stderr, and exit code 2."""
+    """Ends the command with its message as the only line on stderr.
 
-    def __init__(self, message: str):
+    Attributes:
+      code: the exit code.
+    """
+
+    def __init__(self, message: str, code: int = USAGE_ERROR):
         super().__init__(" ".join(message.split()))
+        self.code = code
 
 
 def code_of(error: BaseException) -> int:
     """The exit code for an error that nothing has handled.
 
     75 for a disk or a file server that does not answer or is full (EIO, ENOSPC, ESTALE, ETIMEDOUT),
-    2 for a wrong call, 1 for all others.
+    that of a `CommandError`, 1 for all others.
     """
     if isinstance(error, CommandError):
-        return USAGE_ERROR
+        return error.code
     return TRY_AGAIN if io_errno(error) in PASSING else FAILED
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ._errors import INTERRUPTED, USAGE_ERROR, CommandError, missing_extra
+from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe, missing_extra
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -14,15 +14,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
       argv: arguments without the program's name; None takes those of the process.
 
     Raises:
-      SystemExit: always; 0 done, 1 the training diverged, 2 wrong usage or a missing extra
-        (one line on stderr), 130 interrupted.
+      SystemExit: always; 0 done, 1 the training diverged, 2 wrong usage or a missing extra, 75 a
+        disk or file server that may be well again (both with one line on stderr), 130 interrupted.
     """
     try:
         from ._app import run
 
         code = run(argv)
-    except CommandError as error:
-        code = _complain(error)
     except ModuleNotFoundError as error:
         missing = missing_extra(error)
         if missing is None:
@@ -30,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = _complain(missing)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, CommandError) and code_of(error) == FAILED:
+            raise
+        code = _complain(error)
     sys.exit(code)
 
 
-def _complain(error: CommandError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return USAGE_ERROR
+def _complain(error: Exception) -> int:
+    line = str(error) if isinstance(error, CommandError) else describe(error)
+    print(f"error: {line}", file=sys.stderr)
+    return code_of(error)

@@ -1,6 +1,8 @@
 """`jaxslowmo train`."""
 
 import contextlib
+import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,11 @@ from ._output import make_folder, say
 from ._tables import run_table
 from ._units import format_count
 from .config._train import TrainConfig
-from .processes._join import join_cluster, peers_may_fail
+from .processes._join import join_cluster
 from .processes._launchers import ALONE, Cluster, is_one_of_several, known_processes
+from .processes._peers import failing_together
+from .processes._supervise import last_saved
+from .processes._watch import Watch
 from .run._devices import ask_for_devices, choose_mesh
 from .run._job import Job, RunResult
 from .run._progress import Reporter
@@ -34,8 +39,14 @@ def train(config: TrainConfig, out: Path | None) -> int:
         raise CommandError("--out must be given where there are several processes: they share it")
     ask_for_devices(config, known_processes(config.cluster))
     cluster = join_cluster(config.cluster)
-    with peers_may_fail(config.cluster.heartbeat_timeout):
-        return _train(config, out, cluster)
+    watch = Watch(
+        cluster.index,
+        cluster.count,
+        config.cluster.stall_timeout,
+        functools.partial(last_saved, out),
+    )
+    with failing_together(watch, config.cluster.heartbeat_timeout):
+        return _train(config, out, dataclasses.replace(cluster, watch=watch))
 
 
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:

@@ -30,6 +30,13 @@ class CheckpointConfig(Checked):
         "With --resume: where the newest checkpoint is damaged, take the one before.",
         panel=_CHECKPOINTS,
     )
+    max_failed_saves: int = option(
+        3,
+        "Saves in a row that may fail, say on a full disk; after so many the run ends, as it does "
+        "where the last one fails.",
+        panel=_CHECKPOINTS,
+        least=1,
+    )
     export: bool = option(
         False, "Write the consensus model to OUT/model at the end.", panel=_CHECKPOINTS
     )

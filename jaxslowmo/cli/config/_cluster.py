@@ -35,6 +35,13 @@ class ClusterConfig(Checked):
     startup_timeout: int = option(
         300, "Seconds to wait at the start for the other processes.", panel=_CLUSTER, least=1
     )
+    stall_timeout: int = option(
+        1800,
+        "Seconds in which no step ends and nothing is saved after which all processes end, with "
+        "code 75; 0: wait for ever.",
+        panel=_CLUSTER,
+        least=0,
+    )
     process_logs: bool = option(
         False, "Every process writes OUT/logs/process-ID.txt.", panel=_CLUSTER
     )

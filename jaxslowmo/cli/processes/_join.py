@@ -1,19 +1,10 @@
-"""Joining the other processes of a run, and what an exchange that fails has to do with them."""
-
-import contextlib
-import os
-import time
-from collections.abc import Iterator
+"""Joining the other processes of a run."""
 
 import jax
 
-from .._errors import LOST_A_PROCESS, CommandError
+from .._errors import CommandError
 from ..config._cluster import ClusterConfig
 from ._launchers import Cluster
-from ._supervise import PEER_FAILED
-
-# Errors of the runtime that no other process can have caused: no memory left on a device, mostly.
-_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
 def join_cluster(config: ClusterConfig) -> Cluster:
@@ -41,30 +32,3 @@ def join_cluster(config: ClusterConfig) -> Cluster:
             f"{config.startup_timeout} s (coordinator {where}): {str(error).splitlines()[0]}"
         ) from error
     return Cluster(jax.process_index(), jax.process_count())
-
-
-@contextlib.contextmanager
-def peers_may_fail(heartbeat_timeout: int) -> Iterator[None]:
-    """A failed exchange waits for the runtime to find out, and abort with, who is gone.
-
-    An exchange of the devices, or a meeting of the processes for a checkpoint, which then fails.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not lost_a_peer(error):
-            raise
-        os.write(2, f"{PEER_FAILED}: {error}\n".encode())
-        time.sleep(heartbeat_timeout + 5)
-        os._exit(LOST_A_PROCESS)
-
-
-def lost_a_peer(error: BaseException | None) -> bool:
-    """Whether a lost process may have caused an error, or one that led to it."""
-    while error is not None:
-        # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
-        of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        if of_runtime and not str(error).startswith(_OWN):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -3,8 +3,12 @@
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..config._cluster import ClusterConfig
+
+if TYPE_CHECKING:
+    from ._watch import Watch  # with jax
 
 # In the environment of a process that its parent supervises, and of a parent that
 # `jaxslowmo launch` started.
@@ -19,10 +23,12 @@ class Cluster:
     Attributes:
       index: which one this is; process 0 writes what there is one of.
       count: how many there are.
+      watch: ends this one when another has failed; None for one that is alone.
     """
 
     index: int = 0
     count: int = 1
+    watch: "Watch | None" = None
 
     @property
     def is_first(self) -> bool:

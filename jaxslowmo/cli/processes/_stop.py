@@ -37,7 +37,7 @@ class StopOnSignal:
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
         self.asked: Stop | None = None
-        self._has_peers = cluster.count > 1
+        self._has_peers, self._watch = cluster.count > 1, cluster.watch
         self._handled = contextlib.ExitStack()
 
     def after(self, step: int) -> Stop | None:
@@ -46,6 +46,8 @@ class StopOnSignal:
         Communication: none between devices; between processes messages through the coordinator once
           one of them got SIGTERM, to agree on a step that none has passed.
         """
+        if self._watch is not None:
+            self._watch.step_done()
         if self._has_peers:
             from jax.experimental import multihost_utils
 

@@ -120,7 +120,7 @@ class Job:
         batches = RunBatches(self._text, config, self.placement.mesh)
         resumes = saves and config.checkpoint.resume
         with (
-            Keeper(config, out, self.step, params) as keeper,
+            Keeper(config, out, self.step, params, self._cluster) as keeper,
             StopOnSignal(self._cluster) as stop,
         ):
             found = keeper.newest() if resumes else None

@@ -1,15 +1,19 @@
 """The checkpoints of a run: when it is saved, and where it goes on."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jaxslowmo as js
 
-from .._errors import CommandError
+from .._errors import CommandError, code_of
 from ..config._fields import flag_of
 from ..config._train import TrainConfig
+from ..processes._launchers import Cluster
+from ..processes._peers import lost_a_peer
+from ..processes._supervise import last_saved
 
 # A run may go on with other values of these; of all others its trajectory depends.
 _FREE = frozenset(
@@ -38,22 +42,30 @@ class Progress:
 class Keeper:
     """Context around a run that saves it in OUT/checkpoints.
 
-    orbax is imported with the first checkpoint: a run without any needs none of it.
+    A save that failed is a warning, and the next one is tried; several in a row end the run, and so
+    does the last one. orbax is imported with the first checkpoint: a run without any needs none.
 
     Args:
       config: of the run.
       folder: of the run.
       step: the step that the states are of.
       params: one copy of the initial parameters.
+      cluster: the processes that run it.
 
     Attributes:
-      last: the step of the newest checkpoint of this run; None without any.
+      last: the step of the newest checkpoint of this run that is complete; None without any.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path, step: js.TrainStep, params: Any) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: Path, step: js.TrainStep, params: Any, cluster: Cluster
+    ) -> None:
         self._config, self._options = config, config.checkpoint
         self._folder, self._step, self._params = folder / "checkpoints", step, params
+        self._cluster = cluster
         self._checkpoints: Any = None
+        self._begun: int | None = None
+        self._is_told = False
+        self._failures = 0
         self.last: int | None = None
 
     def __enter__(self) -> "Keeper":
@@ -65,8 +77,9 @@ class Keeper:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        # After an error of one process the others may not come to the end of a save.
+        if error is None or self._cluster.count == 1:
+            self._settle(is_last=True)
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
@@ -74,15 +87,73 @@ class Keeper:
         return bool(every) and (step % every == 0 or step == self._config.steps)
 
     def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
-        """Saves the run; in the background, unless `wait`."""
-        if progress.step == self.last:
+        """Saves the run; in the background, unless `wait`.
+
+        Raises:
+          CommandError: too many saves in a row have failed; with `wait` this one.
+        """
+        if progress.step not in (self.last, self._begun):
+            self._settle()  # what became of the one before
+            extra = {
+                "config": dataclasses.asdict(self._config),
+                "progress": dataclasses.asdict(progress),
+            }
+            try:
+                self._open().save(progress.step, state, extra=extra)
+                self._begun = progress.step
+            except self._error_of_checkpoints() as error:
+                self._failed(error, is_last=wait)
+        if wait:
+            self._settle(is_last=True)
+
+    def look(self) -> None:
+        """Says at once, and not at the next save, that the last one has failed."""
+        if self._begun is not None and not self._is_told and self._checkpoints.failure is not None:
+            self._is_told = True
+            self._warn(self._checkpoints.failure)
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Waits for the save in progress.
+
+        Raises:
+          CommandError: it has failed, and too many before it, or it was the last.
+        """
+        if self._begun is None:
             return
-        extra = {
-            "config": dataclasses.asdict(self._config),
-            "progress": dataclasses.asdict(progress),
-        }
-        self._open().save(progress.step, state, extra=extra, wait=wait)
-        self.last = progress.step
+        begun, self._begun = self._begun, None
+        try:
+            self._checkpoints.wait()
+            self.last, self._failures = begun, 0
+        except self._error_of_checkpoints() as error:
+            self._failed(error, is_last=is_last)
+        finally:
+            self._is_told = False
+
+    def _failed(self, error: Exception, *, is_last: bool) -> None:
+        from jaxslowmo.checkpoint import UnansweredError
+
+        # Whether all have failed alike is not known where one does not answer.
+        if isinstance(error, UnansweredError) or lost_a_peer(error):
+            raise error
+        self._failures += 1
+        if is_last or self._failures >= self._options.max_failed_saves:
+            rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
+            raise CommandError(f"{self._describe(error)}{rows}", code_of(error)) from error
+        if not self._is_told:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if self._cluster.is_first:
+            line = f"warning: {self._describe(error)}; training goes on, and the next save is tried"
+            print(line, file=sys.stderr, flush=True)
+
+    def _describe(self, error: Any) -> str:
+        return f"{error.reason}; {last_saved(self._folder.parent)}"
+
+    def _error_of_checkpoints(self) -> type[Exception]:
+        from jaxslowmo.checkpoint import CheckpointError
+
+        return CheckpointError
 
     def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
         """The newest checkpoint: state, progress, and what is not as it was, in sentences.
@@ -94,8 +165,7 @@ class Keeper:
         """
         from jaxslowmo.checkpoint import CheckpointError
 
-        if self._checkpoints is not None:
-            self._checkpoints.wait()  # for what is being written
+        self._settle()
         if not self._folder.exists() or not self._open().steps():
             return None
         try:
@@ -127,6 +197,8 @@ class Keeper:
             from jaxslowmo.checkpoint import Checkpoints
 
             self._checkpoints = Checkpoints(self._folder, keep=self._options.keep)
+            if self._cluster.watch is not None:
+                self._cluster.watch.follow(self._checkpoints.written)
         return self._checkpoints
 
 

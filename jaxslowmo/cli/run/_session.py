@@ -94,6 +94,8 @@ class Session:
     def _after(self, result: js.StepResult) -> str | None:
         """Records and saves; why to end here, if so."""
         config, is_last = self.config, result.step == self.config.steps
+        if self.keeper is not None:
+            self.keeper.look()
         asked = None if is_last else self.stop.after(result.step)
         evaluates = is_last or result.step % config.eval_every == 0
         saves = self.keeper is not None and (bool(asked) or self.keeper.is_due(result.step))

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxslowmo.cli.processes._join import lost_a_peer
+from jaxslowmo.cli.processes._peers import lost_a_peer
 
 
 def chained(outer: Exception, cause: Exception) -> Exception:

@@ -1,0 +1,151 @@
+"""A thread that ends a process whose main thread cannot: it waits for others that never come.
+
+An exchange between processes runs in C++, where no handler of Python's runs, and neither a process
+that failed nor a signal ends it. So what failed is told by a note, and every process looks for it.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from ..._coordinator import NoNoteError, tell, told, wait_for
+from .._errors import TERMINATED, TRY_AGAIN
+
+_FAILED = "jaxslowmo/failed"
+_SEEN = "jaxslowmo/seen"
+# Where jax's own thread notes that a process got SIGTERM.
+_PREEMPTED = "RECEIVED_PREEMPTION_NOTICE"
+_LOOK_SECONDS = 0.5
+# After SIGTERM, while nothing advances; ten seconds with what comes before and after.
+_STOP_SECONDS = 7.0
+# A step may take longer than that, and it is no wait as long as it takes what others took.
+_USUAL = 3.0
+# Without SIGTERM a save in progress is looked at only when little else is told.
+_LONG_SECONDS = 60.0
+_DISK_SECONDS = 1.0
+# What the others get to see a note before the coordinator that holds it is gone.
+_SEEN_SECONDS = 5.0
+
+
+class Watch:
+    """The thread, from when the processes have joined until they part; a context.
+
+    Another process that failed ends this one with its code. So does SIGTERM to any process once
+    nothing has advanced for some seconds, with 143, and `stall` seconds without it, with 75.
+
+    Args:
+      index: of this process.
+      count: of all.
+      stall: seconds; 0: none.
+      last_saved: says which step a run that starts again would go on from.
+
+    Communication: two messages to the coordinator per second, and their answers.
+    """
+
+    def __init__(self, index: int, count: int, stall: float, last_saved: Callable[[], str]) -> None:
+        self._index, self._count, self._stall = index, count, stall
+        self._last_saved = last_saved
+        self._steps = 0
+        self._saving: Callable[[], int] = int
+        self._intervals: deque[float] = deque(maxlen=20)
+        self._stepped: float | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join(timeout=5)
+
+    def step_done(self) -> None:
+        """Tells that the main thread advances."""
+        now = time.monotonic()
+        if self._stepped is not None:
+            self._intervals.append(now - self._stepped)
+        self._stepped = now
+        self._steps += 1
+
+    def follow(self, written: Callable[[], int]) -> None:
+        """Tells what counts the bytes of a save in progress: while they grow, it advances."""
+        self._saving = written
+
+    def announce(self, code: int, line: str) -> None:
+        """Tells the other processes that this one ends, and why; they end with the same code."""
+        # Without a coordinator nobody can be told, and all will know soon.
+        with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, NoNoteError):
+            tell(_FAILED, json.dumps([self._index, code, line]))
+            if self._index == 0:
+                deadline = time.monotonic() + _SEEN_SECONDS
+                failed = json.loads(told(_FAILED) or "[0]")[0]
+                for other in set(range(1, self._count)) - {failed}:
+                    wait_for(f"{_SEEN}/{other}", max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        asked = False
+        marks, since = self._marks(False), time.monotonic()
+        while not self._over.wait(_LOOK_SECONDS):
+            try:
+                if note := told(_FAILED):
+                    self._follow_other(*json.loads(note))
+                asked = asked or told(_PREEMPTED) is not None
+            except (jax.errors.JaxRuntimeError, RuntimeError):
+                continue  # the coordinator is gone: the runtime ends this process
+            now = self._marks(asked or time.monotonic() - since > _LONG_SECONDS)
+            if now != marks:
+                marks, since = now, time.monotonic()
+            still = time.monotonic() - since
+            if asked and still > max(_STOP_SECONDS, _USUAL * max(self._intervals, default=0)):
+                self._end(TERMINATED, f"asked to stop, and nothing has advanced for {still:.0f} s")
+            if self._stall and still > self._stall:
+                self._end(TRY_AGAIN, f"nothing has advanced for {still:.0f} s (--stall-timeout)")
+
+    def _marks(self, looks_at_disk: bool) -> tuple[int, int, int]:
+        """What is not the same after a while if anything advances: steps, or a save.
+
+        A save writes, or compresses what it will write.
+        """
+        written = _within(_DISK_SECONDS, self._saving, 0) if looks_at_disk else 0
+        return self._steps, written, int(time.process_time()) if written else 0
+
+    def _follow_other(self, index: int, code: int, line: str) -> NoReturn:
+        say_error(f"process {index} has ended: {line}")
+        if self._index == 0:
+            self.announce(code, line)  # the others see it, too, before the coordinator is gone
+        else:
+            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
+                tell(f"{_SEEN}/{self._index}", "")
+        os._exit(code)
+
+    def _end(self, code: int, what: str) -> NoReturn:
+        saved = _within(_DISK_SECONDS, self._last_saved, "the checkpoints cannot be looked at")
+        line = f"{what}; {saved}"
+        say_error(line)
+        self.announce(code, line)
+        os._exit(code)
+
+
+def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
+    """What a call gives; something else where a file server does not answer in time."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else otherwise
+
+
+def say_error(line: str) -> None:
+    """One line on stderr, also where the process is about to end without Python's help."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.write(2, f"error: {line}\n".encode())
