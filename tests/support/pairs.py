@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+_OF_RUNTIME = re.compile(r"\[Gloo\]|[IWE]\d{4} ")
 _HEAD = """
 import sys
 import jax
@@ -19,13 +21,14 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=
 """
 
 
-def two_processes(program: str, folder: Path, seconds: float = 120) -> list[str]:
-    """What both print, without gloo's lines; both must leave with 0 within `seconds`.
+def two_processes(program: str, folder: Path, seconds: float = 120, code: int = 0) -> list[str]:
+    """What both print, without the runtime's lines; both must leave with `code` within `seconds`.
 
     Args:
       program: knows its `rank`.
       folder: for what they print.
       seconds: at most.
+      code: of both.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -51,8 +54,8 @@ def two_processes(program: str, folder: Path, seconds: float = 120) -> list[str]
             process.kill()
             process.wait()
     printed = [out.read_text() for out in outputs]
-    assert codes == [0, 0], printed
+    assert codes == [code, code], printed
     return [
-        "".join(line for line in text.splitlines(True) if not line.startswith("[Gloo]"))
+        "".join(line for line in text.splitlines(True) if not _OF_RUNTIME.match(line))
         for text in printed
     ]

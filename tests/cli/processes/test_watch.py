@@ -1,0 +1,172 @@
+"""What the watching thread makes of notes, of SIGTERM and of time without progress."""
+
+import json
+import os
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxslowmo._coordinator import NoNoteError
+from jaxslowmo.cli.processes import _watch
+from jaxslowmo.cli.processes._watch import Watch
+
+
+class Ended(SystemExit):
+    """In place of the process's end."""
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """The notes at a coordinator, of which this process is the only reader."""
+    found = {}
+
+    def wait_for(key, seconds):
+        if key in found:
+            return found[key]
+        raise NoNoteError(key)
+
+    monkeypatch.setattr(_watch, "told", found.get)
+    monkeypatch.setattr(_watch, "tell", lambda key, text: found.setdefault(key, text) == text)
+    monkeypatch.setattr(_watch, "wait_for", wait_for)
+    monkeypatch.setattr(_watch, "_LOOK_SECONDS", 0.01)
+    return found
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The codes with which the process would have ended."""
+    codes = []
+
+    def end(code):
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    return codes
+
+
+def watch(index=1, stall=0, saved="the last saved step is 30"):
+    return Watch(index, 2, stall, lambda: saved)
+
+
+def wait_until(done):
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, capfd):
+    with watch():
+        time.sleep(0.1)
+        assert ends == []
+        notes[_watch._FAILED] = json.dumps([0, 75, "No space left on device"])
+        wait_until(lambda: ends)
+    assert ends == [75]
+    assert capfd.readouterr().err == "error: process 0 has ended: No space left on device\n"
+    assert "jaxslowmo/seen/1" in notes
+
+
+def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
+    """Or have had some seconds; where it is itself the one that fails, too."""
+    notes["jaxslowmo/seen/1"] = ""
+    watch(index=0).announce(1, "why")
+    assert json.loads(notes[_watch._FAILED]) == [0, 1, "why"]
+    del notes["jaxslowmo/seen/1"]
+    watch(index=0).announce(1, "why")  # does not raise
+
+
+def test_nobody_can_be_told_without_a_coordinator(monkeypatch):
+    def gone(*_):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+
+    monkeypatch.setattr(_watch, "tell", gone)
+    watch().announce(1, "why")
+
+
+def asked_to_stop(monkeypatch, seconds):
+    monkeypatch.setattr(_watch, "_STOP_SECONDS", seconds)
+
+
+def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(
+    notes, ends, capfd, monkeypatch
+):
+    asked_to_stop(monkeypatch, 0.3)
+    with watch() as own:
+        own.step_done()
+        time.sleep(0.6)
+        assert ends == []  # nobody has asked
+        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+        wait_until(lambda: ends)
+    assert ends == [143]
+    said = capfd.readouterr().err
+    assert said == (
+        "error: asked to stop, and nothing has advanced for "
+        f"{said.split(' for ')[1][0]} s; the last saved step is 30\n"
+    )
+    assert json.loads(notes[_watch._FAILED])[:2] == [1, 143]  # the others end alike
+
+
+def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, monkeypatch):
+    asked_to_stop(monkeypatch, 0.3)
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    with watch() as own:
+        for _ in range(20):
+            own.step_done()
+            time.sleep(0.05)
+    assert ends == []
+
+
+def test_a_step_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, monkeypatch):
+    asked_to_stop(monkeypatch, 0.1)
+    with watch() as own:
+        own.step_done()
+        time.sleep(0.5)
+        own.step_done()
+        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+        time.sleep(0.7)
+        assert ends == []
+        wait_until(lambda: ends)
+    assert ends == [143]
+
+
+def test_a_save_that_grows_is_progress(notes, ends, monkeypatch):
+    asked_to_stop(monkeypatch, 0.3)
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    written = [0]
+    with watch() as own:
+        own.follow(lambda: written[0])
+        for _ in range(20):
+            written[0] += 1
+            time.sleep(0.05)
+        assert ends == []
+        wait_until(lambda: ends)
+    assert ends == [143]
+
+
+def test_a_disk_that_does_not_answer_keeps_nothing_alive(notes, ends, capfd, monkeypatch):
+    asked_to_stop(monkeypatch, 0.2)
+    monkeypatch.setattr(_watch, "_DISK_SECONDS", 0.1)
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    never = threading.Event()
+    own = Watch(1, 2, 0, lambda: str(never.wait(60)))
+    own.follow(lambda: int(never.wait(60)))
+    with own:
+        wait_until(lambda: ends)
+    never.set()
+    assert ends == [143]
+    assert "; the checkpoints cannot be looked at\n" in capfd.readouterr().err
+
+
+def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd):
+    with watch(stall=1) as own:
+        for _ in range(30):
+            own.step_done()
+            time.sleep(0.05)
+        assert ends == []
+        wait_until(lambda: ends)
+    assert ends == [75]
+    assert "nothing has advanced for 1 s (--stall-timeout); the last" in capfd.readouterr().err
