@@ -78,11 +78,13 @@ class Writing:
         after: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._record, self._seconds, self._after = target, record, seconds, after
-        self._folder = target
-        if can_rename(target):
-            self._folder = target.parent / f"{target.name}{UNFINISHED}"
         self._index, self._count = jax.process_index(), jax.process_count()
         self._topic = new_topic()
+        self._folder = target
+        if can_rename(target):
+            # Of this write alone: what is still writing after one that failed writes elsewhere.
+            number = self._topic.rpartition("/")[2]
+            self._folder = target.parent / f"{target.name}.{number}{UNFINISHED}"
         self._handler = _handler()
         self._error: Exception | None = None
         self._begin(before)
