@@ -1,5 +1,6 @@
 """The consensus model alone, on disk: to evaluate, fine-tune or ship."""
 
+import functools
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -14,7 +15,7 @@ from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays
-from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, resolved
+from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, remove_unfinished, resolved
 from ._prints import check_prints, host_print, prints_of
 from ._record import checked_json
 from ._writing import Writing
@@ -63,7 +64,8 @@ def export_consensus(
     mean = jax.tree.map(_on_host, placed)
     record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
     try:
-        Writing(path, mean, record, seconds=patience).result()
+        before = functools.partial(remove_unfinished, path.parent, f"{path.name}.")
+        Writing(path, mean, record, seconds=patience, before=before).result()
     except Exception as error:
         said = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(

@@ -110,10 +110,10 @@ def remove(path: epath.Path) -> None:
     path.rmtree()
 
 
-def remove_unfinished(folder: epath.Path) -> None:
+def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
     """Remove what writing and removing have left that were interrupted."""
-    for path in folder.iterdir():
-        if path.name.endswith(UNFINISHED):
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
             path.rmtree()
 
 

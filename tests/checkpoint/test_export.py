@@ -32,6 +32,14 @@ def test_it_comes_back_and_others_can_read_it(tmp_path):
     same(dict(ocp.PyTreeCheckpointer().restore(path / "state")), MEAN)
 
 
+def test_what_an_interrupted_one_left_is_removed(tmp_path):
+    for name in ("model.7.orbax-checkpoint-tmp", "other.7.orbax-checkpoint-tmp"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    export_consensus(tmp_path / "model", PARAMS, mesh=js.virtual_mesh({"replica": 2}))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"model", "other.7.orbax-checkpoint-tmp"}
+
+
 def test_shares_weigh_the_replicas(tmp_path):
     mesh = js.virtual_mesh({"replica": 2})
     shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
