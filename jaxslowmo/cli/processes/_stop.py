@@ -55,6 +55,10 @@ class StopOnSignal:
                 self.asked = "preempted"
         return self.asked
 
+    def besides_steps(self) -> contextlib.AbstractContextManager[None]:
+        """To be around what takes longer than a step."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.besides_steps()
+
     def __enter__(self) -> "StopOnSignal":
         handlers: dict[int, Handler] = {
             signal.SIGINT: self._interrupt,

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -28,6 +28,8 @@ _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 7.0
 # A step may take longer than that, and it is no wait as long as it takes what others took.
 _USUAL = 3.0
+# What no step tells the length of, the first time.
+_FIRST_SECONDS = 120.0
 # Without SIGTERM a save in progress is looked at only when little else is told.
 _LONG_SECONDS = 60.0
 _DISK_SECONDS = 1.0
@@ -57,6 +59,8 @@ class Watch:
         self._saving: Callable[[], int] = int
         self._intervals: deque[float] = deque(maxlen=20)
         self._stepped: float | None = None
+        self._longest_besides = 0.0
+        self._is_besides = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -75,6 +79,17 @@ class Watch:
             self._intervals.append(now - self._stepped)
         self._stepped = now
         self._steps += 1
+
+    @contextlib.contextmanager
+    def besides_steps(self) -> Iterator[None]:
+        """Within it the main thread does what takes longer than steps: an evaluation, say."""
+        self._is_besides, began = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._is_besides = False
+            self._longest_besides = max(self._longest_besides, time.monotonic() - began)
+            self._stepped = None  # the interval says nothing of steps
 
     def follow(self, written: Callable[[], int]) -> None:
         """Tells what counts the bytes of a save in progress: while they grow, it advances."""
@@ -105,10 +120,17 @@ class Watch:
             if now != marks:
                 marks, since = now, time.monotonic()
             still = time.monotonic() - since
-            if asked and still > max(_STOP_SECONDS, _USUAL * max(self._intervals, default=0)):
+            if asked and still > self._longest():
                 self._end(TERMINATED, f"asked to stop, and nothing has advanced for {still:.0f} s")
             if self._stall and still > self._stall:
                 self._end(TRY_AGAIN, f"nothing has advanced for {still:.0f} s (--stall-timeout)")
+
+    def _longest(self) -> float:
+        """Seconds that what the main thread does may take."""
+        usual = max(self._intervals, default=0.0)
+        if self._is_besides:
+            usual = self._longest_besides or _FIRST_SECONDS / _USUAL
+        return max(_STOP_SECONDS, _USUAL * usual)
 
     def _marks(self, looks_at_disk: bool) -> tuple[int, int, int]:
         """What is not the same after a while if anything advances: steps, or a save.

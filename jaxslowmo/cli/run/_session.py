@@ -101,7 +101,7 @@ class Session:
         saves = self.keeper is not None and (bool(asked) or self.keeper.is_due(result.step))
         if not self.recorder.step(
             result,
-            evaluate=functools.partial(self.evaluate, result) if evaluates else None,
+            evaluate=functools.partial(self._evaluate, result) if evaluates else None,
             now=bool(asked),
         ):
             return "diverged"
@@ -113,6 +113,10 @@ class Session:
             progress = Progress(result.step, self.batches.position, self.recorder.bytes_sent)
             self.keeper.save(result.state, progress, wait=bool(asked))
         return asked
+
+    def _evaluate(self, result: js.StepResult) -> Mapping[str, float]:
+        with self.stop.besides_steps():
+            return self.evaluate(result)
 
 
 def _was_refused(state: js.TrainState) -> bool:

@@ -133,6 +133,23 @@ def test_a_step_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, 
     assert ends == [143]
 
 
+def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, monkeypatch):
+    asked_to_stop(monkeypatch, 0.1)
+    monkeypatch.setattr(_watch, "_FIRST_SECONDS", 0.6)
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    with watch() as own:
+        with own.besides_steps():
+            time.sleep(0.4)
+            own.step_done()
+        with own.besides_steps():
+            time.sleep(0.8)
+            own.step_done()
+            time.sleep(0.5)
+            assert ends == []
+        wait_until(lambda: ends)
+    assert ends == [143]
+
+
 def test_a_save_that_grows_is_progress(notes, ends, monkeypatch):
     asked_to_stop(monkeypatch, 0.3)
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
