@@ -1,11 +1,16 @@
 """Byte corpora from real files: the standard library's source, or any file or folder."""
 
 import dataclasses
+import functools
 import hashlib
+import json
 import os
+import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from .._os_errors import PASSING
 
 # Not source that a person wrote to be read: installed packages, caches, and test suites, which
 # would be more than half of the bytes.
@@ -24,6 +29,11 @@ class Document:
 
     name: str
     text: bytes
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of its bytes, as hexadecimal digits."""
+        return hashlib.sha256(self.text).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +57,24 @@ class Corpus:
         """Bytes in all documents."""
         return sum(len(document.text) for document in self.documents)
 
+    @functools.cached_property
+    def listing(self) -> dict[str, str]:
+        """What was found, by name: of a document length and SHA-256, of others why they are none.
+
+        The same wherever it lies: a single file goes by the name "", whatever it is called.
+        """
+        found = {
+            "" if self.is_single_file else document.name: f"{len(document.text)} {document.sha256}"
+            for document in self.documents
+        }
+        return found | dict(self.skipped)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the listing: two corpora with the same one give the same batches."""
+        lines = json.dumps(sorted(self.listing.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
 
 def default_corpus_path() -> Path:
     """Folder of the running interpreter's standard library."""
@@ -67,6 +95,8 @@ def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
 
     Raises:
       ValueError: if the path is empty or does not exist, or no text is found there.
+      OSError: a disk or a file server that does not answer (EIO, ESTALE, ETIMEDOUT, ENOSPC): what
+        is there would otherwise depend on the moment.
     """
     if path is None:
         return _read_folder(default_corpus_path(), is_stdlib=True)
@@ -86,26 +116,34 @@ def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
 def _read_folder(folder: Path, *, is_stdlib: bool) -> Corpus:
     documents: list[Document] = []
     skipped: list[tuple[str, str]] = []
-    first_with: dict[bytes, str] = {}
-    for name in sorted(_file_names(folder, is_stdlib=is_stdlib)):
+    first_with: dict[str, str] = {}
+
+    def unreadable(error: OSError) -> None:
+        reason = _why_unreadable(error)
+        skipped.append((Path(error.filename).relative_to(folder).as_posix() + "/", reason))
+
+    names = _file_names(folder, is_stdlib=is_stdlib, unreadable=unreadable)
+    for name in sorted(names):
         text, reason = _read_text(folder / name)
+        document = Document(name, text)
         if not reason:
             # The same text in two replicas, or in training and validation, would not be disjoint.
-            digest = hashlib.sha256(text).digest()
-            twin = first_with.setdefault(digest, name)
+            twin = first_with.setdefault(document.sha256, name)
             reason = "" if twin == name else f"a duplicate of {twin}"
         if reason:
             skipped.append((name, reason))
         else:
-            documents.append(Document(name, text))
+            documents.append(document)
     if not documents:
         what = f"all {len(skipped)} files are binary, empty or unreadable" if skipped else "no file"
         raise ValueError(f"`data` must hold at least one text file; found {what} in {folder}.")
-    return Corpus(str(folder), tuple(documents), tuple(skipped))
+    return Corpus(str(folder), tuple(documents), tuple(sorted(skipped)))
 
 
-def _file_names(folder: Path, *, is_stdlib: bool) -> Iterator[str]:
-    for root, folders, files in os.walk(folder):
+def _file_names(
+    folder: Path, *, is_stdlib: bool, unreadable: Callable[[OSError], None]
+) -> Iterator[str]:
+    for root, folders, files in os.walk(folder, onerror=unreadable):
         # In place, so that os.walk does not enter them.
         folders[:] = [
             name
@@ -121,15 +159,25 @@ def _file_names(folder: Path, *, is_stdlib: bool) -> Iterator[str]:
 
 def _read_text(path: Path) -> tuple[bytes, str]:
     """The file's bytes and why it is to be skipped ("" if it is not)."""
-    if not path.is_file():  # a socket, a pipe (reading would block), a broken link
-        return b"", "not a regular file"
     try:
+        # Opening a pipe would block.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return b"", "not a regular file"
         text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):  # a broken link
+        return b"", "not a regular file"
     except OSError as error:
-        return b"", f"unreadable ({error.strerror})"
+        return b"", _why_unreadable(error)
     if not text:
         return b"", "empty"
     return text, "binary" if _is_binary(text) else ""
+
+
+def _why_unreadable(error: OSError) -> str:
+    """Why a file or a folder is left out; raises what another attempt may not meet."""
+    if error.errno in PASSING:
+        raise error
+    return f"unreadable ({error.strerror})"
 
 
 def _is_binary(text: bytes) -> bool:

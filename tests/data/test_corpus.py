@@ -1,5 +1,7 @@
 """Corpora: what is read, what is skipped, and what is refused."""
 
+import errno
+import os
 import zlib
 from pathlib import Path
 
@@ -83,3 +85,87 @@ def test_what_holds_no_text_is_refused(tmp_path, path, message):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=message):
         read_corpus(tmp_path / path if path else "")
+
+
+FILES = {"a.txt": b"one", "b/c.txt": b"two", "twin.txt": b"one", "image.png": b"\x89\0"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a.txt": b"One"},
+        {"a.txt": None},
+        {"d.txt": b"three"},
+        {"a.txt": b"\0"},
+        {"image.png": b"text"},
+        {"a.txt": b"two", "b/c.txt": b"one"},
+    ],
+    ids=["replaced", "removed", "added", "binary", "text", "swapped"],
+)
+def test_the_fingerprint_tells_of_every_change(tmp_path, change):
+    before = read_corpus(write(tmp_path / "before", FILES)).fingerprint
+    changed = {name: text for name, text in (FILES | change).items() if text is not None}
+    assert read_corpus(write(tmp_path / "after", changed)).fingerprint != before
+
+
+def test_the_same_content_elsewhere_has_the_same_fingerprint(tmp_path):
+    here = read_corpus(write(tmp_path / "here", FILES))
+    there = read_corpus(write(tmp_path / "there" / "deep", FILES))
+    assert here.fingerprint == there.fingerprint
+    assert here.listing == there.listing
+    assert set(here.listing) == set(FILES)
+    assert here.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
+    assert here.listing["twin.txt"] == "a duplicate of a.txt"
+    files = write(tmp_path, {"one.txt": b"text", "two.txt": b"text", "other.txt": b"texts"})
+    one, two, other = (read_corpus(files / f"{n}.txt").fingerprint for n in ("one", "two", "other"))
+    assert one == two != other
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("where", ["stat", "read_bytes"])
+def test_a_file_server_that_does_not_answer_is_no_reason_to_skip(
+    tmp_path, monkeypatch, number, where
+):
+    write(tmp_path, {"a.txt": b"text", "b.txt": b"other"})
+    usual = getattr(Path, where)
+
+    def failing(self, *args, **kwargs):
+        if self.name == "b.txt":
+            raise OSError(number, os.strerror(number), str(self))
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, where, failing)
+    with pytest.raises(OSError, match=r"b\.txt") as raised:
+        read_corpus(tmp_path)
+    assert raised.value.errno == number
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_folder_that_cannot_be_listed(tmp_path, monkeypatch, number):
+    write(tmp_path, {"a.txt": b"text", "sub/b.txt": b"other"})
+    usual = os.scandir
+
+    def failing(path):
+        if Path(path).name == "sub":
+            raise OSError(number, os.strerror(number), str(path))
+        return usual(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="sub"):
+            read_corpus(tmp_path)
+    else:
+        assert dict(read_corpus(tmp_path).skipped) == {"sub/": "unreadable (Permission denied)"}
+
+
+def test_a_file_that_may_not_be_read_is_skipped(tmp_path, monkeypatch):
+    write(tmp_path, {"a.txt": b"text", "b.txt": b"other"})
+    usual = Path.read_bytes
+
+    def failing(self):
+        if self.name == "b.txt":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return usual(self)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert dict(read_corpus(tmp_path).skipped) == {"b.txt": "unreadable (Permission denied)"}
