@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from .._replacing import write_anew
 from ._errors import CommandError
 
 
@@ -34,7 +35,7 @@ def make_folder(out: Path | None, command: str) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Writes a configuration (dataclass) or a summary (dict); NaN becomes null."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # pyright: ignore[reportArgumentType]
-    path.write_text(json.dumps(_finite(plain), indent=2, default=str) + "\n", encoding="utf-8")
+    write_anew(path, json.dumps(_finite(plain), indent=2, default=str) + "\n")
 
 
 def json_line(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
+from .._replacing import write_anew
 from ._times import StepTimes
 
 _MIB = 2**20
@@ -96,7 +97,7 @@ class StepReport:
 
     def write(self, path: str | Path) -> None:
         """Writes `to_json()` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_anew(path, self.to_json() + "\n")
 
     def __str__(self) -> str:
         return _table(self)

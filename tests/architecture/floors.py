@@ -14,6 +14,7 @@ FLOORS = {
     "_typing": -1,
     "_scopes": -1,
     "_coordinator": -1,
+    "_replacing": -1,
     "_os_errors": -1,
     "tree": 0,
     "topology": 0,

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from .._units import format_bytes
 from ..run._recipes import RECIPES
-from ._style import COLOURS, INK, clean, new_figure, write_title
+from ._style import COLOURS, INK, clean, new_figure, save_figure, write_title
 
 _STYLES = {name: (COLOURS[recipe.colour], recipe.marker) for name, recipe in RECIPES.items()}
 # An algorithm with settings of its own has its colour, and the next of these.
@@ -70,7 +70,7 @@ def draw_comparison(
     if losses:
         by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
     write_title(figure, title, lines_below_title, heights=(0.945, 0.9, 0.04))
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from ._style import COLOURS, INK, clean, new_figure, write_title
+from ._style import COLOURS, INK, clean, new_figure, save_figure, write_title
 
 # A marker for each colour; a second turn is dashed.
 _STYLES = tuple(zip(COLOURS.values(), "oXDP^vps*", strict=True))
@@ -78,7 +78,7 @@ def draw_graphs(
     )
     heights = (1 - 0.32 / height, 1 - 0.58 / height, 0)
     write_title(figure, "How fast graphs mix", [subtitle], heights=heights)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, tuple[str, str, LineStyle]]:

@@ -8,7 +8,7 @@ from typing import Protocol
 from matplotlib.axes import Axes
 
 from .._units import format_limit
-from ._style import COLOURS, INK, clean, new_figure, write_title
+from ._style import COLOURS, INK, clean, new_figure, save_figure, write_title
 
 _SUBTITLE_WIDTH = 110
 
@@ -66,7 +66,7 @@ def draw_limits(rows: Sequence[Measured], best: int, path: Path, *, subtitle: st
         figure, "Step time by size of gradient buckets", lines, left=0.014,
         heights=(0.935, 0.885, 0.045), sizes=(13, 9),
     )  # fmt: skip
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _tick(row: Measured) -> str:

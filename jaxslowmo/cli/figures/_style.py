@@ -1,12 +1,15 @@
 """What all pictures share: colours, axes, title."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from ..._replacing import replacing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, a grey and a violet.
 COLOURS = {
@@ -55,6 +58,12 @@ def clean(axes: Axes, *, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.tick_params(which="both", colors=INK, labelsize=9, color=_LINES, length=3.5, pad=3.5)
     axes.grid(True, which="major", axis=grid, color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a picture whole or not at all; the ending of the path decides its format."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary)
 
 
 def write_title(

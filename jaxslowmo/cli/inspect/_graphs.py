@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
+from ..._replacing import write_anew
 from .._errors import CommandError
 from .._output import make_folder, say, write_json
 from ..config._algorithms import parse_mixing
@@ -44,12 +45,12 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
             for (name, nodes), found in analyses.items()
         ]
         write_json(folder / "graphs.json", {"config": vars(config), "graphs": facts})
-        (folder / "graphs.md").write_text(text, encoding="utf-8")
+        write_anew(folder / "graphs.md", text)
         written += [folder / "graphs.md", folder / "graphs.json", folder / "graphs.png"]
     if page is not None and old is not None:
         before, after = old
         try:
-            page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+            write_anew(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
         except OSError as error:
             raise CommandError(f"--page: cannot write {page}: {error.strerror}") from None
         written += [page, page.with_suffix(".png")]

@@ -1,18 +1,23 @@
 """The files of a run: its configuration, its metrics as they come, its summary."""
 
+import io
 import json
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jaxslowmo as js
 
+from ..._replacing import write_anew
 from .._output import json_line, write_json
 from ..config._train import TrainConfig
 
 
 class RunFiles:
     """Context in which `write_record` adds to metrics.jsonl.
+
+    Should the file or its folder be deleted meanwhile, the next record brings all of it back.
 
     Args:
       folder: of the run.
@@ -22,31 +27,54 @@ class RunFiles:
         left, are dropped. 0 drops all.
 
     Attributes:
-      records: those that were there before.
+      records: those that were there before, and those written since.
+
+    Raises:
+      ValueError: metrics.jsonl is damaged; it is left as it is.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, *, writes: bool, after: int) -> None:
         self.records: list[dict[str, Any]] = []
-        self._folder, self._metrics = folder, None
+        self._folder, self._config = folder, config
+        self._path = folder / "metrics.jsonl"
+        self._metrics: io.FileIO | None = None
         if not writes:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "config.json", config)
-        metrics = folder / "metrics.jsonl"
-        if after and metrics.exists():
-            # A last line that was cut off does not count.
-            lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
-            before = [json.loads(line) for line in lines]
-            self.records = [record for record in before if record["step"] <= after]
-        self._metrics = metrics.open("w", encoding="utf-8")
-        for record in self.records:
-            self.write_record(record)
+        if after and self._path.exists():
+            self.records = [record for record in _read(self._path) if record["step"] <= after]
+        self._metrics = self._write_all()
 
     def write_record(self, record: dict[str, Any]) -> None:
-        """Adds a line to metrics.jsonl, on disk at once."""
-        if self._metrics is not None:
-            self._metrics.write(json_line(record))
-            self._metrics.flush()
+        """Adds a line to metrics.jsonl, on disk at once.
+
+        Raises:
+          OSError: it cannot be written; a part of the line may be there, which a resumed run drops.
+        """
+        self.records.append(record)
+        if self._metrics is None:
+            return
+        if not self._is_there(self._metrics):
+            self._metrics.close()
+            self._metrics = self._write_all()
+            return
+        line = json_line(record).encode()
+        while line:  # a disk that fills up may take a part
+            line = line[self._metrics.write(line) :]
+
+    def _write_all(self) -> io.FileIO:
+        """Configuration and all records anew; the metrics, to be added to."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_json(self._folder / "config.json", self._config)
+        write_anew(self._path, "".join(map(json_line, self.records)))
+        # Without a buffer: what could not be written must not come a second time.
+        return io.FileIO(self._path, "a")
+
+    def _is_there(self, metrics: io.FileIO) -> bool:
+        """Whether the open file is still the one of that name."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(metrics.fileno()))
+        except FileNotFoundError:
+            return False
 
     def finish(self, summary: dict[str, Any], statistics: js.StepReport | None) -> None:
         """Writes summary.json, and statistics.json if there are any."""
@@ -67,3 +95,24 @@ class RunFiles:
     ) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl; a last line that was cut off does not count.
+
+    Raises:
+      ValueError: another line is none of ours.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError(f"its step is {record['step']!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged: line {number} is no record of a step ({error!r}). Remove that "
+                "line, or move the file away, and resume again."
+            ) from error
+        records.append(record)
+    return records

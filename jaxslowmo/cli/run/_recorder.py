@@ -138,7 +138,6 @@ class Recorder:
         self._since = time.perf_counter()
 
     def _keep(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
         self._files.write_record(record)
         self._reporter.show(record)
 

@@ -1,9 +1,23 @@
 """The files of a run that is resumed, and of a process that leaves them to another."""
 
+import errno
+import io
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 
+import pytest
+
+from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._train import TrainConfig
 from jaxslowmo.cli.run._files import RunFiles
+
+
+def steps(metrics):
+    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
 
 
 def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
@@ -15,9 +29,9 @@ def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
             assert [record["step"] for record in files.records] == kept
             files.write_record({"step": 9, "loss": float("nan")})
             assert metrics.read_text().endswith('{"step": 9, "loss": null}\n')  # at once
+            assert [record["step"] for record in files.records] == [*kept, 9]
         files.finish({"status": "finished"}, None)
-        found = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-        assert found == [*kept, 9]
+        assert steps(metrics) == [*kept, 9]
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json", "metrics.jsonl", "summary.json",
     }  # fmt: skip
@@ -27,4 +41,84 @@ def test_another_process_writes_nothing(tmp_path):
     with RunFiles(tmp_path / "out", TrainConfig(), writes=False, after=0) as files:
         files.write_record({"step": 1})
     files.finish({}, None)
+    assert files.records == [{"step": 1}]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1507)))
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from jaxslowmo.cli.config._train import TrainConfig\n"
+        "from jaxslowmo.cli.run import _files\n"
+        "lines = []\n"
+        "def json_line(record, usual=_files.json_line):\n"
+        "    lines.append(record)\n"
+        "    if len(lines) == 700:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return usual(record)\n"
+        "_files.json_line = json_line\n"
+        "_files.RunFiles(Path(sys.argv[1]), TrainConfig(), writes=True, after=1400)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert steps(metrics) == list(range(1507))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b'{"step": 1, "lo\0\0\0\0', b"\xff\xfe", b"[1]", b'{"step": "1"}', b"", b'{"loss": 1}'],
+)
+def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, damage):
+    metrics = tmp_path / "metrics.jsonl"
+    content = b'{"step": 0}\n' + damage + b'\n{"step": 2}\n'
+    metrics.write_bytes(content)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 "):
+        RunFiles(tmp_path, TrainConfig(), writes=True, after=2)
+    assert metrics.read_bytes() == content
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "moved"])
+def test_records_come_back_when_the_file_is_deleted(tmp_path, what):
+    folder = tmp_path / "out"
+    with RunFiles(folder, TrainConfig(), writes=True, after=0) as files:
+        for step in range(3):
+            files.write_record({"step": step})
+        if what == "folder":
+            shutil.rmtree(folder)
+        elif what == "file":
+            (folder / "metrics.jsonl").unlink()
+        else:
+            (folder / "metrics.jsonl").write_text("")
+            (folder / "metrics.jsonl").rename(folder / "old")
+        files.write_record({"step": 3})
+        files.write_record({"step": 4})
+    assert steps(folder / "metrics.jsonl") == [0, 1, 2, 3, 4]
+    assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
+
+
+class FullDisk(io.FileIO):
+    """Takes seven bytes, then is full."""
+
+    def write(self, data, /):
+        if len(data) > 7:
+            return super().write(bytes(data)[:7])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_and_resumed_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "FileIO", FullDisk)
+    with (
+        RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
+        pytest.raises(OSError, match="No space") as raised,
+    ):
+        files.write_record({"step": 1})
+    assert code_of(raised.value) == 75
+    monkeypatch.undo()
+    metrics = tmp_path / "metrics.jsonl"
+    assert metrics.read_bytes() == b'{"step"'
+    with RunFiles(tmp_path, TrainConfig(), writes=True, after=1) as files:
+        files.write_record({"step": 2})
+    assert steps(metrics) == [2]
