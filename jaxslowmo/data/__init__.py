@@ -1,5 +1,6 @@
 """Host input: real text as bytes, one disjoint share per replica, in numpy."""
 
+from ._corpus import Contents as Contents
 from ._corpus import Corpus as Corpus
 from ._corpus import Document as Document
 from ._corpus import default_corpus_path as default_corpus_path

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from .._os_errors import PASSING
@@ -58,16 +58,33 @@ class Corpus:
         return sum(len(document.text) for document in self.documents)
 
     @functools.cached_property
-    def listing(self) -> dict[str, str]:
-        """What was found, by name: of a document length and SHA-256, of others why they are none.
-
-        The same wherever it lies: a single file goes by the name "", whatever it is called.
-        """
+    def contents(self) -> "Contents":
+        """What there is, without the texts."""
         found = {
             "" if self.is_single_file else document.name: f"{len(document.text)} {document.sha256}"
             for document in self.documents
         }
-        return found | dict(self.skipped)
+        return Contents(
+            self.source, found | dict(self.skipped), len(self.documents), self.num_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What tells one corpus from another.
+
+    Attributes:
+      source: the path that was read.
+      listing: by name, of a document its length and SHA-256, of another file why it is none. The
+        same wherever the files lie: a single one goes by the name "", whatever it is called.
+      num_documents: of them.
+      num_bytes: in all documents.
+    """
+
+    source: str
+    listing: Mapping[str, str]
+    num_documents: int
+    num_bytes: int
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -103,21 +103,23 @@ FILES = {"a.txt": b"one", "b/c.txt": b"two", "twin.txt": b"one", "image.png": b"
     ids=["replaced", "removed", "added", "binary", "text", "swapped"],
 )
 def test_the_fingerprint_tells_of_every_change(tmp_path, change):
-    before = read_corpus(write(tmp_path / "before", FILES)).fingerprint
+    before = read_corpus(write(tmp_path / "before", FILES)).contents.fingerprint
     changed = {name: text for name, text in (FILES | change).items() if text is not None}
-    assert read_corpus(write(tmp_path / "after", changed)).fingerprint != before
+    assert read_corpus(write(tmp_path / "after", changed)).contents.fingerprint != before
 
 
 def test_the_same_content_elsewhere_has_the_same_fingerprint(tmp_path):
     here = read_corpus(write(tmp_path / "here", FILES))
     there = read_corpus(write(tmp_path / "there" / "deep", FILES))
-    assert here.fingerprint == there.fingerprint
-    assert here.listing == there.listing
-    assert set(here.listing) == set(FILES)
-    assert here.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
-    assert here.listing["twin.txt"] == "a duplicate of a.txt"
+    assert here.contents.fingerprint == there.contents.fingerprint
+    assert here.contents.listing == there.contents.listing
+    assert set(here.contents.listing) == set(FILES)
+    assert here.contents.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
+    assert here.contents.listing["twin.txt"] == "a duplicate of a.txt"
     files = write(tmp_path, {"one.txt": b"text", "two.txt": b"text", "other.txt": b"texts"})
-    one, two, other = (read_corpus(files / f"{n}.txt").fingerprint for n in ("one", "two", "other"))
+    one, two, other = (
+        read_corpus(files / f"{n}.txt").contents.fingerprint for n in ("one", "two", "other")
+    )
     assert one == two != other
 
 
