@@ -1,5 +1,6 @@
 """Checkpoints of a run in a folder."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -28,7 +29,7 @@ from ._folder import (
     set_aside,
 )
 from ._prints import prints_of
-from ._record import as_stored, checked_json, record_of
+from ._record import as_stored, checked_json, read_record, record_of
 from ._restore import Found, Reading, Template, finished, read
 from ._writing import Writing
 
@@ -247,12 +248,35 @@ class Checkpoints:
                 return Restored(candidate, *self._read(candidate, template))
             except UnreadableError as error:
                 if i + 1 == len(chosen):
-                    older = [n for n in found if n < candidate and not fallback]
-                    hint = f" `fallback=True` takes that of step {older[-1]}." if older else ""
-                    raise UnreadableError(f"{error}{hint}") from error
+                    raise _with_hint(error, candidate, found, fallback) from error
                 self._unreadable.add(candidate)
                 warn_user(f"{error} Using the checkpoint of step {chosen[i + 1]} instead.")
         raise AssertionError("there is a candidate, and the last one returns or raises")
+
+    def extra(self, *, step: int | None = None, fallback: bool = False) -> dict[str, Any]:
+        """What was saved beside the state of a checkpoint, without reading that.
+
+        Args:
+          step: which one; None is the newest.
+          fallback: where that cannot be read, take the one before; `restore` warns of it.
+
+        Returns:
+          The `extra` of `save`.
+
+        Raises:
+          CheckpointError: as `restore`, of the record alone.
+
+        Communication: none; each process reads for itself.
+        """
+        found = list(self.steps())
+        chosen = self._chosen(found, step, fallback)
+        for candidate in chosen[:-1]:
+            with contextlib.suppress(UnreadableError):
+                return read_record(self._folder / str(candidate)).extra
+        try:
+            return read_record(self._folder / str(chosen[-1])).extra
+        except UnreadableError as error:
+            raise _with_hint(error, chosen[-1], found, fallback) from error
 
     def _read(self, step: int, template: Template) -> Found:
         """The state of a checkpoint; where that fails on one process, it fails on all."""
@@ -314,6 +338,15 @@ class Checkpoints:
             io_errno(error),
             f"the checkpoint of step {step} could not be written: {said}",
         )
+
+
+def _with_hint(
+    error: UnreadableError, step: int, found: list[int], fallback: bool
+) -> UnreadableError:
+    """The error of the last checkpoint that was tried, and which other one could be."""
+    older = [n for n in found if n < step and not fallback]
+    hint = f" `fallback=True` takes that of step {older[-1]}." if older else ""
+    return UnreadableError(f"{error}{hint}", io_errno(error))
 
 
 _copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])
