@@ -8,7 +8,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH_VENV ?= .venv-torch$(patsubst .venv%,%,$(VENV))
 TORCH_PY := $(TORCH_VENV)/bin/python
 
-DEMO ?= compare --preset demo --out runs/demo
+DEMO ?= compare --preset demo --out runs/demo --overwrite
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 

@@ -5,17 +5,21 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxslowmo.data import read_corpus
+
 from ._errors import EXIT_CODES, usage_errors
-from ._output import make_folder, say, write_json
+from ._output import say, write_json
 from ._tables import compare_rows, compare_table
 from ._units import format_count
 from .config._compare import CompareConfig
 from .figures._comparison import draw_comparison
 from .run._devices import Placement, choose_mesh
 from .run._job import Job, RunResult
+from .run._leftovers import refuse_leftovers, sweep
+from .run._opening import locked_folder
 from .run._progress import Reporter
 from .run._recipes import describe_exchanges
-from .run._text import load_text
+from .run._text import divide_text
 
 
 def compare(config: CompareConfig, out: Path | None) -> int:
@@ -25,21 +29,37 @@ def compare(config: CompareConfig, out: Path | None) -> int:
     ends it with what was finished.
 
     Raises:
-      CommandError: for arguments that do not go together, or with the data or the devices.
+      CommandError: for arguments that do not go together, or with the data, the devices or the
+        folder.
     """
     console = Console()
+    with locked_folder(out, "compare") as (folder, _):
+        if not config.train.overwrite:
+            refuse_leftovers(folder, may_resume=False)
+        jobs = _jobs(config)
+        if config.train.overwrite:
+            sweep(folder)
+        write_json(folder / "config.json", config)
+        return _compare_in(folder, config, jobs, console)
+
+
+def _jobs(config: CompareConfig) -> dict[str, Job]:
+    """All before the first step: a wrong argument of the last one should not wait for it."""
     with usage_errors():
-        text = load_text(config.train)
+        text = divide_text(config.train, read_corpus(config.train.data))
         placement = choose_mesh(config.train)
-        # All before the first step: a wrong argument of the last one should not wait for it.
-        jobs = {
+        return {
             name: Job(config.run(name, config.seeds[0]), placement, text, label=name)
             for name in config.algorithms
         }
-    folder = make_folder(out, "compare")
-    write_json(folder / "config.json", config)
-    size = format_count(next(iter(jobs.values())).num_parameters)
-    say(console, f"{size} parameters, {placement.description}", text.description)
+
+
+def _compare_in(folder: Path, config: CompareConfig, jobs: dict[str, Job], console: Console) -> int:
+    first = next(iter(jobs.values()))
+    placement, size = first.placement, format_count(first.num_parameters)
+    say(console, f"{size} parameters, {placement.description}", first.text.description)
+    # Else the first one's programs would stay as long as all of them.
+    del first
 
     runs: list[RunResult] = []
     for name in config.algorithms:

@@ -1,15 +1,18 @@
 """Where results go: a folder, values as JSON, sentences on the terminal."""
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from .._os_errors import PASSING
 from .._replacing import write_anew
 from ._errors import CommandError
 
@@ -19,17 +22,27 @@ def make_folder(out: Path | None, command: str) -> Path:
 
     Raises:
       CommandError: if it cannot be made or written to.
+      OSError: if a disk is full or a file server does not answer.
     """
     if out is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         out = Path("runs") / f"{command}-{now}"
-    try:
+    with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):  # several processes may try at once
             pass
-    except OSError as error:
-        raise CommandError(f"--out must be a folder to write to, {out}: {error.strerror}") from None
     return out
+
+
+@contextlib.contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Turns an `OSError` about the folder into a `CommandError`, unless it may pass by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        raise CommandError(f"--out must be a folder to write to, {out}: {error.strerror}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,8 +10,10 @@ from typing import TextIO
 
 from rich.console import Console
 
+from jaxslowmo.data import read_corpus
+
 from ._errors import EXIT_CODES, CommandError, usage_errors
-from ._output import make_folder, say
+from ._output import say
 from ._tables import run_table
 from ._units import format_count
 from .config._train import TrainConfig
@@ -22,8 +24,9 @@ from .processes._supervise import last_saved
 from .processes._watch import Watch
 from .run._devices import ask_for_devices, choose_mesh
 from .run._job import Job, RunResult
+from .run._opening import Opening, opened
 from .run._progress import Reporter
-from .run._text import load_text
+from .run._text import divide_text
 
 
 def train(config: TrainConfig, out: Path | None) -> int:
@@ -50,20 +53,34 @@ def train(config: TrainConfig, out: Path | None) -> int:
 
 
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
-    with usage_errors():
-        placement = choose_mesh(config, cluster)
-        text = load_text(config, placement.mesh)
-        job = Job(config, placement, text, cluster=cluster)
-    folder = make_folder(out, "train")
-    with _output_of(cluster, folder, logs=config.cluster.process_logs) as file:
-        console = Console(file=file)
-        name = config.algorithm.algorithm
+    with contextlib.ExitStack() as stack:
+        opening, job = _made_ready(config, out, cluster, stack)
+        config, folder = opening.config, opening.folder
+        # Not before: a wrong call should delete nothing.
+        opening.begin()
+        logs = config.cluster.process_logs
+        console = Console(file=stack.enter_context(_output_of(cluster, folder, logs=logs)))
+        name, where = config.algorithm.algorithm, job.placement
         size = format_count(job.num_parameters)
-        say(console, f"{name}, {size} parameters, {placement.description}", text.description)
-        with Reporter(console, name, config.steps, would=placement.is_virtual) as reporter:
+        say(console, f"{name}, {size} parameters, {where.description}", job.text.description)
+        with Reporter(console, name, config.steps, would=where.is_virtual) as reporter:
             result = job.run(config, folder, reporter, saves=True)
         _conclude(console, result, folder)
     return EXIT_CODES[result.status]
+
+
+def _made_ready(
+    config: TrainConfig, out: Path | None, cluster: Cluster, stack: contextlib.ExitStack
+) -> tuple[Opening, Job]:
+    """The folder of the run, which stays its own until the stack ends, and its programs."""
+    with usage_errors():
+        corpus = read_corpus(config.data)
+    opening = stack.enter_context(opened(config, out, corpus.contents, cluster))
+    config = opening.config
+    with usage_errors():
+        placement = choose_mesh(config, cluster)
+        text = divide_text(config, corpus, placement.mesh)
+        return opening, Job(config, placement, text, cluster=cluster)
 
 
 def _conclude(console: Console, result: RunResult, folder: Path) -> None:

@@ -1,10 +1,13 @@
 """Where results go, and values as JSON."""
 
+import errno
 import json
+import os
+import tempfile
 
 import pytest
 
-from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._errors import CommandError, code_of
 from jaxslowmo.cli._output import json_line, make_folder, write_json
 from jaxslowmo.cli.config._train import TrainConfig
 
@@ -18,6 +21,16 @@ def test_folders(tmp_path, monkeypatch):
     (tmp_path / "taken").touch()
     with pytest.raises(CommandError, match="--out must be a folder to write to"):
         make_folder(tmp_path / "taken", "train")
+
+
+def test_a_disk_that_is_full_is_no_wrong_call(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        make_folder(tmp_path, "train")
+    assert code_of(raised.value) == 75
 
 
 def test_json_has_null_for_what_it_lacks(tmp_path):

@@ -27,9 +27,16 @@ class OptimizerConfig(Checked):
     warmup: int = option(30, "Steps of linear warm-up from 0.", panel="Optimizer", least=0)
     schedule: str = option(
         "cosine",
-        "After the warm-up: down to a tenth of the peak at the last step (cosine), or the peak.",
+        "After the warm-up: down to a tenth of the peak at the schedule's last step (cosine), or "
+        "the peak.",
         panel="Optimizer",
         choices=SCHEDULES,
+    )
+    schedule_steps: int | None = option(
+        None,
+        "Steps that the schedule spans (default: --steps; of a resumed run: what it was).",
+        panel="Optimizer",
+        least=1,
     )
     weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
     clip: float = option(
@@ -57,6 +64,9 @@ class TrainConfig(Checked):
         None,
         "A text file or a folder of them (default: the standard library's source).",
         panel="Training",
+    )
+    overwrite: bool = option(
+        False, "First delete what an earlier run or comparison left in --out.", panel="Training"
     )
     eval_every: int = option(
         50, "Steps between evaluations of the consensus model.", panel="Training", least=1
@@ -94,6 +104,13 @@ class TrainConfig(Checked):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    # Of `KEPT`, what nobody gave: no option, since it follows from those that were given.
+    not_given: tuple[str, ...] = ()
+
+    @property
+    def schedule_length(self) -> int:
+        """Steps that the schedule of the learning rate spans."""
+        return self.optimizer.schedule_steps or self.steps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,11 +120,19 @@ class TrainConfig(Checked):
                 "--batch must be a multiple of --accumulate times --devices-per-replica = "
                 f"{parts}, got {self.batch}"
             )
-        if self.optimizer.warmup >= self.steps:
+        if self.optimizer.warmup >= self.schedule_length:
+            name = "--schedule-steps" if self.optimizer.schedule_steps else "--steps"
             raise ValueError(
-                f"--warmup must be < --steps, got {self.optimizer.warmup} and {self.steps}"
+                f"--warmup must be < {name}, got {self.optimizer.warmup} and {self.schedule_length}"
+            )
+        if self.overwrite and self.checkpoint.resume:
+            raise ValueError(
+                "--overwrite deletes what --resume would go on from: give one of them, not both"
             )
 
+
+# A resumed run keeps these as they were, where nobody says otherwise.
+KEPT = ("steps", "warmup", "schedule_steps")
 
 # What differs from the defaults above, by preset of the model.
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -160,13 +185,31 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
     if preset not in PRESET_DEFAULTS:
         raise ValueError(f"--preset must be one of {', '.join(PRESET_DEFAULTS)}, got {preset}")
     values = {**PRESET_DEFAULTS[preset], **given}
-    if "warmup" not in given and "steps" in given and given["steps"] >= 1:
+    length = given.get("schedule_steps", given.get("steps", 0))
+    if "warmup" not in given and length >= 1:
         # A preset's warm-up suits its own number of steps.
         default = values.get("warmup", OptimizerConfig.warmup)
-        values["warmup"] = min(default, given["steps"] // 10)
+        values["warmup"] = min(default, length // 10)
 
     def of(cls: type) -> dict[str, Any]:
         return {name: values[name] for name in options_of(cls) if name in values}
 
     parts: dict[str, Any] = {name: cls(**of(cls)) for name, cls in PARTS.items()}
-    return TrainConfig(**of(TrainConfig), **parts)
+    not_given = tuple(name for name in KEPT if name not in given)
+    return TrainConfig(**of(TrainConfig), **parts, not_given=not_given)
+
+
+def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """A configuration with other values of some options, of whichever part they are.
+
+    Raises:
+      ValueError: a value against its rule.
+    """
+
+    def of(cls: type) -> dict[str, Any]:
+        return {name: changes[name] for name in options_of(cls) if name in changes}
+
+    parts: dict[str, Any] = {
+        name: dataclasses.replace(getattr(config, name), **of(cls)) for name, cls in PARTS.items()
+    }
+    return dataclasses.replace(config, **of(TrainConfig), **parts)

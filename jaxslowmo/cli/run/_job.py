@@ -53,7 +53,7 @@ class Job:
     Args:
       config: of all its runs, which differ in their seeds.
       placement: where.
-      text: what `load_text` returned.
+      text: what `divide_text` returned.
       label: what the summary calls the algorithm; None: its name.
       cluster: the processes that run it.
 
@@ -69,7 +69,7 @@ class Job:
         label: str | None = None,
         cluster: Cluster = ALONE,
     ):
-        self.placement, self._text = placement, text
+        self.placement, self.text = placement, text
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         self._model = gpt_preset(config.preset, dtype=config.dtype)
@@ -97,7 +97,7 @@ class Job:
         del model_state
         # On one device: all would compute the same, and CPU devices share their cores.
         one = jax.tree.map(lambda x: x.addressable_data(0), params)
-        return {"validation_loss": float(self._mean_loss(one, self._text.validation))}
+        return {"validation_loss": float(self._mean_loss(one, self.text.validation))}
 
     def run(
         self, config: TrainConfig, out: Path, reporter: Reporter, *, saves: bool = False
@@ -117,10 +117,10 @@ class Job:
           CommandError: a checkpoint that cannot be resumed.
         """
         params = init_gpt(self._model, config.seed)
-        batches = RunBatches(self._text, config, self.placement.mesh)
+        batches = RunBatches(self.text, config, self.placement.mesh)
         resumes = saves and config.checkpoint.resume
         with (
-            Keeper(config, out, self.step, params, self._cluster) as keeper,
+            self._keeper(config, out, params) as keeper,
             StopOnSignal(self._cluster) as stop,
         ):
             found = keeper.newest() if resumes else None
@@ -160,6 +160,10 @@ class Job:
         files.finish(summary, statistics)
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
 
+    def _keeper(self, config: TrainConfig, out: Path, params: Any) -> Keeper:
+        corpus = self.text.fingerprint
+        return Keeper(config, out, self.step, params, cluster=self._cluster, corpus=corpus)
+
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
         """What summary.json tells besides the recorder's numbers."""
         return {
@@ -168,7 +172,7 @@ class Job:
             "placement": self.placement.description,
             "bytes_are_hypothetical": self.placement.is_virtual,
             "bytes_per_step_by_kind": ledger.by_kind,
-            "data": self._text.description,
+            "data": self.text.description,
         }
 
     def _export(self, folder: Path, state: js.TrainState) -> None:

@@ -9,19 +9,11 @@ from typing import Any
 import jaxslowmo as js
 
 from .._errors import CommandError, code_of
-from ..config._fields import flag_of
 from ..config._train import TrainConfig
 from ..processes._launchers import Cluster
 from ..processes._peers import lost_a_peer
 from ..processes._supervise import last_saved
-
-# A run may go on with other values of these; of all others its trajectory depends.
-_FREE = frozenset(
-    {
-        "replicas", "devices_per_replica", "execution", "mode", "eval_every", "eval_batches",
-        "log_every", "statistics", "statistics_rate", "checkpoint", "cluster",
-    }
-)  # fmt: skip
+from ._alike import refuse_to_resume
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +43,23 @@ class Keeper:
       step: the step that the states are of.
       params: one copy of the initial parameters.
       cluster: the processes that run it.
+      corpus: fingerprint of what the run reads.
 
     Attributes:
       last: the step of the newest checkpoint of this run that is complete; None without any.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: Path, step: js.TrainStep, params: Any, cluster: Cluster
+        self,
+        config: TrainConfig,
+        folder: Path,
+        step: js.TrainStep,
+        params: Any,
+        *,
+        cluster: Cluster,
+        corpus: str,
     ) -> None:
-        self._config, self._options = config, config.checkpoint
+        self._config, self._options, self._corpus = config, config.checkpoint, corpus
         self._folder, self._step, self._params = folder / "checkpoints", step, params
         self._cluster = cluster
         self._checkpoints: Any = None
@@ -97,6 +97,7 @@ class Keeper:
             extra = {
                 "config": dataclasses.asdict(self._config),
                 "progress": dataclasses.asdict(progress),
+                "corpus": self._corpus,
             }
             try:
                 self._open().save(progress.step, state, extra=extra)
@@ -161,7 +162,7 @@ class Keeper:
         None where there is none.
 
         Raises:
-          CommandError: a damaged checkpoint, or one of a run with another configuration.
+          CommandError: a checkpoint that is damaged, or does not fit.
         """
         from jaxslowmo.checkpoint import CheckpointError
 
@@ -173,24 +174,9 @@ class Keeper:
                 self._step, self._params, seed=self._config.seed, fallback=self._options.fallback
             )
         except CheckpointError as error:
-            words = str(error).replace("`fallback=True`", "--fallback")
-            raise CommandError(f"--resume: {words}") from error
-        self._check_config(found.extra["config"])
+            refuse_to_resume(error)
         self.last = found.step
         return found.state, Progress(**found.extra["progress"]), found.notes
-
-    def _check_config(self, saved: dict[str, Any]) -> None:
-        now = dataclasses.asdict(self._config)
-        differing = [
-            f"{flag_of(key)} was {was}, is {value}"
-            for was, value, key in _pairs(saved, now)
-            if was != value
-        ]
-        if differing:
-            raise CommandError(
-                f"--resume: the run in {self._folder.parent} had other options: "
-                f"{'; '.join(differing)}"
-            )
 
     def _open(self) -> Any:
         if self._checkpoints is None:
@@ -200,17 +186,3 @@ class Keeper:
             if self._cluster.watch is not None:
                 self._cluster.watch.follow(self._checkpoints.written)
         return self._checkpoints
-
-
-def _pairs(saved: dict[str, Any], now: dict[str, Any]) -> list[tuple[Any, Any, str]]:
-    """(saved value, value now, name) of the options that must not change."""
-    found = []
-    for name, value in now.items():
-        if name in _FREE:
-            continue
-        was = saved.get(name)
-        if isinstance(value, dict) and isinstance(was, dict):
-            found += [(was.get(key), item, key) for key, item in value.items()]
-        else:
-            found.append((was, value, name))
-    return found

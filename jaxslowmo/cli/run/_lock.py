@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..._os_errors import PASSING
 from .._errors import CommandError
+from .._output import writing_to
 
 NAME = "lock"
 # A holder that cannot be looked at from here is taken for dead when it touched the file this long
@@ -47,7 +47,7 @@ class FolderLock:
         self._ended = threading.Event()
 
     def __enter__(self) -> "FolderLock":
-        try:
+        with writing_to(self._folder):
             while not self._create():
                 found = _content(self._path)
                 if found is None:  # it has just ended
@@ -55,12 +55,6 @@ class FolderLock:
                 if not self._is_stale(found):
                     raise CommandError(_in_use(self._folder, found))
                 self._clear(found)
-        except OSError as error:
-            if error.errno in PASSING:
-                raise
-            raise CommandError(
-                f"--out must be a folder to write to, {self._folder}: {error.strerror}"
-            ) from error
         # A thread of its own: a file server that hangs must stop nothing else.
         threading.Thread(target=self._touch, daemon=True).start()
         return self

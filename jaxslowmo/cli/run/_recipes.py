@@ -146,7 +146,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
     Raises:
       ValueError: for a combination that the library refuses.
     """
-    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
     recipe = RECIPES[config.algorithm.algorithm]
     setting = Setting(config.algorithm, schedule, two_levels=config.devices_per_replica > 1)
     gradients = recipe.gradients(setting) if recipe.gradients else None

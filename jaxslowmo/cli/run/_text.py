@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.data import TextBatches, read_corpus, split_corpus, validation_batches
+from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
 
 from ..config._train import TrainConfig
@@ -26,29 +26,33 @@ class Text:
       shares: one uint8 vector per replica that this process has a part of.
       replicas: the indices of these.
       validation: uint8 (batches, windows, context_length + 1), the same for every run.
+      fingerprint: of the corpus.
       description: in words.
     """
 
     shares: tuple[np.ndarray, ...]
     replicas: tuple[int, ...]
     validation: np.ndarray
+    fingerprint: str
     description: str
 
 
-def load_text(config: TrainConfig, mesh: Mesh | js.VirtualMesh | None = None) -> Text:
-    """Reads and divides the corpus of a configuration; keeps what this process trains on.
+def divide_text(
+    config: TrainConfig, corpus: Corpus, mesh: Mesh | js.VirtualMesh | None = None
+) -> Text:
+    """Divides the corpus of a configuration; keeps what this process trains on.
 
     To divide it alike, and to leave out duplicates, every process looks at all files.
 
     Args:
       config: of the run.
+      corpus: what `read_corpus` found in `config.data`.
       mesh: of its step; None keeps the text of all replicas.
 
     Raises:
       ValueError: if there is not enough text, as in `jaxslowmo.data`.
     """
     context = gpt_preset(config.preset).context_length
-    corpus = read_corpus(config.data)
     split = split_corpus(corpus, config.replicas)
     # Made only for its checks: every replica must hold a batch.
     TextBatches(split.shares, batch_size=config.batch, window=context + 1, seed=config.seed)
@@ -64,6 +68,7 @@ def load_text(config: TrainConfig, mesh: Mesh | js.VirtualMesh | None = None) ->
             batch_size=max(1, _EVAL_BYTES_PER_BATCH // context),
             window=context + 1,
         ),
+        fingerprint=corpus.contents.fingerprint,
         description=(
             f"{corpus.source}: {len(corpus.documents)} files{skipped}, "
             f"{corpus.num_bytes / 1e6:.1f} MB, {split.validation.size / 1e6:.2f} MB held out"
@@ -85,7 +90,7 @@ class RunBatches(Iterator[jax.Array | np.ndarray]):
     """The batches of a run, each process making those of the replicas that it has a part of.
 
     Args:
-      text: what `load_text` returned.
+      text: what `divide_text` returned.
       config: of the run.
       mesh: of the step that takes them.
 

@@ -4,7 +4,13 @@ import dataclasses
 
 import pytest
 
-from jaxslowmo.cli.config._train import PRESET_DEFAULTS, TrainConfig, train_config, train_options
+from jaxslowmo.cli.config._train import (
+    PRESET_DEFAULTS,
+    TrainConfig,
+    train_config,
+    train_options,
+    with_values,
+)
 from jaxslowmo.models import GPT_PRESETS
 
 
@@ -25,6 +31,27 @@ def test_what_is_given_goes_before_the_preset_and_that_before_the_defaults():
     assert train_config({"steps": 1}).optimizer.warmup == 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_warm_up_follows_the_schedule_and_what_was_not_given_is_known():
+    config = train_config({"steps": 40, "schedule_steps": 100})
+    assert (config.schedule_length, config.optimizer.warmup) == (100, 10)
+    assert config.not_given == ("warmup",)
+    assert train_config({"steps": 40}).schedule_length == 40
+    assert train_config({}).not_given == ("steps", "warmup", "schedule_steps")
+    with pytest.raises(ValueError, match="--warmup must be < --schedule-steps, got 20 and 10"):
+        train_config({"steps": 40, "schedule_steps": 10, "warmup": 20})
+    with pytest.raises(ValueError, match="--warmup must be < --steps, got 20 and 10"):
+        train_config({"steps": 10, "warmup": 20})
+
+
+def test_values_of_every_part_can_be_replaced():
+    config = train_config({"seed": 3})
+    changed = with_values(config, {"steps": 7, "warmup": 1, "graph": "ring", "resume": True})
+    found = (changed.steps, changed.optimizer.warmup, changed.algorithm.graph)
+    assert (*found, changed.checkpoint.resume, changed.seed) == (7, 1, "ring", True, 3)
+    with pytest.raises(ValueError, match="--steps must be >= 1, got 0"):
+        with_values(config, {"steps": 0})
 
 
 @pytest.mark.parametrize("mib", [-1, float("nan"), float("inf")])

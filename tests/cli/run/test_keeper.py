@@ -106,7 +106,7 @@ def test_without_a_checkpoint_it_starts(call, text, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("--algorithm", "local_sgd"), "is of another model, optimizer or algorithm: opt_state"),
+        (("--algorithm", "local_sgd"), "other options: --algorithm was slowmo, is local_sgd"),
         (("--batch", 4, "--seed", 3), "other options: --batch was 2, is 4; --seed was 0, is 3"),
     ],
 )

@@ -12,7 +12,8 @@ from jaxslowmo.checkpoint._record import as_stored
 from jaxslowmo.cli.config._train import train_config
 from jaxslowmo.cli.run._devices import choose_mesh
 from jaxslowmo.cli.run._job import Job
-from jaxslowmo.cli.run._text import load_text
+from jaxslowmo.cli.run._text import divide_text
+from jaxslowmo.data import read_corpus
 from jaxslowmo.models import gpt_preset, init_gpt
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -53,7 +54,7 @@ def test_a_run_of_0_1_0_goes_on_as_it_went_then(old_run, call):
 def test_a_checkpoint_of_0_1_0_gives_what_was_saved(old_run):
     config = train_config(OPTIONS)
     placement = choose_mesh(config)
-    job = Job(config, placement, load_text(config, placement.mesh))
+    job = Job(config, placement, divide_text(config, read_corpus(config.data), placement.mesh))
     params = init_gpt(gpt_preset("tiny", dtype="float32"), config.seed)
     with Checkpoints(old_run / "checkpoints") as checkpoints:
         found = checkpoints.restore(job.step, params)

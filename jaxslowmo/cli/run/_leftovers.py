@@ -1,0 +1,113 @@
+"""What an earlier run left in a folder: told to who would start another there, or deleted."""
+
+import contextlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..._replacing import is_unfinished
+from .._errors import CommandError
+
+# Each of them tells that there was a run, or a comparison of some.
+_SIGNS = ("config.json", "metrics.jsonl", "summary.json", "compare.json")
+_FILES = frozenset({*_SIGNS, "statistics.json", "compare.png"})
+_LOCK_OF_THE_PAST = re.compile(r"lock\.[0-9a-f]+")
+_CHECKPOINT = re.compile(r"\d+(\..+)?")  # with an ending: set aside, or not complete
+_LOG = re.compile(r"process-\d+\.txt")
+_RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
+
+
+def refuse_leftovers(folder: Path, *, may_resume: bool) -> None:
+    """Ends a fresh start in a folder that holds a run.
+
+    Args:
+      folder: of the results; may be missing.
+      may_resume: whether the command can go on with a run.
+
+    Raises:
+      CommandError: what lies there, and what can be done.
+    """
+    found = describe_leftovers(folder)
+    if found:
+        resume = "--resume to go on with it, " if may_resume else ""
+        raise CommandError(
+            f"--out {folder} holds {found}: give {resume}another folder, or --overwrite to delete "
+            "it first"
+        )
+
+
+def describe_leftovers(folder: Path) -> str | None:
+    """The run or the comparison that a folder holds, in words; None where there is none."""
+    num_checkpoints = sum(path.name.isdigit() for path in (folder / "checkpoints").glob("*"))
+    if not num_checkpoints and not any((folder / name).exists() for name in _SIGNS):
+        return None
+    config, summary = _facts(folder / "config.json"), _facts(folder / "summary.json")
+    if "algorithms" in config or (folder / "compare.json").exists():
+        state = "finished" if (folder / "compare.json").exists() else "not finished"
+        return f"a comparison of {_list(config.get('algorithms'))} ({state})"
+    of = _of(config.get("algorithm"), "algorithm") or summary.get("algorithm") or "an algorithm"
+    counted = "no checkpoint" if not num_checkpoints else f"{num_checkpoints} checkpoints"
+    counted = "1 checkpoint" if num_checkpoints == 1 else counted
+    status = summary.get("status") or "not finished"
+    return f"a run of {of} (last step {_last_step(folder, summary)}, {status}, {counted})"
+
+
+def sweep(folder: Path) -> None:
+    """Deletes what an earlier run or comparison left, and nothing else.
+
+    The lock stays, and corpus.json, which this run has written.
+    """
+    # The checkpoints first: a sweep that is killed must leave what tells of a run to the last.
+    _sweep_folder(folder / "checkpoints", _CHECKPOINT)
+    model = folder / "model"
+    if (model / "record").is_dir() and (model / "state").is_dir():
+        shutil.rmtree(model)
+    _sweep_folder(folder / "logs", _LOG)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and _RUN_OF_A_COMPARISON.fullmatch(path.name):
+            sweep(path)
+            with contextlib.suppress(OSError):  # it holds something else, too
+                path.rmdir()
+    for path in sorted(folder.iterdir()):
+        old = path.name in _FILES or _LOCK_OF_THE_PAST.fullmatch(path.name)
+        if old or is_unfinished(path):
+            path.unlink()
+
+
+def _sweep_folder(folder: Path, ours: re.Pattern[str]) -> None:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if ours.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with contextlib.suppress(OSError):  # it holds something else, too
+        folder.rmdir()
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """A file of JSON that may be missing or damaged."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _last_step(folder: Path, summary: dict[str, Any]) -> Any:
+    if "steps" in summary:
+        return summary["steps"]
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError, TypeError):
+        # The last line may have been cut off.
+        *_, last, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+        return json.loads(last)["step"]
+    return "unknown"
+
+
+def _of(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _list(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "algorithms"
