@@ -1,5 +1,6 @@
 """The files of a run: its configuration, its metrics as they come, its summary."""
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any
 import jaxslowmo as js
 
 from ..._replacing import write_anew
+from ..._warn import warn_user
 from .._output import json_line, write_json
 from ..config._train import TrainConfig
 
@@ -38,6 +40,7 @@ class RunFiles:
         self._folder, self._config = folder, config
         self._path = folder / "metrics.jsonl"
         self._metrics: io.FileIO | None = None
+        self._unwritten, self._is_behind = b"", False
         if not writes:
             return
         if after and self._path.exists():
@@ -47,25 +50,39 @@ class RunFiles:
     def write_record(self, record: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl, on disk at once.
 
+        Lines that a full disk does not take wait until it does, until the end at the latest.
+
         Raises:
           OSError: it cannot be written; a part of the line may be there, which a resumed run drops.
         """
         self.records.append(record)
         if self._metrics is None:
             return
-        if not self._is_there(self._metrics):
-            self._metrics.close()
+        try:
+            self._add(self._metrics, json_line(record).encode())
+            self._is_behind = False
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if not self._is_behind:
+                self._is_behind = True
+                warn_user(f"{self._path} does not grow: {error.strerror}; its lines are kept.")
+
+    def _add(self, metrics: io.FileIO, line: bytes) -> None:
+        if not self._is_there(metrics):
             self._metrics = self._write_all()
+            metrics.close()
             return
-        line = json_line(record).encode()
-        while line:  # a disk that fills up may take a part
-            line = line[self._metrics.write(line) :]
+        self._unwritten += line
+        while self._unwritten:  # a disk that fills up may take a part
+            self._unwritten = self._unwritten[metrics.write(self._unwritten) :]
 
     def _write_all(self) -> io.FileIO:
         """Configuration and all records anew; the metrics, to be added to."""
         self._folder.mkdir(parents=True, exist_ok=True)
         write_json(self._folder / "config.json", self._config)
         write_anew(self._path, "".join(map(json_line, self.records)))
+        self._unwritten = b""
         # Without a buffer: what could not be written must not come a second time.
         return io.FileIO(self._path, "a")
 
@@ -93,7 +110,12 @@ class RunFiles:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._metrics is not None:
+        if self._metrics is None:
+            return
+        try:
+            if error is None:
+                self._add(self._metrics, b"")
+        finally:
             self._metrics.close()
 
 

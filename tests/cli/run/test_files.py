@@ -99,6 +99,9 @@ def test_records_come_back_when_the_file_is_deleted(tmp_path, what):
     assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
 
 
+WRITE = io.FileIO.write
+
+
 class FullDisk(io.FileIO):
     """Takes seven bytes, then is full."""
 
@@ -108,11 +111,25 @@ class FullDisk(io.FileIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_and_resumed_from(tmp_path, monkeypatch):
+def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch):
+    metrics = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(io, "FileIO", FullDisk)
+    with RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files:
+        with pytest.warns(UserWarning, match=r"metrics.jsonl does not grow: No space left"):
+            files.write_record({"step": 1})
+        files.write_record({"step": 2})  # told once
+        assert metrics.read_bytes() == b'{"step": 1}\n{"step": '  # what it took
+        monkeypatch.setattr(FullDisk, "write", WRITE)
+        files.write_record({"step": 3})
+        assert steps(metrics) == [1, 2, 3]
+
+
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "FileIO", FullDisk)
     with (
-        RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
+        pytest.warns(UserWarning, match="does not grow"),
         pytest.raises(OSError, match="No space") as raised,
+        RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
     ):
         files.write_record({"step": 1})
     assert code_of(raised.value) == 75
@@ -122,3 +139,17 @@ def test_a_full_disk_is_told_and_resumed_from(tmp_path, monkeypatch):
     with RunFiles(tmp_path, TrainConfig(), writes=True, after=1) as files:
         files.write_record({"step": 2})
     assert steps(metrics) == [2]
+
+
+def test_another_error_of_the_disk_ends_it_at_once(tmp_path, monkeypatch):
+    with (
+        pytest.raises(OSError, match="Stale") as raised,
+        RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
+    ):
+        monkeypatch.setattr(files, "_is_there", stale)
+        files.write_record({"step": 1})
+    assert code_of(raised.value) == 75
+
+
+def stale(metrics):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
