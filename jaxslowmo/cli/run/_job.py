@@ -154,7 +154,8 @@ class Job:
                 )
                 status, state = session.train(state, done.step)
                 if saves and config.checkpoint.export and status == "finished":
-                    self._export(out / "model", state)
+                    with stop.besides_steps():
+                        self._export(out / "model", state)
         summary = recorder.summary(status) | self._facts(ledger)
         statistics = measured.report() if measured else None
         files.finish(summary, statistics)

@@ -142,14 +142,14 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_another_error_of_the_disk_ends_it_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunFiles, "_is_there", stale)
     with (
         pytest.raises(OSError, match="Stale") as raised,
         RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
     ):
-        monkeypatch.setattr(files, "_is_there", stale)
         files.write_record({"step": 1})
     assert code_of(raised.value) == 75
 
 
-def stale(metrics):
+def stale(files, metrics):
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
