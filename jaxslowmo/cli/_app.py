@@ -19,7 +19,7 @@ from .config._options import folder_option, same_option, with_options
 from .config._train import PRESET_DEFAULTS, train_config, train_options
 from .inspect._commands import inspect_app
 from .processes._launch import launch
-from .processes._launchers import is_child, is_one_of_several
+from .processes._launchers import is_child, is_one_of_several, started_by
 from .processes._supervise import end_with_parent, supervise
 from .tune._commands import tune_app
 
@@ -57,12 +57,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _train(*, out: Out = None, train: dict[str, Any]) -> None:
     """Trains a byte-level language model with one algorithm."""
+    if (parent := started_by()) is not None:
+        end_with_parent(parent)
     with usage_errors():
         config = train_config(train)
     if is_one_of_several(config.cluster) and not is_child():
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
-    if is_child():
-        end_with_parent()
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train as run_train
 
@@ -82,7 +82,11 @@ def _launch(
     context: typer.Context,
     processes: Annotated[int, typer.Option(help="Processes to start on this machine.")],
     restarts: Annotated[
-        int, typer.Option(help="How often to start all again after one was lost.", min=0)
+        int,
+        typer.Option(
+            help="How often to start all again when one failed, before a newer checkpoint.",
+            min=0,
+        ),
     ] = 0,
     heartbeat_timeout: Annotated[
         int, same_option(ClusterConfig, "heartbeat_timeout")

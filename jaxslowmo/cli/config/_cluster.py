@@ -1,6 +1,8 @@
 """Options of `jaxslowmo train` alone: the processes that train together."""
 
 import dataclasses
+import ipaddress
+import re
 
 from ._fields import Checked, option
 
@@ -18,6 +20,12 @@ class ClusterConfig(Checked):
         "--process-id. Under a launcher that jax knows none of the three is needed.",
         panel=_CLUSTER,
     )
+    coordinator_bind: str | None = option(
+        None,
+        "Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of "
+        "its host.",
+        panel=_CLUSTER,
+    )
     num_processes: int | None = option(
         None, "Processes that train together.", panel=_CLUSTER, least=1
     )
@@ -30,7 +38,11 @@ class ClusterConfig(Checked):
         choices=CLUSTERS,
     )
     heartbeat_timeout: int = option(
-        10, "Seconds after which a silent process is given up.", panel=_CLUSTER, least=2
+        10,
+        "Seconds after which a silent process is given up. A pause of up to half of them always "
+        "survives.",
+        panel=_CLUSTER,
+        least=2,
     )
     startup_timeout: int = option(
         300, "Seconds to wait at the start for the other processes.", panel=_CLUSTER, least=1
@@ -47,8 +59,8 @@ class ClusterConfig(Checked):
     )
     restarts: int = option(
         0,
-        "With several processes: how often each starts again from the last checkpoint when "
-        "another was lost, or itself was killed.",
+        "With several processes: how often each starts again when another was lost, itself was "
+        "killed, or a disk was full, before there is a newer checkpoint.",
         panel=_CLUSTER,
         least=0,
     )
@@ -65,13 +77,54 @@ class ClusterConfig(Checked):
             raise ValueError(
                 f"{', '.join(given)} go together; {', '.join(missing)} must be given too"
             )
+        if self.coordinator_bind is not None:
+            bare_host("--coordinator-bind", self.coordinator_bind)
         if self.coordinator is None:
             return
-        host, colon, port = self.coordinator.rpartition(":")
-        if not (host and colon and port.isdigit()):
-            raise ValueError(f"--coordinator must be HOST:PORT, got {self.coordinator}")
+        host_and_port("--coordinator", self.coordinator)
         if self.process_id is not None and not self.process_id < (self.num_processes or 0):
             raise ValueError(
                 f"--process-id must be < --num-processes, got {self.process_id} and "
                 f"{self.num_processes}"
             )
+
+
+def host_and_port(name: str, text: str) -> tuple[str, int]:
+    """Of "node0:1234" or "[::1]:1234", whose brackets are left out.
+
+    Raises:
+      ValueError: naming `name`, for what is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (host and colon):
+        raise ValueError(f"{name} must be HOST:PORT, got {text}")
+    if ":" in host and not host.startswith("["):
+        raise ValueError(f"{name} must be HOST:PORT, an IPv6 address in brackets, got {text}")
+    return bare_host(name, host), parse_port(name, port)
+
+
+def parse_port(name: str, text: str) -> int:
+    """The number of a port.
+
+    Raises:
+      ValueError: naming `name`, for anything but 1 to 65535.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 2**16):
+        raise ValueError(f"the port of {name} must be 1 to 65535, got {text or 'nothing'}")
+    return int(text)
+
+
+def bare_host(name: str, host: str) -> str:
+    """A host's name or address without brackets.
+
+    Raises:
+      ValueError: naming `name`, for what can be neither.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        is_six = ":" in host and bool(ipaddress.IPv6Address(bare))
+    except ValueError:
+        is_six = False
+    if not is_six and not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"{name} must be a host's name or address, got {host or 'nothing'}")
+    return bare

@@ -4,6 +4,7 @@ import jax
 
 from .._errors import CommandError
 from ..config._cluster import ClusterConfig
+from ._address import bind_address
 from ._launchers import Cluster
 
 
@@ -11,7 +12,8 @@ def join_cluster(config: ClusterConfig) -> Cluster:
     """Connects to the other processes: before anything else touches a device.
 
     Raises:
-      CommandError: where they cannot be found or do not come in time.
+      CommandError: where they cannot be found or do not come in time, or process 0 cannot listen
+        where it should.
     """
     given = {
         "coordinator_address": config.coordinator,
@@ -23,6 +25,7 @@ def join_cluster(config: ClusterConfig) -> Cluster:
             **given,
             cluster_detection_method=None if config.cluster == "auto" else config.cluster,
             initialization_timeout=config.startup_timeout,
+            coordinator_bind_address=bind_address(config),
             heartbeat_timeout_seconds=config.heartbeat_timeout,
         )
     except (RuntimeError, ValueError) as error:

@@ -1,63 +1,55 @@
 """`jaxslowmo launch`: the processes of a run on this machine, started again when one is lost."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
-from .._errors import DIVERGED, INTERRUPTED, LOST_A_PROCESS, USAGE_ERROR, CommandError
+from .._errors import LOST_A_PROCESS, TERMINATED, CommandError
+from ._children import Children
 from ._launchers import LAUNCHED
-from ._stop import handling
-from ._supervise import last_saved
+from ._restarts import Ended, keep_running
 
 # Beyond the heartbeat: what survivors need to notice that a process is gone, and to end.
 _GRACE_SECONDS = 10
-_OWN = ("--coordinator", "--num-processes", "--process-id", "--restarts")
+_OWN = ("--coordinator", "--coordinator-bind", "--num-processes", "--process-id", "--restarts")
+_HOST = "127.0.0.1"
 
 
 def launch(processes: int, restarts: int, heartbeat_timeout: int, command: Sequence[str]) -> int:
     """Runs `jaxslowmo train` in so many processes; 0 once all have ended well.
 
-    When one fails, waits until the others have noticed and ended (kills those that do not), then
-    starts all again with `--resume`, at most `restarts` times. Ctrl-C and SIGTERM are passed on.
+    When one fails in a way that can pass, waits until the others have noticed and ended (kills
+    those that do not), then starts all again with `--resume`. Ctrl-C and SIGTERM are passed on, and
+    nothing is started after them.
 
     Args:
       processes: how many.
-      restarts: how often to start again.
+      restarts: how often to start again before there is a newer checkpoint.
       heartbeat_timeout: of the processes, in seconds.
       command: "train" and its arguments; `--out` must be among them.
 
     Returns:
-      0; or the code of the process that failed first, where there are no restarts left.
+      0; or the code of the process that failed first, where it is not started again; 130 after
+      Ctrl-C; 143 after SIGTERM that came too early for something to be saved.
 
     Raises:
       CommandError: for a command that cannot be launched.
     """
     out = _checked(processes, command)
+
+    def attempt(children: Children, arguments: list[str]) -> Ended:
+        with _own_port() as port:
+            group = _Group(children, processes, port, arguments)
+            return group.wait(heartbeat_timeout + _GRACE_SECONDS)
+
     arguments = [*command, "--heartbeat-timeout", str(heartbeat_timeout)]
-    while True:
-        group = _Group(processes, arguments)
-        with handling({signal.SIGINT: group.pass_on, signal.SIGTERM: group.pass_on}):
-            code = group.wait(heartbeat_timeout + _GRACE_SECONDS)
-        if group.was_interrupted:
-            return INTERRUPTED
-        # Usage errors and divergence would only come back.
-        if code in (0, DIVERGED, USAGE_ERROR) or not restarts:
-            return code
-        restarts -= 1
-        print(
-            f"launch: process {group.first_to_fail} ended with code {code}; {last_saved(out)}; "
-            f"starting all again (restarts left: {restarts})",
-            file=sys.stderr,
-            flush=True,
-        )
-        if "--resume" not in arguments:
-            arguments.append("--resume")
+    return keep_running(attempt, arguments, out, restarts=restarts, speaker="launch")
 
 
 def _checked(processes: int, command: Sequence[str]) -> Path:
@@ -82,65 +74,64 @@ def _checked(processes: int, command: Sequence[str]) -> Path:
 class _Group:
     """One start of all processes."""
 
-    def __init__(self, processes: int, arguments: Sequence[str]) -> None:
-        self.was_interrupted = False
-        self.first_to_fail: int | None = None
-        coordinator = f"127.0.0.1:{_free_port()}"
-        self._processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "jaxslowmo", *arguments),
-                    *("--coordinator", coordinator, "--num-processes", str(processes)),
-                    *("--process-id", str(index)),
-                ],
-                env={**os.environ, LAUNCHED: "1"},
-                # Ctrl-C reaches them through this process alone, once.
-                start_new_session=True,
+    def __init__(
+        self, children: Children, processes: int, port: int, arguments: Sequence[str]
+    ) -> None:
+        self._children, self._wanted = children, processes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for index in range(processes):
+            if children.asked is not None:
+                break
+            self._processes.append(
+                children.start(
+                    [
+                        *(sys.executable, "-m", "jaxslowmo", *arguments),
+                        *("--coordinator", f"{_HOST}:{port}", "--num-processes", str(processes)),
+                        *("--process-id", str(index)),
+                    ],
+                    {**os.environ, LAUNCHED: str(os.getpid())},
+                    # Ctrl-C reaches them through this process alone, once.
+                    start_new_session=True,
+                )
             )
-            for index in range(processes)
-        ]
 
-    def wait(self, patience: float) -> int:
-        """The code of the first process that failed, once all have ended; 0 if none did.
+    def wait(self, patience: float) -> Ended:
+        """How the process that failed first ended, once all have; code 0 if none failed.
 
         Args:
           patience: seconds that the others get to end after that, before they are killed.
         """
-        code, deadline = 0, None
+        failed, deadline = None, None
         while any(process.poll() is None for process in self._processes):
             time.sleep(0.05)
-            if deadline is None:
-                code = self._failure()
-                deadline = time.monotonic() + patience if code else None
-            elif time.monotonic() > deadline:
-                self._send(signal.SIGKILL)
-        return code or self._failure()
+            if failed is None:
+                failed = self._failure()
+                deadline = time.monotonic() + patience
+            elif deadline is not None and time.monotonic() > deadline:
+                self._children.send(signal.SIGKILL)
+        if len(self._processes) < self._wanted:
+            return Ended(TERMINATED, "not all processes were started")
+        return failed or self._failure() or Ended(0, "all processes ended", is_told=True)
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM and Ctrl-C: to all processes; the second Ctrl-C kills them."""
-        del frame
-        again = self.was_interrupted and number == signal.SIGINT
-        self.was_interrupted |= number == signal.SIGINT
-        self._send(signal.SIGKILL if again else signal.SIGTERM)
-
-    def _failure(self) -> int:
-        failed = [(i, p.poll()) for i, p in enumerate(self._processes) if p.poll()]
+    def _failure(self) -> Ended | None:
+        failed = [(i, p.poll() or 0) for i, p in enumerate(self._processes) if p.poll()]
         if not failed:
-            return 0
+            return None
         # Who lost another process did not fail first.
         index, code = min(failed, key=lambda pair: pair[1] == LOST_A_PROCESS)
-        if self.first_to_fail is None:
-            self.first_to_fail = index
-        assert code is not None
-        return 128 - code if code < 0 else code
-
-    def _send(self, number: int) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+        is_told, code = code > 0, 128 - code if code < 0 else code
+        return Ended(code, f"process {index} ended with code {code}", is_told=is_told)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def _own_port() -> Iterator[int]:
+    """A port of this machine that is free."""
+    with socket.socket() as held:
+        if sys.platform == "linux":
+            # Process 0 can listen at a port that is bound here like that; others do not get it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_HOST, 0))
+        port = held.getsockname()[1]
+        if sys.platform != "linux":
+            held.close()
+        yield port

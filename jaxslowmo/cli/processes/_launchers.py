@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ._watch import Watch  # with jax
 
 # In the environment of a process that its parent supervises, and of a parent that
-# `jaxslowmo launch` started.
+# `jaxslowmo launch` started: the process id of whom started it.
 CHILD = "JAXSLOWMO_CHILD"
 LAUNCHED = "JAXSLOWMO_LAUNCHED"
 
@@ -42,6 +42,13 @@ ALONE = Cluster()
 def is_child() -> bool:
     """Whether this process has a parent that supervises it."""
     return CHILD in os.environ
+
+
+def started_by(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Process id of the process of ours that started this one; None if none did."""
+    # A supervised process has the variable of its parent, too.
+    pid = environ.get(CHILD, environ.get(LAUNCHED, ""))
+    return int(pid) if pid.isdecimal() else None
 
 
 def is_one_of_several(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> bool:

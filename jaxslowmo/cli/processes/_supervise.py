@@ -17,11 +17,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from .._errors import INTERRUPTED, LOST_A_PROCESS
-from ._launchers import CHILD, LAUNCHED
-from ._stop import handling
+from .._errors import LOST_A_PROCESS
+from ._children import Children
+from ._launchers import CHILD
+from ._restarts import Ended, keep_running
 
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
@@ -38,16 +38,22 @@ _SILENT = "tasks are unhealthy"
 _RESTARTED = re.compile(r"(\d+) unexpectedly tried to connect with a different incarnation")
 _FATAL = "JAX distributed service detected fatal errors"
 _JOINING = "CoordinationService/RegisterTask"
+_LATE = "not all processes came together within --startup-timeout"
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int) -> None:
     """Makes this process end, as if killed, when its parent is gone: nobody would report on it.
 
     On Linux the kernel sees to it, even where this process is stopped and still holds its ports.
+
+    Args:
+      parent: its process id, as it was handed over: who asks for it late is told of another one,
+        where it is gone already.
     """
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -61,47 +67,25 @@ def supervise(argv: Sequence[str], out: Path, *, restarts: int = 0) -> int:
     """Runs `jaxslowmo *argv` in a child until it ends, and says what became of it.
 
     SIGTERM is passed on; Ctrl-C is too, as SIGTERM, so that all processes stop at one step; a
-    second Ctrl-C kills.
+    second Ctrl-C kills. Neither is followed by a restart.
 
     Args:
       argv: arguments of the command line.
       out: folder of the run, where its checkpoints are.
-      restarts: how often a child that lost another process, or was killed, is started again.
+      restarts: how often a child that lost another process, was killed or found a disk full is
+        started again before there is a newer checkpoint.
 
     Returns:
       The exit code: the child's; 75 if it lost another process; 128 + n if signal n killed it;
-      130 after Ctrl-C.
+      130 after Ctrl-C; 143 after SIGTERM that came too early for something to be saved.
     """
-    arguments = list(argv)
-    if LAUNCHED in os.environ:
-        end_with_parent()
-    while True:
-        child = _Child(arguments)
-        code = child.wait()
-        if child.was_interrupted:
-            return INTERRUPTED
-        lost = code == LOST_A_PROCESS
-        if code >= 0 and not lost:
-            return code
-        what = child.loss or "another process died or cannot be reached"
-        if not lost:
-            what = f"this process was killed by {signal.Signals(-code).name}"
-        again = f"; starting again (restarts left: {restarts - 1})" if restarts else ""
-        print(f"error: {what}; {last_saved(out)}{again}", file=sys.stderr, flush=True)
-        if not restarts:
-            return code if lost else 128 - code
-        restarts -= 1
-        if "--resume" not in arguments:
-            arguments.append("--resume")
-
-
-def last_saved(out: Path) -> str:
-    """Which step a run that starts again would go on from, in words."""
-    folder = out / "checkpoints"
-    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
-    if not steps:
-        return f"no checkpoint in {folder}"
-    return f"the last saved step is {max(steps)}, in {folder}"
+    return keep_running(
+        lambda children, arguments: _Child(children, arguments).wait(),
+        argv,
+        out,
+        restarts=restarts,
+        speaker="error",
+    )
 
 
 def describe_loss(lines: Sequence[str]) -> str | None:
@@ -118,7 +102,7 @@ def describe_loss(lines: Sequence[str]) -> str | None:
     if not found and not any(_FATAL in line for line in lines):
         return None
     if any(_JOINING in line for line in lines):
-        return "not all processes came together within --startup-timeout"
+        return _LATE
     # Process 0 serves the coordination: an error without a list means that it is the one.
     return f"{_name(sorted(found) or [0])} died or cannot be reached"
 
@@ -130,42 +114,42 @@ def _name(ids: Sequence[int]) -> str:
     return f"processes {', '.join(map(str, ids[:-1]))} and {ids[-1]}"
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # Most real-time signals have none.
+        return f"signal {number}"
+
+
 class _Child:
     """One run of the child; the parent must be the main thread."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self.loss: str | None = None
-        self.was_interrupted = False
+    def __init__(self, children: Children, arguments: Sequence[str]) -> None:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self._process = subprocess.Popen(
+        self._process = children.start(
             [sys.executable, "-m", "jaxslowmo", *arguments],
-            env={**os.environ, CHILD: "1"},
+            {**os.environ, CHILD: str(os.getpid())},
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
 
-    def wait(self) -> int:
-        """The child's code, 75 for one that ended because another process was lost."""
-        with handling({signal.SIGINT: self._pass_on, signal.SIGTERM: self._pass_on}):
-            self._reader.start()
-            code = self._process.wait()
-            self._reader.join(timeout=5)
+    def wait(self) -> Ended:
+        """How it ended; with code 75 where another process was lost."""
+        self._reader.start()
+        code = self._process.wait()
+        self._reader.join(timeout=5)
         lines = list(self._lines)
-        self.loss = describe_loss(lines)
-        aborted = code == -signal.SIGABRT and self.loss is not None
+        loss = describe_loss(lines)
+        aborted = code == -signal.SIGABRT and loss is not None
         if aborted or any(PEER_FAILED in line for line in lines):
-            return LOST_A_PROCESS
-        return code
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if number == signal.SIGINT and self.was_interrupted:
-            self._process.kill()
-            return
-        self.was_interrupted |= number == signal.SIGINT
-        self._process.terminate()
+            what = loss or "another process died or cannot be reached"
+            return Ended(LOST_A_PROCESS, what, is_late=loss == _LATE)
+        if code < 0:
+            return Ended(128 - code, f"this process was killed by {_signal_name(-code)}")
+        return Ended(code, f"this process ended with code {code}", is_told=True)
 
     def _read(self) -> None:
         assert self._process.stderr is not None
