@@ -154,12 +154,13 @@ class _Child:
     def _read(self) -> None:
         assert self._process.stderr is not None
         quiet = False
-        for line in self._process.stderr:
-            self._lines.append(line.rstrip("\n"))
-            # From the first of the runtime's last words on, all is of it: stacks, mostly.
-            noise = bool(_NOISE.match(line))
-            is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
-            quiet = quiet or is_end or PEER_FAILED in line
-            if not quiet and not noise:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+        with self._process.stderr as written:
+            for line in written:
+                self._lines.append(line.rstrip("\n"))
+                # From the first of the runtime's last words on, all is of it: stacks, mostly.
+                noise = bool(_NOISE.match(line))
+                is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
+                quiet = quiet or is_end or PEER_FAILED in line
+                if not quiet and not noise:
+                    sys.stderr.write(line)
+                    sys.stderr.flush()

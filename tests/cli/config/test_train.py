@@ -68,6 +68,25 @@ def test_a_bucket_size_that_is_none_is_refused(mib):
             ["--coordinator", "h", "--num-processes", 2, "--process-id", 0],
             "--coordinator must be HOST:PORT, got h",
         ),
+        *(
+            (
+                ["--coordinator", coordinator, "--num-processes", 2, "--process-id", 0],
+                f"the port of --coordinator must be 1 to 65535, got {coordinator[2:] or 'nothing'}",
+            )
+            for coordinator in ("h:0", "h:99999", "h:abc", "h:", "h:²", "h:-1")
+        ),
+        (
+            ["--coordinator", "::1:80", "--num-processes", 2, "--process-id", 0],
+            "--coordinator must be HOST:PORT, an IPv6 address in brackets, got ::1:80",
+        ),
+        (
+            ["--coordinator", "[h]:80", "--num-processes", 2, "--process-id", 0],
+            "--coordinator must be a host's name or address, got [h]",
+        ),
+        (
+            ["--coordinator-bind", "0.0.0.0:80"],
+            "--coordinator-bind must be a host's name or address, got 0.0.0.0:80",
+        ),
         (
             ["--coordinator", "h:1", "--num-processes", 2, "--process-id", 2],
             "--process-id must be < --num-processes, got 2 and 2",

@@ -1,8 +1,15 @@
-"""What the parent of a process tells of the others."""
+"""What the parent of a process tells of the others, and does with its child."""
+
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from jaxslowmo.cli.processes._supervise import describe_loss
+from jaxslowmo.cli.processes._children import Children
+from jaxslowmo.cli.processes._supervise import describe_loss, supervise
+from support.fake_children import Fake, ended_together, wait_for
 
 # As jaxlib 0.10 and 0.12 print it.
 FATAL = (
@@ -36,3 +43,91 @@ SILENT = f"{FATAL} absl::Status: UNAVAILABLE: The following tasks are unhealthy 
 )
 def test_what_the_runtime_says_of_a_lost_process(lines, words):
     assert describe_loss(lines) == words
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    found = []
+    monkeypatch.setattr(Children, "pause", lambda self, seconds: found.append(seconds))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "starts", "words"),
+    [
+        ("exit 0", 0, 1, ""),
+        ("exit 1", 1, 1, ""),
+        ("exit 2", 2, 1, ""),
+        ("exit 143", 143, 1, ""),
+        ("kill -TERM $$", 143, 1, "error: this process was killed by SIGTERM; no checkpoint in "),
+        ("kill -KILL $$", 137, 3, "error: this process was killed by SIGKILL; no checkpoint in "),
+        ("kill -40 $$", 168, 3, "error: this process was killed by signal 40; no checkpoint in "),
+        ("exit 75", 75, 3, "error: this process ended with code 75; no checkpoint in "),
+        (
+            "echo 'jaxslowmo: an exchange with the other processes failed' >&2; exit 1",
+            75,
+            3,
+            "error: another process died or cannot be reached; no checkpoint in ",
+        ),
+    ],
+)
+def test_which_ends_of_the_child_are_followed_by_a_start(
+    fake, waits, tmp_path, capsys, script, code, starts, words
+):
+    child = fake(script)
+    assert supervise(["train"], tmp_path, restarts=2) == code
+    assert [line.split()[2:] for line in child.starts()] == [
+        ["train", *(["--resume"] if i else [])] for i in range(starts)
+    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (starts if words else 0)
+    assert all(line.startswith(words) for line in lines)
+
+
+def test_the_child_hears_whose_child_it_is(fake, tmp_path):
+    child = fake('echo "$JAXSLOWMO_CHILD $PPID" >> "$0.pids"')
+    assert supervise(["train"], tmp_path) == 0
+    given, real = child.lines("pids")[0].split()
+    assert given == real == str(os.getpid())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_at_the_start_is_not_followed_by_a_restart(tmp_path, number, code):
+    child = Fake(tmp_path / "fake", "exec sleep 100")
+    run = subprocess.Popen(
+        [sys.executable, "-c", PARENT, child.path, tmp_path], stderr=subprocess.PIPE, text=True
+    )
+    with ended_together(run):
+        wait_for(lambda: child.starts())
+        run.send_signal(number)
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == code
+    assert len(child.starts()) == 1
+    assert said.startswith("error: ended by SIGTERM; no checkpoint in " if code == 143 else "")
+    assert said.count("\n") == (code == 143)
+
+
+# A process of its own: pytest has handlers, too.
+PARENT = """
+import sys
+from pathlib import Path
+from jaxslowmo.cli.processes._supervise import supervise
+sys.executable = sys.argv[1]
+sys.exit(supervise(["train"], Path(sys.argv[2]), restarts=3))
+"""
+
+
+def test_who_asks_late_for_its_end_with_its_parent_ends_when_that_is_gone():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    asks = (
+        "import sys\n"
+        "from jaxslowmo.cli.processes._supervise import end_with_parent\n"
+        "end_with_parent(int(sys.argv[1]))\n"
+        "print('goes on')"
+    )
+    for parent, code, said in [(gone.pid, 137, ""), (os.getpid(), 0, "goes on\n")]:
+        done = subprocess.run(
+            [sys.executable, "-c", asks, str(parent)], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (code, said), done.stderr

@@ -1,0 +1,171 @@
+"""Where process 0 listens: what is refused before the runtime sees it; that it listens there."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli.config._cluster import ClusterConfig
+from jaxslowmo.cli.processes import _address
+from jaxslowmo.cli.processes._address import bind_address
+
+# From a block that is kept for documentation: of no host.
+ELSEWHERE = "203.0.113.7"
+
+
+def config(coordinator, *, process_id=0, bind=None) -> ClusterConfig:
+    return ClusterConfig(
+        coordinator=coordinator, num_processes=2, process_id=process_id, coordinator_bind=bind
+    )
+
+
+@pytest.fixture
+def port():
+    """One that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What the host's files and its name server would say."""
+    known: dict[str, list[str]] = {}
+    real = socket.getaddrinfo
+
+    def look_up(host, port, **options):
+        if host.endswith(".test"):
+            if host not in known:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [info for name in known[host] for info in real(name, port, **options)]
+        return real(host, port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "listens"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1", "0.0.0.0", "0.0.0.0"),
+        (ELSEWHERE, "0.0.0.0", "0.0.0.0"),
+        # One of several is of this host.
+        ("both.test", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_process_0_listens_at_the_coordinator_or_where_it_is_told(names, port, host, bind, listens):
+    names["both.test"] = [ELSEWHERE, "127.0.0.1"]
+    asked = config(f"{host}:{port}", bind=bind)
+    assert bind_address(asked, {}) == f"{listens}:{port}"
+    assert bind_address(config(f"{host}:{port}", bind=bind, process_id=1), {}) is None
+
+
+def test_ipv6_stands_in_brackets(port, monkeypatch):
+    # Not every machine has it.
+    monkeypatch.setattr(_address, "_listening", lambda name, addresses: addresses[0])
+    assert bind_address(config(f"[::1]:{port}"), {}) == f"[::1]:{port}"
+    for bind in ("::", "[::]"):
+        assert bind_address(config(f"127.0.0.1:{port}", bind=bind), {}) == f"[::]:{port}"
+
+
+def test_a_name_of_this_machine_alone_is_a_warning(names, port):
+    names["debian.test"] = ["127.0.1.1"]
+    names["two.test"] = ["127.0.1.1", "0.0.0.0"]
+    with pytest.warns(UserWarning, match=r"debian.test is 127.0.1.1 on this host, where no other"):
+        assert bind_address(config(f"debian.test:{port}"), {}) == f"127.0.1.1:{port}"
+    # No warning, which would be an error here: asked for, another address, of another process.
+    bind_address(config(f"debian.test:{port}", bind="127.0.1.1"), {})
+    assert bind_address(config(f"two.test:{port}"), {}) == f"0.0.0.0:{port}"
+    bind_address(config(f"debian.test:{port}", process_id=1), {})
+    bind_address(config(f"localhost:{port}"), {})
+
+
+def test_what_the_environment_says_comes_before_the_coordinator(port):
+    environ = {"JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{port}"}
+    assert bind_address(config(f"{ELSEWHERE}:{port}"), environ) == f"0.0.0.0:{port}"
+    asked = config(f"{ELSEWHERE}:{port}", bind="127.0.0.1")
+    assert bind_address(asked, environ) == f"127.0.0.1:{port}"
+
+
+def test_under_a_launcher_the_port_is_in_the_environment():
+    assert bind_address(ClusterConfig(), {}) is None
+    asked = ClusterConfig(coordinator_bind="::")
+    assert bind_address(asked, {"JAX_COORDINATOR_PORT": "1234"}) == "[::]:1234"
+    with pytest.raises(CommandError, match="needs --coordinator, or JAX_COORDINATOR_PORT in the"):
+        bind_address(asked, {})
+    with pytest.raises(CommandError, match="port of JAX_COORDINATOR_PORT must be 1 to 65535"):
+        bind_address(asked, {"JAX_COORDINATOR_PORT": "x"})
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+@pytest.mark.parametrize("host", ["no-such-host.test", "a..b"])
+def test_a_host_without_address(names, host, process_id):
+    with pytest.raises(CommandError, match=f"^--coordinator: {host} has no address: "):
+        bind_address(config(f"{host}:1234", process_id=process_id), {})
+
+
+@pytest.mark.parametrize("bind", [None, ELSEWHERE])
+def test_an_address_of_another_host(port, bind):
+    with pytest.raises(CommandError, match=rf"{ELSEWHERE}:{port} is not .*--coordinator-bind \("):
+        bind_address(config(f"{ELSEWHERE}:{port}", bind=bind), {})
+
+
+@pytest.mark.parametrize("bind", [None, "0.0.0.0"])
+def test_a_port_that_is_taken(bind):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommandError, match=f"port {port} of this host is taken by another"):
+            bind_address(config(f"127.0.0.1:{port}", bind=bind), {})
+
+
+JOINS = """
+import sys
+from pathlib import Path
+from jaxslowmo.cli.config._cluster import ClusterConfig
+from jaxslowmo.cli.processes._join import join_cluster
+join_cluster(ClusterConfig(coordinator=sys.argv[1], num_processes=1, process_id=0))
+listening = "0A"
+for table in ("tcp", "tcp6"):
+    for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+        _, address, _, state, *_ = line.split()
+        if state == listening:
+            print(address)
+"""
+
+
+def test_the_runtime_listens_at_no_other_address(port):
+    """As /proc tells it: the four bytes of 127.0.0.1 from the last to the first, the port."""
+    done = subprocess.run(
+        [sys.executable, "-c", JOINS, f"127.0.0.1:{port}"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.split() if int(line.rpartition(":")[2], 16) == port]
+    assert [line.rpartition(":")[0][-8:] for line in found] == ["0100007F"]
+
+
+def test_a_process_that_cannot_listen_ends_with_one_line(tmp_path):
+    """Through its parent, which does not start it again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny"),
+                *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
+                *("--process-id", "0", "--restarts", "3", "--out", str(tmp_path)),
+            ],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    line = f"error: --coordinator: port {port} of this host is taken by another program\n"
+    assert (done.returncode, done.stderr) == (2, line)
