@@ -72,7 +72,9 @@ def keep_running(
     """
 
     def say(*parts: str) -> None:
-        print(f"{speaker}: {'; '.join(filter(None, parts))}", file=sys.stderr, flush=True)
+        # In one piece: other processes write there, too.
+        sys.stderr.write(f"{speaker}: {'; '.join(filter(None, parts))}\n")
+        sys.stderr.flush()
 
     arguments, again, ended = list(argv), _Restarts(out, restarts), None
     with Children() as children:
