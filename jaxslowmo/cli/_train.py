@@ -20,7 +20,7 @@ from .config._train import TrainConfig
 from .processes._join import join_cluster
 from .processes._launchers import ALONE, Cluster, is_one_of_several, known_processes
 from .processes._peers import failing_together
-from .processes._supervise import last_saved
+from .processes._restarts import last_saved
 from .processes._watch import Watch
 from .run._devices import ask_for_devices, choose_mesh
 from .run._job import Job, RunResult

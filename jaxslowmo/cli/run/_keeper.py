@@ -12,7 +12,7 @@ from .._errors import CommandError, code_of
 from ..config._train import TrainConfig
 from ..processes._launchers import Cluster
 from ..processes._peers import lost_a_peer
-from ..processes._supervise import last_saved
+from ..processes._restarts import last_saved
 from ._alike import refuse_to_resume
 
 
