@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -31,14 +32,15 @@ def out(tmp_path):
     return tmp_path
 
 
-def run(out, *ends, restarts=100, argv=("train",)):
+def run(out, *ends, restarts=100, argv=("train",)) -> tuple[int, list[list[str]]]:
     """The code, and the arguments of every start; an end may be a function that returns it."""
-    given, left = [], list(ends)
+    given: list[list[str]] = []
+    left: list[Any] = list(ends)
 
-    def attempt(children, arguments):
+    def attempt(children, arguments) -> Ended:
         given.append(arguments)
         end = left.pop(0)
-        return end() if callable(end) else end
+        return end if isinstance(end, Ended) else end()
 
     code = keep_running(attempt, argv, out, restarts=restarts, speaker="error")
     assert not left
