@@ -85,7 +85,8 @@ def keep_running(
             if ended.is_final and ended.is_told:
                 return ended.code
             wait, plan = again.after(ended)
-            say(ended.what, last_saved(out), plan)
+            if plan or not ended.is_told:
+                say(ended.what, last_saved(out), plan)
             if wait is None:
                 return ended.code
             ended = None

@@ -26,6 +26,8 @@ from ._restarts import Ended, keep_running
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
 PEER_FAILED = "jaxslowmo: an exchange with the other processes failed"
+# With what a child begins that ends itself and says why.
+_OWN = "error: "
 _REMEMBERED_LINES = 400
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What the runtime says of connections that it makes or loses; `describe_loss` reads the latter.
@@ -107,6 +109,12 @@ def describe_loss(lines: Sequence[str]) -> str | None:
     return f"{_name(sorted(found) or [0])} died or cannot be reached"
 
 
+def _ended_waiting(lines: Sequence[str]) -> bool:
+    """Whether an exchange has failed, and nothing was said of it afterwards."""
+    failed = [i for i, line in enumerate(lines) if PEER_FAILED in line]
+    return bool(failed) and not any(line.startswith(_OWN) for line in lines[failed[-1] :])
+
+
 def _name(ids: Sequence[int]) -> str:
     """As "process 2", "processes 1 and 3"."""
     if len(ids) == 1:
@@ -144,7 +152,7 @@ class _Child:
         lines = list(self._lines)
         loss = describe_loss(lines)
         aborted = code == -signal.SIGABRT and loss is not None
-        if aborted or any(PEER_FAILED in line for line in lines):
+        if aborted or _ended_waiting(lines):
             what = loss or "another process died or cannot be reached"
             return Ended(LOST_A_PROCESS, what, is_late=loss == _LATE)
         if code < 0:
@@ -161,6 +169,7 @@ class _Child:
                 noise = bool(_NOISE.match(line))
                 is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
                 quiet = quiet or is_end or PEER_FAILED in line
-                if not quiet and not noise:
+                # What the process has to say itself comes at any time.
+                if line.startswith(_OWN) or not (quiet or noise):
                     sys.stderr.write(line)
                     sys.stderr.flush()

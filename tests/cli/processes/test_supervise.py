@@ -69,6 +69,14 @@ def waits(monkeypatch):
             3,
             "error: another process died or cannot be reached; no checkpoint in ",
         ),
+        # It heard why while it waited, and says so itself.
+        (
+            "echo 'jaxslowmo: an exchange with the other processes failed' >&2;"
+            "echo 'error: process 1 has ended: KeyError' >&2; exit 1",
+            1,
+            1,
+            "error: process 1 has ended: KeyError",
+        ),
     ],
 )
 def test_which_ends_of_the_child_are_followed_by_a_start(
@@ -82,6 +90,12 @@ def test_which_ends_of_the_child_are_followed_by_a_start(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (starts if words else 0)
     assert all(line.startswith(words) for line in lines)
+
+
+def test_who_says_why_he_ends_with_75_needs_no_second_line(fake, tmp_path, capsys):
+    fake("echo 'error: No space left on device' >&2; exit 75")
+    assert supervise(["train"], tmp_path) == 75
+    assert capsys.readouterr().err == "error: No space left on device\n"
 
 
 def test_the_child_hears_whose_child_it_is(fake, tmp_path):
