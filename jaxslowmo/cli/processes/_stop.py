@@ -37,10 +37,11 @@ class StopOnSignal:
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
         self.asked: Stop | None = None
+        self._calls = 0
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
         self._handled = contextlib.ExitStack()
 
-    def after(self, step: int) -> Stop | None:
+    def after_step(self) -> Stop | None:
         """Why to stop after this step; None to go on. To be asked after every step.
 
         Communication: none between devices; between processes messages through the coordinator once
@@ -51,7 +52,10 @@ class StopOnSignal:
         if self._has_peers:
             from jax.experimental import multihost_utils
 
-            if multihost_utils.reached_preemption_sync_point(step):
+            # Processes agree on the number of a call, which is 1 where none was made yet: a run that
+            # goes on at step 20 would never come by it, were these the numbers of its steps.
+            self._calls += 1
+            if multihost_utils.reached_preemption_sync_point(self._calls):
                 self.asked = "preempted"
         return self.asked
 

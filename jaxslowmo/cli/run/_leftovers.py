@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,13 @@ def _sweep_folder(folder: Path, ours: re.Pattern[str]) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if ours.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not ours.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            # What is deleted by half when this is killed must not be taken for a checkpoint.
+            shutil.rmtree(path.rename(path.with_name(f"{path.name}.{uuid.uuid4().hex}")))
+        else:
+            path.unlink()
     with contextlib.suppress(OSError):  # it holds something else, too
         folder.rmdir()
 

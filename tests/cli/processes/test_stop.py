@@ -6,6 +6,7 @@ import pytest
 
 from jaxslowmo.cli.processes._launchers import Cluster
 from jaxslowmo.cli.processes._stop import StopOnSignal, handling
+from support.pairs import two_processes
 
 
 def handlers() -> list[object]:
@@ -15,11 +16,11 @@ def handlers() -> list[object]:
 def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
     before = handlers()
     with StopOnSignal() as stop:
-        assert stop.after(1) is None
+        assert stop.after_step() is None
         signal.raise_signal(signal.SIGTERM)
-        assert stop.after(2) == "preempted"
+        assert stop.after_step() == "preempted"
         signal.raise_signal(signal.SIGINT)
-        assert stop.after(3) == "interrupted"
+        assert stop.after_step() == "interrupted"
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked == "interrupted"
         with pytest.raises(KeyboardInterrupt):
@@ -46,3 +47,28 @@ def test_handlers_are_put_back_after_an_error():
     with pytest.raises(OSError, match="full"):
         fail()
     assert (handlers(), got) == (before, [signal.SIGTERM])
+
+
+PROGRAM = """
+import os, signal, time
+from jaxslowmo.cli.processes._launchers import Cluster
+from jaxslowmo.cli.processes._stop import StopOnSignal
+
+with StopOnSignal(Cluster(rank, 2)) as stop:
+    for step in range(21, 2000):  # of a run that goes on after step 20
+        if step == 21 + {after} and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        if stop.after_step():
+            print(stop.asked, step)
+            break
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("after", [0, 30])
+def test_sigterm_stops_both_at_one_step_of_a_resumed_run(tmp_path, after):
+    """Also before its first step; and after a rollback numbers of steps come twice."""
+    first, second = two_processes(PROGRAM.format(after=after), tmp_path)
+    assert first == second
+    assert first.startswith("preempted ")

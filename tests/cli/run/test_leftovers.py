@@ -134,6 +134,22 @@ def test_train(call, text, tmp_path, monkeypatch):
     assert not (out / "lock").exists()
 
 
+def test_a_sweep_that_is_killed_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    write(tmp_path, {"config.json": CONFIG, "checkpoints/5/x": "", "checkpoints/6/x": ""})
+
+    def killed(path):
+        assert (path / "x").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["6"]
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_overwrite_and_resume_exclude_each_other(call, tmp_path):
     outcome = call("train", "--overwrite", "--resume", "--out", tmp_path)
     assert outcome.code == 2
