@@ -52,8 +52,8 @@ class StopOnSignal:
         if self._has_peers:
             from jax.experimental import multihost_utils
 
-            # Processes agree on the number of a call, which is 1 where none was made yet: a run that
-            # goes on at step 20 would never come by it, were these the numbers of its steps.
+            # Processes agree on the number of a call, which is 1 where none was made yet: a run
+            # that goes on at step 20 would never come by it, were these its steps.
             self._calls += 1
             if multihost_utils.reached_preemption_sync_point(self._calls):
                 self.asked = "preempted"
