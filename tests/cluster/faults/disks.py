@@ -1,0 +1,170 @@
+"""Disks that are full, do not answer or may not be written, and folders that are deleted."""
+
+import contextlib
+import errno
+import time
+
+from faults.registry import fault
+from faults.stand import FOR_EVER, Run, Stand, is_saving, last_step, steps_recorded, steps_saved
+
+_FULL = "one warning per failed save, with the reason; then the end, with the last saved step named"
+_LAST_SAVED = "the last saved step is "
+_AGAIN = "starting all again"
+
+
+def _saves_until_full(stand: Stand, restarts: int) -> Run:
+    stand.disk("1500k")
+    run = stand.launch(
+        *("--steps", "300", "--checkpoint-every", "10", "--keep", "9"), restarts=restarts
+    )
+    run.ends(75)
+    warnings = [line for line in run.err().splitlines() if line.startswith("warning: ")]
+    assert warnings, "no warning"
+    assert all("No space left on device" in line for line in warnings), warnings
+    newest = max(steps_saved(stand.out))
+    assert f"{_LAST_SAVED}{newest}, in {stand.out}" in run.err()
+    return run
+
+
+@fault("disk full (tmpfs of 1500k), no restarts", f"{_FULL}; code 75")
+def full(stand: Stand) -> None:
+    run = _saves_until_full(stand, 0)
+    assert _AGAIN not in run.err()
+
+
+@fault("disk full (tmpfs of 1500k), --restarts 3", f"{_FULL}; code 75 after three more starts")
+def full_restarted(stand: Stand) -> None:
+    run = _saves_until_full(stand, 3)
+    assert run.err().count(_AGAIN) + run.err().count("starting again") >= 3
+
+
+@fault("disk full, freed after the first warning", "code 0; later steps are saved")
+def full_and_freed(stand: Stand) -> None:
+    stand.disk("3m")
+    filler = stand.out.parent / "filler"
+    filler.write_bytes(bytes(2**20 * 5 // 2))
+    run = stand.launch("--steps", "1600", "--checkpoint-every", "200")
+    run.until(lambda: "No space left on device" in run.err(), "a warning")
+    failed = last_step(stand.out)
+    filler.unlink()
+    run.ends(0)
+    assert "warning: " in run.err()
+    saved = steps_saved(stand.out)
+    assert max(saved) == 1600
+    assert min(saved) > failed, saved
+
+
+@fault("disk full for metrics.jsonl", "one line with the reason; code 75")
+def full_for_metrics(stand: Stand) -> None:
+    stand.disk("1m")
+    run = stand.launch(*FOR_EVER)
+    run.until_step(5)
+    with (stand.out.parent / "filler").open("wb") as filler:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+                filler.flush()
+    run.strike()
+    run.ends(75, within=30)
+    assert "error: No space left on device" in run.err()
+
+
+@fault(
+    "checkpoints folder deleted while running, three times",
+    "code 0; a save that was hit is a warning; all later ones are there",
+)
+def checkpoints_deleted(stand: Stand) -> None:
+    run = stand.launch("--steps", "1000", "--checkpoint-every", "10")
+    for moment in range(3):
+        run.until_step(100 + 200 * moment)
+        if moment == 1:
+            run.until(lambda: is_saving(stand.out), "a save")
+        else:
+            time.sleep(stand.random.uniform(0, 0.1))
+        stand.clear(stand.out / "checkpoints")
+    run.strike()
+    run.ends(0)
+    assert steps_saved(stand.out) == [980, 990, 1000]
+    assert steps_recorded(stand.out) == list(range(1, 1001))
+
+
+@fault("all of --out deleted while running", "code 0; metrics.jsonl complete at the end")
+def out_deleted(stand: Stand) -> None:
+    run = stand.launch("--steps", "600", "--checkpoint-every", "10")
+    run.until_step(stand.random.randint(20, 200))
+    stand.clear(stand.out)
+    run.strike()
+    run.ends(0)
+    assert steps_recorded(stand.out) == list(range(1, 601))
+    assert (stand.out / "config.json").exists()
+    assert (stand.out / "summary.json").exists()
+    assert max(steps_saved(stand.out)) == 600
+
+
+_METRICS = {"process": 0, "event": "open", "path": "metrics.jsonl", "do": "raise"}
+_PASSING = "one line with the reason; code 75 for all, within 15 s"
+
+
+def _fails_with(stand: Stand, fault_: dict, number: int, *options: str) -> None:
+    """A run of two commands, in which an error of the operating system ends both, once."""
+    run = stand.train(*FOR_EVER, *options, fault={**fault_, "errno": number})
+    reason = {errno.EIO: "Input/output error", errno.ENOSPC: "No space left on device"}[number]
+    run.until(lambda: reason in run.err(), "the error")
+    run.strike()
+    run.ends(75, within=15)
+    assert "Traceback" not in run.err()
+
+
+@fault("EIO on metrics.jsonl", _PASSING, errno.EIO)
+@fault("ENOSPC on metrics.jsonl", _PASSING, errno.ENOSPC)
+def metrics_fail(stand: Stand, number: int) -> None:
+    _fails_with(stand, _METRICS, number)
+
+
+@fault("EIO while process 1 trains", _PASSING, errno.EIO)
+def fails_in_training(stand: Stand, number: int) -> None:
+    _fails_with(stand, {"process": 1, "step": 10, "do": "raise"}, number)
+
+
+_TEXT = {"process": 1, "event": "open", "path": "text/3.txt", "do": "raise", "errno": errno.EIO}
+_RECORD = {"event": "open", "path": "record/metadata", "do": "raise", "errno": errno.EIO}
+
+
+@fault("EIO on reading the text, at every start", _PASSING)
+def text_fails(stand: Stand) -> None:
+    _fails_with(stand, _TEXT, errno.EIO)
+
+
+@fault("EIO on reading the text, once, --restarts 3", "started again; code 0")
+def text_fails_once(stand: Stand) -> None:
+    once = {**_TEXT, "once": str(stand.folder / "once")}
+    run = stand.launch("--steps", "10", restarts=3, fault=once)
+    run.ends(0)
+    assert run.err().count(_AGAIN) + run.err().count("starting again") == 1
+    assert steps_recorded(stand.out) == list(range(1, 11))
+
+
+@fault("EIO on reading a checkpoint, at every start", _PASSING)
+def checkpoint_fails(stand: Stand) -> None:
+    stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
+    _fails_with(stand, _RECORD, errno.EIO, "--resume")
+
+
+@fault("EIO on reading a checkpoint, once, --restarts 3", "started again; code 0")
+def checkpoint_fails_once(stand: Stand) -> None:
+    stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
+    once = {**_RECORD, "process": 0, "once": str(stand.folder / "once")}
+    run = stand.launch("--steps", "20", "--resume", restarts=3, fault=once)
+    run.ends(0)
+    assert run.err().count(_AGAIN) + run.err().count("starting again") == 1
+    assert steps_recorded(stand.out) == list(range(1, 21))
+
+
+@fault("EACCES on metrics.jsonl, --restarts 3", "traceback; code 1 for all within 15 s; no restart")
+def not_permitted(stand: Stand) -> None:
+    fault_ = {**_METRICS, "errno": errno.EACCES}
+    run = stand.train(*FOR_EVER, "--restarts", "3", fault=fault_)
+    run.until(lambda: "Permission denied" in run.err(), "the error")
+    run.strike()
+    run.ends(1, within=15)
+    assert "start" not in run.err()

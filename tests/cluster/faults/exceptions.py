@@ -1,0 +1,90 @@
+"""Python exceptions in one process, and crashes that come again."""
+
+import re
+import signal
+
+from faults.registry import fault
+from faults.stand import FOR_EVER, Run, Stand, last_step, records, steps_recorded
+
+_WITHIN = 15
+_PROMISE = "its traceback at once; code 1 for all within 15 s; no restart"
+
+
+def _all_end(run: Run) -> None:
+    run.until(lambda: "Traceback" in run.err(), "a traceback")
+    run.strike()
+    run.ends(1, within=_WITHIN)
+    assert "starting" not in run.err()
+
+
+@fault("exception in process 0, --restarts 3", _PROMISE, 0)
+@fault("exception in process 1, --restarts 3", _PROMISE, 1)
+def raised(stand: Stand, process: int) -> None:
+    fault_ = {"process": process, "step": stand.random.randint(5, 50), "do": "raise"}
+    run = stand.train(*FOR_EVER, "--restarts", "3", "--checkpoint-every", "10", fault=fault_)
+    run.until_step(5)
+    _all_end(run)
+    assert "RuntimeError: of this test" in run.err(process)
+    assert f"process {process} has ended: RuntimeError: of this test" in run.err(1 - process)
+
+
+@fault("exception in process 1, launch --restarts 3", _PROMISE)
+def raised_under_launch(stand: Stand) -> None:
+    fault_ = {"process": 1, "step": 10, "do": "raise"}
+    run = stand.launch(*FOR_EVER, restarts=3, fault=fault_)
+    _all_end(run)
+
+
+@fault("a NUL in metrics.jsonl, then --resume --restarts 3", f"{_PROMISE}; the file is left")
+def damaged_metrics(stand: Stand) -> None:
+    stand.launch("--steps", "10", "--checkpoint-every", "5").ends(0)
+    metrics = stand.out / "metrics.jsonl"
+    damaged = metrics.read_bytes().replace(b'"step": 4', b'"step": \0', 1)
+    metrics.write_bytes(damaged)
+    run = stand.train("--steps", "20", "--resume", "--restarts", "3")
+    _all_end(run)
+    assert metrics.read_bytes() == damaged
+
+
+@fault(
+    "SIGSEGV at step 7 of every start, --restarts 9",
+    "waits of 1, 2, 4, 8 s; no start after the fifth failure",
+)
+def crash_loop(stand: Stand) -> None:
+    # At its first save, and not a step later or earlier.
+    fault_ = {
+        "process": 0,
+        "event": "os.mkdir",
+        "path": "checkpoints/7.orbax",
+        "do": "signal",
+        "signal": int(signal.SIGSEGV),
+    }
+    run = stand.launch(*FOR_EVER, "--checkpoint-every", "7", restarts=9, fault=fault_)
+    run.ends(128 + signal.SIGSEGV, 75, within=240)
+    waits = re.findall(r"^launch: .*starting again in (\d+) s", run.err(), re.MULTILINE)
+    assert waits == ["1", "2", "4", "8"], waits
+    assert "after 5 failures in a row at step 7" in run.err()
+
+
+@fault(
+    "SIGKILL between writing and renaming metrics.jsonl on resume",
+    "no line is lost; started again, code 0",
+)
+def killed_on_resume(stand: Stand) -> None:
+    stand.launch("--steps", "30", "--checkpoint-every", "10").ends(0)
+    before = records(stand.out)
+    once = stand.folder / "once"
+    fault_ = {
+        "process": 0,
+        "event": "os.rename",
+        "path": "out/metrics.jsonl",
+        "do": "signal",
+        "signal": int(signal.SIGKILL),
+        "once": str(once),
+    }
+    run = stand.launch("--steps", "40", "--resume", restarts=1, fault=fault_)
+    run.until(once.exists, "the kill")
+    assert records(stand.out) == before
+    run.ends(0)
+    assert steps_recorded(stand.out) == list(range(1, 41))
+    assert last_step(stand.out) == 40

@@ -1,0 +1,108 @@
+"""Processes that wait in vain, and are asked to stop; others that advance, and are."""
+
+import itertools
+import json
+import os
+import signal
+import time
+
+from faults.registry import fault
+from faults.stand import FOR_EVER, Fault, Run, Stand, is_saving, last_step, steps_saved
+
+_WITHIN = 10
+_STILL_SECONDS = 2
+_PROMISE = "all end within 10 s with 143; the last saved step is named"
+# Late: what follows upon a step that took some seconds, as the first do, may take as long.
+_UNFINISHED = "50.orbax-checkpoint-tmp"
+# Where the second save hangs, or a step after the first.
+_HANGS: dict[str, Fault] = {
+    "a save hangs where process 1 writes": {
+        "process": 1,
+        "event": "os.listdir",
+        "path": f"{_UNFINISHED}/state/ocdbt.process_1",
+    },
+    "a save hangs where process 0 gives it its name": {
+        "process": 0,
+        "event": "os.rename",
+        "path": _UNFINISHED,
+    },
+    "a save hangs where process 0 begins it": {
+        "process": 0,
+        "event": "os.mkdir",
+        "path": _UNFINISHED,
+    },
+    "process 1 hangs between two steps": {"process": 1, "step": 48},
+}
+_TARGETS = ("launch", "trainer 0", "trainer 1")
+
+
+def _hangs(stand: Stand, what: Fault, target: str) -> None:
+    options = (*FOR_EVER, "--checkpoint-every", "10")
+    run = (stand.launch if target == "launch" else stand.train)(
+        *options, fault={**what, "do": "hang"}
+    )
+    run.until_step(40)
+    _wait_until_still(stand, run)
+    if target == "launch":
+        run.send(signal.SIGTERM)
+    else:
+        run.strike()
+        os.kill(stand.trainer(int(target[-1])), signal.SIGTERM)
+    run.ends(143, within=_WITHIN)
+    newest = max(steps_saved(stand.out))
+    for index in range(len(run.commands)):
+        assert f"the last saved step is {newest}, in {stand.out}" in run.err(index)
+
+
+def _wait_until_still(stand: Stand, run: Run) -> None:
+    state = [(-1, 0.0)]
+
+    def is_still() -> bool:
+        step, now = last_step(stand.out), time.monotonic()
+        if step != state[0][0]:
+            state[0] = (step, now)
+        return now - state[0][1] > _STILL_SECONDS
+
+    run.until(is_still, "the hang")
+
+
+for _what, _target in itertools.product(_HANGS, _TARGETS):
+    fault(f"{_what}; SIGTERM to {_target}", _PROMISE, _HANGS[_what], _target)(_hangs)
+
+
+@fault("SIGTERM while steps advance", "code 0; the last step is saved", False)
+@fault("SIGTERM while a save advances", "code 0; the last step is saved", True)
+def advances(stand: Stand, during_a_save: bool) -> None:
+    run = stand.launch(*FOR_EVER, "--checkpoint-every", "10")
+    run.until_step(20)
+    if during_a_save:
+        run.until(lambda: is_saving(stand.out), "a save")
+    else:
+        time.sleep(stand.random.uniform(0, 1))
+    run.send(signal.SIGTERM)
+    run.ends(0)
+    assert max(steps_saved(stand.out)) == last_step(stand.out)
+    summary = json.loads((stand.out / "summary.json").read_text())
+    assert summary["status"] == "preempted", summary["status"]
+
+
+@fault("a trainer is stopped for 4 s under a heartbeat of 10 s", "goes on; code 0")
+def stopped(stand: Stand) -> None:
+    run = stand.launch("--steps", "400", own=("--heartbeat-timeout", "10"))
+    run.until_step(stand.random.randint(10, 100))
+    victim = stand.trainer(stand.random.randrange(2))
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(victim, signal.SIGCONT)
+    run.strike()
+    run.ends(0)
+    assert last_step(stand.out) == 400
+
+
+@fault("the clock jumps by an hour at step 25", "all saves done; code 0")
+def clock(stand: Stand) -> None:
+    jump = {"step": 25, "do": "jump", "seconds": 3600}
+    run = stand.launch("--steps", "200", "--checkpoint-every", "10", "--keep", "100", fault=jump)
+    run.ends(0)
+    assert steps_saved(stand.out) == list(range(10, 201, 10))
+    assert "warning" not in run.err(), run.err()
