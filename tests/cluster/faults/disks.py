@@ -59,11 +59,10 @@ def full_for_metrics(stand: Stand) -> None:
     stand.disk("1m")
     run = stand.launch(*FOR_EVER)
     run.until_step(5)
-    with (stand.out.parent / "filler").open("wb") as filler:
-        with contextlib.suppress(OSError):
-            while True:
-                filler.write(bytes(4096))
-                filler.flush()
+    with (stand.out.parent / "filler").open("wb") as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+            filler.flush()
     run.strike()
     run.ends(75, within=30)
     assert "error: No space left on device" in run.err()
