@@ -105,6 +105,8 @@ class Watch:
                 failed = json.loads(told(_FAILED) or "[0]")[0]
                 for other in set(range(1, self._count)) - {failed}:
                     wait_for(f"{_SEEN}/{other}", max(0.0, deadline - time.monotonic()))
+            else:
+                tell(f"{_SEEN}/{self._index}", "")
 
     def _run(self) -> None:
         asked = False
@@ -142,11 +144,7 @@ class Watch:
 
     def _follow_other(self, index: int, code: int, line: str) -> NoReturn:
         say_error(f"process {index} has ended: {line}")
-        if self._index == 0:
-            self.announce(code, line)  # the others see it, too, before the coordinator is gone
-        else:
-            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                tell(f"{_SEEN}/{self._index}", "")
+        self.announce(code, line)  # the others see it, too, before the coordinator is gone
         os._exit(code)
 
     def _end(self, code: int, what: str) -> NoReturn:

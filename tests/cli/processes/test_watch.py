@@ -79,6 +79,14 @@ def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
     watch(index=0).announce(1, "why")  # does not raise
 
 
+def test_the_coordinator_does_not_wait_for_one_that_fails_as_well(notes):
+    """Of two processes that fail at once, over what differs between them, say."""
+    watch(index=0).announce(2, "process 1 has other options")
+    watch(index=1).announce(2, "process 1 has other options")
+    assert json.loads(notes[_watch._FAILED])[0] == 0
+    assert "jaxslowmo/seen/1" in notes
+
+
 def test_nobody_can_be_told_without_a_coordinator(monkeypatch):
     def gone(*_):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
