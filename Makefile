@@ -14,7 +14,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-jax test-all test-torch test-cluster torch-env lint lint-torch format docs bench-env clean distclean
+.PHONY: help demo test test-jax test-all test-torch test-cluster test-failures torch-env lint lint-torch format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -40,6 +40,9 @@ test-cluster: ## Run the tests on network namespaces with shaped links; needs Li
 	@$(PYTHON) tests/cluster/namespaces.py
 	@$(MAKE) --no-print-directory $(VENV)/.stamp-test
 	cd tests/cluster && $(abspath $(PY)) -m pytest $(TEST_ARGS)
+
+test-failures: $(VENV)/.stamp-test ## Try every failure that is no death five times; needs Linux and root, takes an hour.
+	$(PY) tests/cluster/failures.py --times 5
 
 torch-env: ## Set up .venv-torch: torch 2.9.0 and torch_xla 2.9.0, without what they can do without.
 	@$(TORCH_WHEELS) || { echo "test-torch: not run, and not passed: $(NO_TORCH_WHEELS)"; exit 1; }
