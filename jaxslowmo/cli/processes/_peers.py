@@ -30,6 +30,9 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
             jax.distributed.shutdown()  # waits for the others, and while it does they can be told
     except Exception as error:
         if lost_a_peer(error):
+            # One that failed has told so before it left, which ended the exchange.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
+                watch.follow_failed()
             os.write(2, f"{PEER_FAILED}: {error}\n".encode())
             time.sleep(heartbeat_timeout + 5)
             os._exit(LOST_A_PROCESS)

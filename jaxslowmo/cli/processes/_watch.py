@@ -35,6 +35,8 @@ _LONG_SECONDS = 60.0
 _DISK_SECONDS = 1.0
 # What the others get to see a note before the coordinator that holds it is gone.
 _SEEN_SECONDS = 5.0
+# And, once they have seen it, to leave: one that is there without a coordinator aborts.
+_LEAVE_SECONDS = 0.5
 
 
 class Watch:
@@ -105,16 +107,21 @@ class Watch:
                 failed = json.loads(told(_FAILED) or "[0]")[0]
                 for other in set(range(1, self._count)) - {failed}:
                     wait_for(f"{_SEEN}/{other}", max(0.0, deadline - time.monotonic()))
+                time.sleep(_LEAVE_SECONDS)
             else:
                 tell(f"{_SEEN}/{self._index}", "")
+
+    def follow_failed(self) -> None:
+        """Ends this process with the code of another that has told that it failed, if one has."""
+        if note := told(_FAILED):
+            self._follow_other(*json.loads(note))
 
     def _run(self) -> None:
         asked = False
         marks, since = self._marks(False), time.monotonic()
         while not self._over.wait(_LOOK_SECONDS):
             try:
-                if note := told(_FAILED):
-                    self._follow_other(*json.loads(note))
+                self.follow_failed()
                 asked = asked or told(_PREEMPTED) is not None
             except (jax.errors.JaxRuntimeError, RuntimeError):
                 continue  # the coordinator is gone: the runtime ends this process

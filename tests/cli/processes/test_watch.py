@@ -10,6 +10,7 @@ import pytest
 
 from jaxslowmo._coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
+from jaxslowmo.cli.processes._peers import failing_together
 from jaxslowmo.cli.processes._watch import Watch
 
 
@@ -85,6 +86,22 @@ def test_the_coordinator_does_not_wait_for_one_that_fails_as_well(notes):
     watch(index=1).announce(2, "process 1 has other options")
     assert json.loads(notes[_watch._FAILED])[0] == 0
     assert "jaxslowmo/seen/1" in notes
+
+
+def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
+    notes, ends, capfd, monkeypatch
+):
+    """The exchange may fail before the thread has looked."""
+    monkeypatch.setattr(_watch, "_LOOK_SECONDS", 100)
+
+    def meets_one_that_fails():
+        with failing_together(watch(index=0), heartbeat_timeout=0):
+            notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
+            raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+
+    pytest.raises(Ended, meets_one_that_fails)
+    assert ends == [1]
+    assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
 
 
 def test_nobody_can_be_told_without_a_coordinator(monkeypatch):
