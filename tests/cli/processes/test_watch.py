@@ -99,7 +99,8 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
             notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
             raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 
-    pytest.raises(Ended, meets_one_that_fails)
+    with pytest.raises(Ended):
+        meets_one_that_fails()
     assert ends == [1]
     assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
 

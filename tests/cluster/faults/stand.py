@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -282,7 +283,7 @@ def steps_saved(out: Path) -> list[int]:
     """Steps of the complete checkpoints."""
     folder = out / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdigit() and len(name) < 8)
+    return sorted(int(name) for name in names if re.fullmatch(r"[1-9][0-9]{0,7}", name))
 
 
 def is_saving(out: Path) -> bool:
