@@ -61,6 +61,8 @@ class RunFiles:
         try:
             self._add(self._metrics, json_line(record).encode())
             self._is_behind = False
+        except FileNotFoundError:
+            pass  # somebody is deleting the folder right now: the next record brings all back
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -97,6 +99,8 @@ class RunFiles:
         """Writes summary.json, and statistics.json if there are any."""
         if self._metrics is None:
             return
+        if not self._path.exists():  # deleted since the last record, maybe with its folder
+            self._write_all().close()
         write_json(self._folder / "summary.json", summary)
         if statistics:
             statistics.write(self._folder / "statistics.json")

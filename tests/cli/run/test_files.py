@@ -13,6 +13,7 @@ import pytest
 
 from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._train import TrainConfig
+from jaxslowmo.cli.run import _files
 from jaxslowmo.cli.run._files import RunFiles
 
 
@@ -97,6 +98,29 @@ def test_records_come_back_when_the_file_is_deleted(tmp_path, what):
         files.write_record({"step": 4})
     assert steps(folder / "metrics.jsonl") == [0, 1, 2, 3, 4]
     assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
+
+
+def test_a_folder_that_is_just_being_deleted_comes_back_with_a_later_record(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    write_anew = _files.write_anew
+
+    def meets_the_deletion(path, text):
+        shutil.rmtree(folder)
+        monkeypatch.undo()
+        write_anew(path, text)
+
+    with RunFiles(folder, TrainConfig(), writes=True, after=0) as files:
+        files.write_record({"step": 0})
+        shutil.rmtree(folder)
+        monkeypatch.setattr(_files, "write_anew", meets_the_deletion)
+        files.write_record({"step": 1})
+        assert not folder.exists()
+        files.write_record({"step": 2})
+        assert steps(folder / "metrics.jsonl") == [0, 1, 2]
+    shutil.rmtree(folder)
+    files.finish({"steps": 2}, None)
+    assert steps(folder / "metrics.jsonl") == [0, 1, 2]
+    assert (folder / "summary.json").exists()
 
 
 WRITE = io.FileIO.write
