@@ -36,7 +36,7 @@ for _number, _how in (
 
 def _crashing(stand: Stand) -> Run:
     """A run that crashes at every start."""
-    fault_ = {"process": 1, "event": "open", "path": "text/3.txt"}
+    fault_ = {"process": 1, "event": "open", "path": r"text/3\.txt"}
     fault_ |= {"do": "signal", "signal": int(signal.SIGSEGV)}
     run = stand.launch(*FOR_EVER, restarts=9, fault=fault_)
     run.until(lambda: "starting" in run.err(), "a restart")

@@ -5,7 +5,8 @@ What, is in the environment as JSON, and it happens in trainers alone, not in th
     {"process": 1, "event": "open", "path": "record/metadata", "do": "raise", "errno": 5}
 
 - `process`: its `--process-id`; without it every trainer.
-- When: at an audit event of Python (`event`, and `path` as a part of one of its arguments), or once
+- When: at an audit event of Python (`event`, with `path`, a regular expression, in one of its
+  arguments), or once
   metrics.jsonl has a record of `step` that was not there when the process began.
 - `do`: "raise" an OSError with that `errno`, or a RuntimeError; "hang"; send itself a `signal`;
   "jump": the wall clock goes on by `seconds`.
@@ -14,6 +15,7 @@ What, is in the environment as JSON, and it happens in trainers alone, not in th
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -53,13 +55,13 @@ def _jump(seconds: float) -> None:
 
 
 def _at_event(fault: dict[str, Any]) -> None:
-    wanted, path = fault["event"], fault["path"]
+    wanted, path = fault["event"], re.compile(fault["path"])
     busy = threading.local()
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
         if event != wanted or getattr(busy, "acts", False):
             return
-        if any(path in os.fsdecode(a) for a in arguments if isinstance(a, str | bytes)):
+        if any(path.search(os.fsdecode(a)) for a in arguments if isinstance(a, str | bytes)):
             busy.acts = True
             try:
                 _act(fault)
