@@ -24,6 +24,8 @@ _SEEN = "jaxslowmo/seen"
 # Where jax's own thread notes that a process got SIGTERM.
 _PREEMPTED = "RECEIVED_PREEMPTION_NOTICE"
 _LOOK_SECONDS = 0.5
+# Of all processes in a second, at most: hundreds look less often.
+_LOOKS_OF_ALL = 200
 # After SIGTERM, while nothing advances; ten seconds with what comes before and after.
 _STOP_SECONDS = 7.0
 # A step may take longer than that, and it is no wait as long as it takes what others took.
@@ -51,7 +53,8 @@ class Watch:
       stall: seconds; 0: none.
       last_saved: says which step a run that starts again would go on from.
 
-    Communication: two messages to the coordinator per second, and their answers.
+    Communication: four messages to the coordinator per second, and their answers; of several hundred
+      processes less often.
     """
 
     def __init__(self, index: int, count: int, stall: float, last_saved: Callable[[], str]) -> None:
@@ -119,7 +122,7 @@ class Watch:
     def _run(self) -> None:
         asked = False
         marks, since = self._marks(False), time.monotonic()
-        while not self._over.wait(_LOOK_SECONDS):
+        while not self._over.wait(max(_LOOK_SECONDS, self._count / _LOOKS_OF_ALL)):
             try:
                 self.follow_failed()
                 asked = asked or told(_PREEMPTED) is not None
