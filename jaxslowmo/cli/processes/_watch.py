@@ -53,8 +53,8 @@ class Watch:
       stall: seconds; 0: none.
       last_saved: says which step a run that starts again would go on from.
 
-    Communication: four messages to the coordinator per second, and their answers; of several hundred
-      processes less often.
+    Communication: four messages to the coordinator per second, and their answers; less often where
+      there are hundreds of processes.
     """
 
     def __init__(self, index: int, count: int, stall: float, last_saved: Callable[[], str]) -> None:
