@@ -76,7 +76,7 @@ class Run:
             command.send_signal(number)
 
     def ends(self, *codes: int, within: float = _START_SECONDS) -> None:
-        """Waits for the end of all, with one of these codes each."""
+        """Waits for the end of all, with one of these codes each; a good end leaves no litter."""
         for command in self.commands:
             left = within - (time.monotonic() - self._begin)
             try:
@@ -87,6 +87,9 @@ class Run:
         found = [128 - c if c < 0 else c for c in (p.returncode for p in self.commands)]
         self.codes = tuple(found)
         assert set(found) <= set(codes), f"ended with {found} instead of {codes}"
+        if not any(found):
+            assert not (self._out / "lock").exists(), "the lock is left"
+            assert not is_saving(self._out), "an unfinished checkpoint is left"
 
     def err(self, index: int | None = None) -> str:
         """What has been written to standard error, by one of the commands or by all."""
