@@ -141,16 +141,16 @@ def markdown(looks: dict[str, list[Look]], command: str, loads: Sequence[float])
         f"last {minutes:.1f} minutes, {steps} steps and {steps // SAVE_EVERY} saves, with a look "
         f"every {LOOK_SECONDS} s.",
         "",
-        "| process | | begin | end | per 1000 steps | per save |",
-        "|---|---|---:|---:|---:|---:|",
+        "| process | | begin | end | per 1000 steps | in the second half | per save |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for name, found in settled.items():
+    for name, found in sorted(settled.items(), reverse=True):  # trainers first
         for quantity, (unit, value) in QUANTITIES.items():
-            rate = slope(found, value)
+            rate, late = slope(found, value), slope(found[len(found) // 2 :], value)
             per_save = f"{1024 * rate * SAVE_EVERY / 1000:.1f} KiB" if unit else ""
             lines.append(
                 f"| {name} | {quantity} | {value(found[0]):.4g} {unit} | {value(found[-1]):.4g} "
-                f"{unit} | {rate:.3f} {unit} | {per_save} |"
+                f"{unit} | {rate:.3f} {unit} | {late:.3f} {unit} | {per_save} |"
             )
     return "\n".join(lines).replace("  |", " |") + "\n"
 
