@@ -34,6 +34,12 @@ _HANGS: dict[str, Fault] = {
     "process 1 hangs between two steps": {"process": 1, "step": 48},
 }
 _TARGETS = ("launch", "trainer 0", "trainer 1")
+# Between process 0's two hangs of a save and the first one a signal's way is the same.
+_TRIED = [
+    (what, target)
+    for what, target in itertools.product(_HANGS, _TARGETS)
+    if target == "launch" or "process 1" in what
+]
 
 
 def _hangs(stand: Stand, what: Fault, target: str) -> None:
@@ -66,7 +72,7 @@ def _wait_until_still(stand: Stand, run: Run) -> None:
     run.until(is_still, "the hang")
 
 
-for _what, _target in itertools.product(_HANGS, _TARGETS):
+for _what, _target in _TRIED:
     fault(f"{_what}; SIGTERM to {_target}", _PROMISE, _HANGS[_what], _target)(_hangs)
 
 
