@@ -99,15 +99,15 @@ def checkpoints_deleted(stand: Stand) -> None:
 
 @fault("all of --out deleted while running", "code 0; metrics.jsonl complete at the end")
 def out_deleted(stand: Stand) -> None:
-    run = stand.launch("--steps", "400", "--checkpoint-every", "10")
+    run = stand.launch("--steps", "300", "--checkpoint-every", "10")
     run.until_step(stand.random.randint(20, 200))
     stand.clear(stand.out)
     run.strike()
     run.ends(0)
-    assert steps_recorded(stand.out) == list(range(1, 401))
+    assert steps_recorded(stand.out) == list(range(1, 301))
     assert (stand.out / "config.json").exists()
     assert (stand.out / "summary.json").exists()
-    assert max(steps_saved(stand.out)) == 400
+    assert max(steps_saved(stand.out)) == 300
 
 
 _METRICS = {"process": 0, "event": "open", "path": r"metrics\.jsonl", "do": "raise"}

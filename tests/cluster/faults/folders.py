@@ -10,14 +10,14 @@ _FORMAT = "jaxslowmo_checkpoint"  # of the record: the number of its format
 
 @fault("a second run in the folder of one that runs", "code 2 and one line; the first goes on")
 def twice(stand: Stand) -> None:
-    first = stand.launch("--steps", "1500", "--checkpoint-every", "50")
+    first = stand.launch("--steps", "900", "--checkpoint-every", "100")
     first.until_step(5)
     second = stand.launch("--steps", "20")
     second.ends(2, within=30)
     assert "is in use by process" in second.err()
     assert first.is_running(), "the first has ended"
     first.ends(0)
-    assert steps_recorded(stand.out) == list(range(1, 1501))
+    assert steps_recorded(stand.out) == list(range(1, 901))
 
 
 @fault("two runs begin in one folder at once", "one ends with 2, the other with 0")
