@@ -3,9 +3,10 @@
     python tests/cluster/failures.py --times 5
     python tests/cluster/failures.py --only SIGTERM
 
-Prints a table, and ends with 1 where anything was not as promised. Needs Linux and root, which
-mounts the disks that are full. Whatever the fault: not for 30 s do all processes wait, and none is
-left.
+Prints a table, and ends with 1 where anything was not as promised. Observed are the longest time
+to the end, from the fault or the last start, the codes, and the longest silence: time in which all
+trainers waited. Whatever the fault: that is less than 30 s, and no process is left. Needs Linux and
+root, which mounts the disks that are full.
 """
 
 import argparse

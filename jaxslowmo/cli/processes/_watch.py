@@ -27,7 +27,7 @@ _LOOK_SECONDS = 0.5
 # Of all processes in a second, at most: hundreds look less often.
 _LOOKS_OF_ALL = 200
 # After SIGTERM, while nothing advances; ten seconds with what comes before and after.
-_STOP_SECONDS = 7.0
+_STOP_SECONDS = 6.0
 # A step may take longer than that, and it is no wait as long as it takes what others took.
 _USUAL = 3.0
 # What no step tells the length of, the first time.
