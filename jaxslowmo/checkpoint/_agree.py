@@ -78,15 +78,11 @@ def gather_notes(topic: str, own: Any, wait: Waiting) -> list[Any]:
 def of_first_process(value: Any, seconds: float) -> Any:
     """Process 0's plain JSON, on all processes.
 
-    Raises:
-      UnansweredError: it does not answer for so many seconds.
+    Process 0 waits, too: if it ran ahead, it would forget notes that others have not read.
 
-    Communication: none with one process; else one message through the coordinator.
+    Raises:
+      UnansweredError: one does not answer for so many seconds.
+
+    Communication: that of `gather`.
     """
-    if jax.process_count() == 1:
-        return value
-    topic = new_topic()
-    if jax.process_index() == 0:
-        tell(topic, json.dumps(value))
-        return value
-    return json.loads(waiting(seconds)(topic))
+    return gather(value if jax.process_index() == 0 else None, seconds)[0]

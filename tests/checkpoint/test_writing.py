@@ -227,3 +227,24 @@ def test_what_fails_on_one_process_fails_on_both_and_both_go_on(tmp_path):
     assert two_processes(PROGRAM, tmp_path) == [end, end]
     record = json.loads(Path(tmp_path, "run", "4", "record", "metadata").read_text())
     assert record["replicas"] == 2
+
+
+# Which checkpoints there are is process 0's to say, again and again.
+LATE = """
+import time
+from jaxslowmo.checkpoint import Checkpoints, CheckpointError
+
+jax.process_count()  # waits for the other
+for name in "abc":
+    if rank == 1 and name == "a":
+        time.sleep(2)
+    try:
+        Checkpoints("/nowhere/" + name, patience=20).restore(None, {})
+    except CheckpointError as error:
+        print(str(error).partition(":")[0])
+"""
+
+
+def test_who_is_late_finds_the_notes_of_who_was_early(tmp_path):
+    said = "".join(f"/nowhere/{name} has no complete checkpoint\n" for name in "abc")
+    assert two_processes(LATE, tmp_path) == [said, said]
