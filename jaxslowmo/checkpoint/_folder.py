@@ -14,6 +14,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from .._warn import warn_user
+
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"
 # What orbax calls a checkpoint that is not complete: its own tools leave such folders alone.
@@ -103,18 +105,37 @@ def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
             path.rename(target)
 
 
+def put_away(path: epath.Path) -> epath.Path:
+    """Rename what is to be removed: removed by half, it must not be taken for a checkpoint.
+
+    Returns:
+      Where it is.
+    """
+    if not can_rename(path):
+        return path
+    names = (f"{path.name}.removed{n or ''}{UNFINISHED}" for n in itertools.count())
+    return path.rename(
+        next(path.parent / name for name in names if not (path.parent / name).exists())
+    )
+
+
 def remove(path: epath.Path) -> None:
     """Remove a checkpoint; one that is removed by half is not taken for a whole one."""
-    if can_rename(path):
-        path = path.rename(path.parent / f"{path.name}.removed{UNFINISHED}")
-    path.rmtree()
+    put_away(path).rmtree()
 
 
 def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
-    """Remove what writing and removing have left that were interrupted."""
+    """Remove what writing and removing have left that were interrupted.
+
+    What cannot be removed, as files that another program reads on a file server, is a warning: it
+    is in nobody's way.
+    """
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
-            path.rmtree()
+            try:
+                path.rmtree()
+            except OSError as error:
+                warn_user(f"{path}, of no use any more, could not be removed: {error}.")
 
 
 def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:

@@ -32,7 +32,7 @@ from ._folder import (
     can_rename,
     files_below,
     processes,
-    remove,
+    put_away,
 )
 
 # How often a process that waits looks whether anything is being written.
@@ -86,6 +86,7 @@ class Writing:
             number = self._topic.rpartition("/")[2]
             self._folder = target.parent / f"{target.name}.{number}{UNFINISHED}"
         self._handler = _handler()
+        self._replaced: epath.Path | None = None
         self._error: Exception | None = None
         self._begin(before)
         copied = threading.Event()
@@ -205,12 +206,14 @@ class Writing:
         if not can_rename(self._target):
             (self._target / COMMITTED).write_text("")
             return
-        if self._target.exists():
-            remove(self._target)
+        # Removed later: that takes time, in which a kill would leave neither.
+        self._replaced = put_away(self._target) if self._target.exists() else None
         self._folder.rename(self._target)
 
     def _tidy(self) -> None:
         try:
+            if self._replaced is not None:
+                self._replaced.rmtree()
             self._after()
         except OSError as error:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -153,6 +154,43 @@ def test_old_ones_that_cannot_be_removed_are_a_warning(step, state, tmp_path, mo
     assert len(said) == 1
     assert "old checkpoints could not be removed" in said[0]
     assert checkpoints.steps() == (1, 2)
+
+
+def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
+    step, state, tmp_path, monkeypatch
+):
+    """As files on NFS that another program has open: their folder cannot be removed."""
+    said = []
+    for name in ("_writing", "_folder"):
+        monkeypatch.setattr(f"jaxslowmo.checkpoint.{name}.warn_user", said.append)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(epath.Path(tmp_path)), "rmtree", failing(errno.EBUSY))
+        for t in (1, 2, 2, 3):
+            checkpoints.save(t, state, wait=True)
+    assert checkpoints.steps() == (3,)
+    assert len(said) == 3 + 3  # when it is to be removed, and before the saves after that
+    assert all("could not be removed: [Errno 16]" in message for message in said)
+    checkpoints.save(4, state, wait=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+
+
+def test_a_kill_while_one_is_replaced_leaves_a_whole_one(step, state, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(path):
+        whole = Checkpoints(tmp_path).steps()
+        assert whole == (1,), f"{path} is removed, and complete are {whole}"
+        raise Killed
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, wait=True)
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda hook: seen.append(hook.exc_type))
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "rmtree", kill)
+    checkpoints.save(1, state, wait=True)
+    assert seen == [Killed]
 
 
 PROGRAM = """
