@@ -45,7 +45,7 @@ def describe_leftovers(folder: Path) -> str | None:
     if not num_checkpoints and not any((folder / name).exists() for name in _SIGNS):
         return None
     config, summary = _facts(folder / "config.json"), _facts(folder / "summary.json")
-    if "algorithms" in config or (folder / "compare.json").exists():
+    if _is_comparison(folder):
         state = "finished" if (folder / "compare.json").exists() else "not finished"
         return f"a comparison of {_list(config.get('algorithms'))} ({state})"
     of = _of(config.get("algorithm"), "algorithm") or summary.get("algorithm") or "an algorithm"
@@ -53,6 +53,10 @@ def describe_leftovers(folder: Path) -> str | None:
     counted = "1 checkpoint" if num_checkpoints == 1 else counted
     status = summary.get("status") or "not finished"
     return f"a run of {of} (last step {_last_step(folder, summary)}, {status}, {counted})"
+
+
+def _is_comparison(folder: Path) -> bool:
+    return "algorithms" in _facts(folder / "config.json") or (folder / "compare.json").exists()
 
 
 def sweep(folder: Path) -> None:
@@ -66,7 +70,8 @@ def sweep(folder: Path) -> None:
     if (model / "record").is_dir() and (model / "state").is_dir():
         shutil.rmtree(model)
     _sweep_folder(folder / "logs", _LOG)
-    for path in sorted(folder.iterdir()):
+    # Elsewhere a folder of such a name is a run of its own.
+    for path in sorted(folder.iterdir()) if _is_comparison(folder) else ():
         if path.is_dir() and _RUN_OF_A_COMPARISON.fullmatch(path.name):
             sweep(path)
             with contextlib.suppress(OSError):  # it holds something else, too

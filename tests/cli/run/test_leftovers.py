@@ -100,6 +100,15 @@ def test_a_sweep_deletes_what_is_ours_and_nothing_else(tmp_path):
     assert (tmp_path / "model" / "weights.npz").exists()
 
 
+def test_runs_beside_those_of_a_run_are_of_their_own(tmp_path):
+    """A folder of runs in which somebody has once trained, too."""
+    others = dict.fromkeys(["sgp-seed0/config.json", "sgp-seed0/checkpoints/5/x"], "text")
+    write(tmp_path, others | {"config.json": CONFIG})
+    sweep(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert all((tmp_path / name).exists() for name in others)
+
+
 def test_train(call, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     train = ("train", *TINY, "--data", text, "--out", out)
