@@ -1,6 +1,7 @@
 """The commands: parse, validate, and call what does the work."""
 
 import dataclasses
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -59,6 +60,10 @@ def _train(*, out: Out = None, train: dict[str, Any]) -> None:
     """Trains a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
+    if is_child():
+        # From the start: its parent passes Ctrl-C on as SIGTERM, which ends all processes. An
+        # exception in one of them would leave the others waiting.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with usage_errors():
         config = train_config(train)
     if is_one_of_several(config.cluster) and not is_child():

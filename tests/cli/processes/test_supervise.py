@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from jaxslowmo.cli._app import run
 from jaxslowmo.cli.processes._children import Children
+from jaxslowmo.cli.processes._launchers import CHILD
 from jaxslowmo.cli.processes._supervise import describe_loss, supervise
 from support.fake_children import Fake, ended_together, wait_for
 
@@ -145,3 +147,22 @@ def test_who_asks_late_for_its_end_with_its_parent_ends_when_that_is_gone():
             [sys.executable, "-c", asks, str(parent)], capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stdout) == (code, said), done.stderr
+
+
+def test_ctrl_c_reaches_a_child_through_its_parent_alone(monkeypatch):
+    """In the start, too: both are in the terminal's group of processes."""
+    found = []
+
+    def train(*_):
+        found.append(signal.getsignal(signal.SIGINT))
+        return 0
+
+    monkeypatch.setattr("jaxslowmo.cli._train.train", train)
+    monkeypatch.setattr("jaxslowmo.cli._app.end_with_parent", lambda parent: None)
+    monkeypatch.setenv(CHILD, str(os.getpid()))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert run(["train"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_IGN]
