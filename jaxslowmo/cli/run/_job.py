@@ -120,8 +120,8 @@ class Job:
         batches = RunBatches(self.text, config, self.placement.mesh)
         resumes = saves and config.checkpoint.resume
         with (
+            StopOnSignal(self._cluster) as stop,  # until the last save is complete
             self._keeper(config, out, params) as keeper,
-            StopOnSignal(self._cluster) as stop,
         ):
             found = keeper.newest() if resumes else None
             state, done, notes = found or (self.step.init(params, seed=config.seed), Progress(), ())

@@ -15,6 +15,7 @@ import pytest
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli import main
 from jaxslowmo.cli.run import _job
+from jaxslowmo.cli.run._keeper import Keeper
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("checkpoints")
@@ -187,6 +188,26 @@ def test_sigterm_saves_and_is_no_failure(call, texts, tmp_path):
     (step,) = steps_in(out)
     assert records(out)[-1]["step"] == step
     assert f"Saved at step {step}; --resume goes on from there." in outcome.out
+
+
+def test_a_signal_during_the_last_save_waits_for_it(call, text, tmp_path, monkeypatch):
+    usual, asked = Keeper._settle, []
+
+    def while_it_is_written(self, *, is_last=False):
+        if is_last and not asked:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asked.append(signal.getsignal(number))
+                assert asked[-1] != signal.SIG_DFL  # would end these tests
+                signal.raise_signal(number)
+        usual(self, is_last=is_last)
+
+    monkeypatch.setattr(Keeper, "_settle", while_it_is_written)
+    out = tmp_path / "out"
+    outcome = call(*DEMO, "--data", text, "--out", out, "--checkpoint-every", 4)
+    assert len(asked) == 2
+    assert (outcome.code, outcome.err) == (0, "")
+    assert steps_in(out) == [4, 8, 11]
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
 
 
 def test_all_reduce_has_no_parameters_to_check(call, text, tmp_path):
