@@ -14,15 +14,15 @@ from rich.console import Console
 
 from .._os_errors import PASSING
 from .._replacing import write_anew
-from ._errors import CommandError
+from ._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 
 
 def make_folder(out: Path | None, command: str) -> Path:
     """The folder for results, made if need be; by default runs/COMMAND-DATE.
 
     Raises:
-      CommandError: if it cannot be made or written to.
-      OSError: if a disk is full or a file server does not answer.
+      CommandError: if it cannot be made or written to; with code 75 if a disk is full or a file
+        server does not answer.
     """
     if out is None:
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -36,13 +36,13 @@ def make_folder(out: Path | None, command: str) -> Path:
 
 @contextlib.contextmanager
 def writing_to(out: Path) -> Iterator[None]:
-    """Turns an `OSError` about the folder into a `CommandError`, unless it may pass by itself."""
+    """Turns an `OSError` about the folder into a `CommandError` that names it."""
     try:
         yield
     except OSError as error:
-        if error.errno in PASSING:
-            raise
-        raise CommandError(f"--out must be a folder to write to, {out}: {error.strerror}") from None
+        code = TRY_AGAIN if error.errno in PASSING else USAGE_ERROR
+        what = f"--out must be a folder to write to, {out}: {error.strerror}"
+        raise CommandError(what, code) from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,14 +195,16 @@ def test_a_newcomer_that_was_killed_while_it_took_over(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, CommandError), (errno.EIO, OSError)])
-def test_a_file_system_that_takes_no_files(tmp_path, monkeypatch, number, kind):
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 2), (errno.EIO, 75)])
+def test_a_file_system_that_takes_no_files(tmp_path, monkeypatch, number, code):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(kind, match=os.strerror(number)), FolderLock(tmp_path):
+    said = f"{tmp_path}: {os.strerror(number)}"
+    with pytest.raises(CommandError, match=re.escape(said)) as raised, FolderLock(tmp_path):
         pass
+    assert raised.value.code == code
 
 
 def test_a_folder_that_is_deleted_meanwhile(tmp_path):
