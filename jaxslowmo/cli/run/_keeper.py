@@ -78,8 +78,15 @@ class Keeper:
         traceback: TracebackType | None,
     ) -> None:
         # After an error of one process the others may not come to the end of a save.
-        if error is None or self._cluster.count == 1:
+        if error is not None and self._cluster.count > 1:
+            return
+        try:
             self._settle(is_last=True)
+        except CommandError as failed:
+            if error is None:
+                raise
+            # It must not take the place of the error that came first.
+            print(f"warning: {failed}", file=sys.stderr, flush=True)
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""

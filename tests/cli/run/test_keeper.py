@@ -1,5 +1,6 @@
 """`jaxslowmo train` that is saved, resumed, stopped and rolled back."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxslowmo.checkpoint import load_consensus
@@ -208,6 +210,24 @@ def test_a_signal_during_the_last_save_waits_for_it(call, text, tmp_path, monkey
     assert (outcome.code, outcome.err) == (0, "")
     assert steps_in(out) == [4, 8, 11]
     assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_last_save_that_fails_hides_no_error_of_before(call, text, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "as the test says")
+
+    usual = _job.Session.train
+
+    def train(self, *args):
+        usual(self, *args)
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
+    monkeypatch.setattr(_job.Session, "train", train)
+    with pytest.raises(ValueError, match="a mistake"):
+        call(*DEMO, "--data", text, "--out", tmp_path / "out", "--checkpoint-every", 11)
+    said = "warning: the checkpoint of step 11 could not be written: Input/output error"
+    assert said in capsys.readouterr().err
 
 
 def test_all_reduce_has_no_parameters_to_check(call, text, tmp_path):
