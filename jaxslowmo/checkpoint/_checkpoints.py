@@ -69,7 +69,7 @@ class Checkpoints:
       asynchronous: `save` returns when the state is copied to the host, and files are written
         meanwhile.
       patience: seconds that a process waits for the others while nothing is being written; whoever
-        has waited in vain gets an error.
+        has waited in vain gets an error. It is no limit for exchanges between devices.
 
     Raises:
       ValueError: keep < 1, patience <= 0.
@@ -176,7 +176,8 @@ class Checkpoints:
 
     def written(self) -> int:
         """Bytes of the save in progress that are in its folder; 0 where there is none."""
-        return 0 if self._writing is None else self._writing[1].written()
+        writing = self._writing  # another thread may ask, just when it ends
+        return 0 if writing is None else writing[1].written()
 
     def wait(self) -> None:
         """Wait until what was saved is complete.
