@@ -20,19 +20,21 @@ _LOG = re.compile(r"process-\d+\.txt")
 _RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
 
 
-def refuse_leftovers(folder: Path, *, may_resume: bool) -> None:
-    """Ends a fresh start in a folder that holds a run.
+def refuse_leftovers(folder: Path, *, may_resume: bool, resumes: bool = False) -> None:
+    """Ends a start in a folder that holds what the command does not go on with.
 
     Args:
       folder: of the results; may be missing.
-      may_resume: whether the command can go on with a run.
+      may_resume: whether the command can go on with a run. With a comparison none can.
+      resumes: whether it does.
 
     Raises:
       CommandError: what lies there, and what can be done.
     """
-    found = describe_leftovers(folder)
+    can_go_on = may_resume and not _is_comparison(folder)
+    found = None if can_go_on and resumes else describe_leftovers(folder)
     if found:
-        resume = "--resume to go on with it, " if may_resume else ""
+        resume = "--resume to go on with it, " if can_go_on else ""
         raise CommandError(
             f"--out {folder} holds {found}: give {resume}another folder, or --overwrite to delete "
             "it first"

@@ -104,12 +104,12 @@ def opened(
         yield Opening(out, _follow(config, out, corpus, cluster), cluster)
         return
     with locked_folder(out, "train") as (folder, token):
-        given = config
-        if config.checkpoint.resume:
+        given, resumes = config, config.checkpoint.resume
+        if not config.overwrite:
+            refuse_leftovers(folder, may_resume=True, resumes=resumes)
+        if resumes:
             with usage_errors():
                 config = as_it_was(config, folder, corpus)
-        elif not config.overwrite:
-            refuse_leftovers(folder, may_resume=True)
         keep_listing(folder, corpus)
         if cluster.count > 1:
             decided = {name: option_values(config)[name] for name in _DECIDED}

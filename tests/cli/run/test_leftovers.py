@@ -63,7 +63,8 @@ def test_what_lies_there(tmp_path, files, words):
     for may_resume in (True, False):
         with pytest.raises(CommandError) as raised:
             refuse_leftovers(tmp_path, may_resume=may_resume)
-        resume = "--resume to go on with it, " if may_resume else ""
+        is_run = "comparison" not in words
+        resume = "--resume to go on with it, " if may_resume and is_run else ""
         assert str(raised.value) == (
             f"--out {tmp_path} holds {words}: give {resume}another folder, or --overwrite to "
             "delete it first"
@@ -182,4 +183,9 @@ def test_compare(call, text, tmp_path):
         "config.json", "compare.json", "compare.png", "all_reduce-seed0", "notes.txt",
     }  # fmt: skip
     # A run does not go on in the folder of a comparison, either.
-    assert "holds a comparison of all_reduce" in call("train", *TINY, "--out", out).err
+    before = (out / "config.json").read_bytes()
+    for resume in ((), ("--resume",)):
+        outcome = call("train", *TINY, "--data", text, "--out", out, *resume)
+        assert outcome.code == 2
+        assert "holds a comparison of all_reduce (finished): give another folder" in outcome.err
+    assert (out / "config.json").read_bytes() == before
