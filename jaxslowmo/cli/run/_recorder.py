@@ -104,6 +104,8 @@ class Recorder:
     def summary(self, status: str) -> dict[str, Any]:
         """The run in a few numbers, as summary.json has them."""
         validations = [r["validation_loss"] for r in self.records if "validation_loss" in r]
+        # Of a finished run that was started again the last record is the note of that.
+        losses = [r["loss"] for r in self.records if "loss" in r]
         last = self.records[-1] if self.records else {}
         speed = self._timed_tokens / self._timed_seconds if self._timed_seconds else None
         return {
@@ -111,7 +113,7 @@ class Recorder:
             "algorithm": self._config.algorithm.algorithm,
             "seed": self._config.seed,
             "steps": last.get("step", 0),
-            "loss": last.get("loss"),
+            "loss": losses[-1] if losses else None,
             "validation_loss": validations[-1] if validations else None,
             "bytes_sent": self._ledger.sent,
             "tokens_per_second": speed,

@@ -84,6 +84,13 @@ def test_a_resumed_run_is_the_undisturbed_one(call, texts, finished, saved):
         assert summaries[0][key] == summaries[1][key]
 
 
+def test_a_finished_run_that_is_started_again_is_told_as_it_was(call, texts, finished, saved):
+    assert call(*DEMO, "--data", texts, "--out", saved, "--resume").code == 0
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (finished, saved)]
+    for key in ("loss", "validation_loss", "bytes_sent", "steps", "status"):
+        assert summaries[0][key] == summaries[1][key]
+
+
 def test_another_number_of_replicas(call, texts, saved):
     for step in (9, 11):
         shutil.rmtree(saved / "checkpoints" / str(step))
