@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -41,14 +41,17 @@ class StopOnSignal:
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
         self._handled = contextlib.ExitStack()
 
-    def after_step(self) -> Stop | None:
+    def after_step(self, kind: Hashable = ()) -> Stop | None:
         """Why to stop after this step; None to go on. To be asked after every step.
+
+        Args:
+          kind: of the step; those of one kind take about as long as each other.
 
         Communication: none between devices; between processes messages through the coordinator once
           one of them got SIGTERM, to agree on a step that none has passed.
         """
         if self._watch is not None:
-            self._watch.step_done()
+            self._watch.step_done(kind)
         if self._has_peers:
             from jax.experimental import multihost_utils
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -30,6 +30,7 @@ _LOOKS_OF_ALL = 200
 _STOP_SECONDS = 6.0
 # A step may take longer than that, and it is no wait as long as it takes what others took.
 _USUAL = 3.0
+_REMEMBERED = 5  # of each kind
 # What no step tells the length of, the first time.
 _FIRST_SECONDS = 120.0
 # Without SIGTERM a save in progress is looked at only when little else is told.
@@ -62,7 +63,7 @@ class Watch:
         self._last_saved = last_saved
         self._steps = 0
         self._saving: Callable[[], int] = int
-        self._intervals: deque[float] = deque(maxlen=20)
+        self._intervals: dict[Hashable, deque[float]] = {}
         self._stepped: float | None = None
         self._longest_besides = 0.0
         self._is_besides = False
@@ -77,11 +78,15 @@ class Watch:
         self._over.set()
         self._thread.join(timeout=5)
 
-    def step_done(self) -> None:
-        """Tells that the main thread advances."""
+    def step_done(self, kind: Hashable = ()) -> None:
+        """Tells that the main thread advances: it has done a step of some kind.
+
+        Steps that exchange may take much longer than those that do not.
+        """
         now = time.monotonic()
         if self._stepped is not None:
-            self._intervals.append(now - self._stepped)
+            own = self._intervals.setdefault(kind, deque(maxlen=_REMEMBERED))
+            own.append(now - self._stepped)
         self._stepped = now
         self._steps += 1
 
@@ -139,7 +144,8 @@ class Watch:
 
     def _longest(self) -> float:
         """Seconds that what the main thread does may take."""
-        usual = max(self._intervals, default=0.0)
+        # The shortest of each kind: the first ones may have waited for a compiler.
+        usual = max((min(own) for own in list(self._intervals.values())), default=0.0)
         if self._is_besides:
             usual = self._longest_besides or _FIRST_SECONDS / _USUAL
         return max(_STOP_SECONDS, _USUAL * usual)

@@ -96,7 +96,7 @@ class Session:
         config, is_last = self.config, result.step == self.config.steps
         if self.keeper is not None:
             self.keeper.look()
-        asked = None if is_last else self.stop.after_step()
+        asked = None if is_last else self.stop.after_step(result.phase)
         evaluates = is_last or result.step % config.eval_every == 0
         saves = self.keeper is not None and (bool(asked) or self.keeper.is_due(result.step))
         if not self.recorder.step(

@@ -146,17 +146,31 @@ def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, monkeypatch
     assert ends == []
 
 
-def test_a_step_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, monkeypatch):
+def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, monkeypatch):
     asked_to_stop(monkeypatch, 0.1)
     with watch() as own:
-        own.step_done()
-        time.sleep(0.5)
-        own.step_done()
+        for seconds in (0, 0.5, 0.6):
+            time.sleep(seconds)
+            own.step_done("slow")
+            own.step_done("fast")
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-        time.sleep(0.7)
+        time.sleep(0.8)
         assert ends == []
         wait_until(lambda: ends)
     assert ends == [143]
+
+
+def test_one_step_that_waited_for_a_compiler_counts_for_nothing(notes, ends, monkeypatch):
+    asked_to_stop(monkeypatch, 0.3)
+    with watch() as own:
+        for seconds in (0, 2, 0.01, 0.01):
+            time.sleep(seconds)
+            own.step_done()
+        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+        begun = time.monotonic()
+        wait_until(lambda: ends)
+    assert ends == [143]
+    assert time.monotonic() - begun < 4
 
 
 def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, monkeypatch):
