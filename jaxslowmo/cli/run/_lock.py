@@ -67,8 +67,7 @@ class FolderLock:
     ) -> None:
         self._ended.set()
         with contextlib.suppress(OSError):
-            if _content(self._path) == self._content:
-                self._path.unlink()
+            self._give_back()
 
     def _create(self) -> bool:
         """Whether there was none."""
@@ -121,7 +120,17 @@ class FolderLock:
     def _touch(self) -> None:
         while not self._ended.wait(_TOUCH_SECONDS):
             with contextlib.suppress(OSError):
-                os.utime(self._path)
+                try:
+                    os.utime(self._path)
+                except FileNotFoundError:
+                    # Somebody has deleted the folder. The run makes it again, and it is still its.
+                    self._create()
+                    if self._ended.is_set():  # meanwhile
+                        self._give_back()
+
+    def _give_back(self) -> None:
+        if _content(self._path) == self._content:
+            self._path.unlink()
 
 
 def sees_lock(folder: Path, token: str, seconds: float) -> bool:

@@ -207,6 +207,22 @@ def test_a_file_system_that_takes_no_files(tmp_path, monkeypatch, number, code):
     assert raised.value.code == code
 
 
+def test_it_comes_back_with_a_folder_that_was_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lock, "_TOUCH_SECONDS", 0.02)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with FolderLock(folder) as lock:
+        (folder / "lock").unlink()
+        folder.rmdir()
+        time.sleep(0.1)
+        assert not folder.exists()
+        folder.mkdir()
+        assert sees_lock(folder, lock.token, 60)
+        with pytest.raises(CommandError, match="in use by process"), FolderLock(folder):
+            pass
+    assert list(folder.iterdir()) == []
+
+
 def test_a_folder_that_is_deleted_meanwhile(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
