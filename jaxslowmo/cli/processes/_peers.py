@@ -10,7 +10,7 @@ import jax
 
 from .._errors import FAILED, LOST_A_PROCESS, CommandError, code_of, describe
 from ._supervise import PEER_FAILED
-from ._watch import Watch, say_error
+from ._watch import Watch, say_error, write_to_stderr
 
 # Errors of the runtime that no other process can have caused: no memory left on a device, mostly.
 _OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -33,7 +33,7 @@ def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
             # One that failed has told so before it left, which ended the exchange.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
                 watch.follow_failed()
-            os.write(2, f"{PEER_FAILED}: {error}\n".encode())
+            write_to_stderr(f"{PEER_FAILED}: {error}\n")
             time.sleep(heartbeat_timeout + 5)
             os._exit(LOST_A_PROCESS)
         code = code_of(error)

@@ -1,5 +1,6 @@
 """Starting a run again after a failure: when, how often, and from where; without jax."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -73,8 +74,7 @@ def keep_running(
 
     def say(*parts: str) -> None:
         # In one piece: other processes write there, too.
-        sys.stderr.write(f"{speaker}: {'; '.join(filter(None, parts))}\n")
-        sys.stderr.flush()
+        pass_on(f"{speaker}: {'; '.join(filter(None, parts))}\n")
 
     arguments, again, ended = list(argv), _Restarts(out, restarts), None
     with Children() as children:
@@ -141,6 +141,13 @@ class _Restarts:
                 return list(arguments)
             arguments = [argument for argument in arguments if argument != _OVERWRITE]
         return [*arguments, *([] if _RESUME in arguments else [_RESUME])]
+
+
+def pass_on(text: str) -> None:
+    """Writes to stderr at once; that nobody reads it any more ends no run."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def last_saved(out: Path) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from .._errors import LOST_A_PROCESS
 from ._children import Children
 from ._launchers import CHILD
-from ._restarts import Ended, keep_running
+from ._restarts import Ended, keep_running, pass_on
 
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
@@ -171,5 +171,4 @@ class _Child:
                 quiet = quiet or is_end or PEER_FAILED in line
                 # What the process has to say itself comes at any time.
                 if line.startswith(_OWN) or not (quiet or noise):
-                    sys.stderr.write(line)
-                    sys.stderr.flush()
+                    pass_on(line)

@@ -182,6 +182,12 @@ def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
 
 def say_error(line: str) -> None:
     """One line on stderr, also where the process is about to end without Python's help."""
+    write_to_stderr(f"error: {line}\n")
+
+
+def write_to_stderr(text: str) -> None:
+    """Writes at once; that nobody reads it any more must not keep a process from ending."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
-    os.write(2, f"error: {line}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

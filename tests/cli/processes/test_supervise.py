@@ -100,6 +100,21 @@ def test_who_says_why_he_ends_with_75_needs_no_second_line(fake, tmp_path, capsy
     assert capsys.readouterr().err == "error: No space left on device\n"
 
 
+def test_a_run_does_not_need_a_reader_of_what_it_says(fake, waits, tmp_path, monkeypatch):
+    """As where a terminal is gone: the child is read to its end, and started again."""
+
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    child = fake("for i in 1 2 3 4 5; do echo line >&2; sleep 0.1; done; exit 75")
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert supervise(["train"], tmp_path, restarts=2) == 75
+    assert len(child.starts()) == 3
+
+
 def test_the_child_hears_whose_child_it_is(fake, tmp_path):
     child = fake('echo "$JAXSLOWMO_CHILD $PPID" >> "$0.pids"')
     assert supervise(["train"], tmp_path) == 0

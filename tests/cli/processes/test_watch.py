@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -227,3 +229,18 @@ def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd):
         wait_until(lambda: ends)
     assert ends == [75]
     assert "nothing has advanced for 1 s (--stall-timeout); the last" in capfd.readouterr().err
+
+
+def test_a_process_ends_where_nobody_reads_what_it_says():
+    program = (
+        "import os, sys; from jaxslowmo.cli.processes._watch import say_error\n"
+        "input(); say_error('no reader'); os._exit(7)"
+    )
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=write, text=True
+    )
+    os.close(read)
+    os.close(write)
+    process.communicate("go on\n", timeout=120)
+    assert process.returncode == 7
