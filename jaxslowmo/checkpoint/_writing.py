@@ -5,11 +5,13 @@ other by notes, so that a disk which fails for one of them fails the save on all
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +94,7 @@ class Writing:
         copied = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(arrays, copied), name="checkpoint")
         self._thread.start()
+        _unasked.add(self)
         copied.wait()
 
     @property
@@ -116,6 +119,7 @@ class Writing:
           UnansweredError: another process does not answer.
         """
         self._thread.join()
+        _unasked.discard(self)
         if self._error is not None:
             raise self._error
 
@@ -258,3 +262,23 @@ def _raise(failure: Failure) -> None:
     if failure:
         text, number = failure
         raise CheckpointError(text, errno=number)
+
+
+_unasked: weakref.WeakSet[Writing] = weakref.WeakSet()
+"""Those whose result nobody has asked for."""
+
+
+@atexit.register
+def _at_exit() -> None:
+    """A program that does not wait at its end may lose what is being written: not silently.
+
+    Python starts no threads by then, which orbax needs.
+    """
+    for writing in list(_unasked):
+        try:
+            writing.result()
+        except Exception as error:  # whatever it is, nobody has heard of it
+            warn_user(
+                f"a checkpoint could not be written: {error}. `wait()` or `close()` before a "
+                "program ends let it be completed."
+            )

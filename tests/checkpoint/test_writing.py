@@ -2,6 +2,9 @@
 
 import errno
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -191,6 +194,37 @@ def test_a_kill_while_one_is_replaced_leaves_a_whole_one(step, state, tmp_path, 
     monkeypatch.setattr(type(epath.Path(tmp_path)), "rmtree", kill)
     checkpoints.save(1, state, wait=True)
     assert seen == [Killed]
+
+
+FORGETFUL = """
+import sys, numpy as np, optax, orbax.checkpoint as ocp
+import jaxslowmo as js
+from jaxslowmo.checkpoint import Checkpoints
+
+step = js.make_train_step(lambda p, b: (p["w"] * b).sum(), optax.sgd(0.1), sync="none",
+                          mesh=js.virtual_mesh({"replica": 2}))
+if sys.argv[2:]:
+    def fail(*_):
+        raise OSError(28, "as the test says")
+    ocp.PyTreeCheckpointHandler.finalize = fail
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(7, step.init({"w": np.zeros(9, np.float32)}))
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_that_ends_without_waiting_loses_nothing_silently(tmp_path, fails):
+    ended = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, tmp_path, *(["fails"] if fails else [])],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    is_told = "UserWarning: a checkpoint could not be written: " in ended.stderr
+    # Python may still start the threads that it takes, or not any more.
+    assert Checkpoints(tmp_path).steps() == (() if is_told else (7,))
+    assert is_told or not fails
 
 
 PROGRAM = """
