@@ -39,6 +39,7 @@ from ._folder import (
 
 # How often a process that waits looks whether anything is being written.
 _LOOK_SECONDS = 5.0
+_LISTING_SECONDS = 70.0  # more than what a client of NFS remembers by default
 _STEP_METADATA = "_CHECKPOINT_METADATA"  # by which orbax's own tools know what is in the folder
 _HANDLERS = {
     ARRAYS: "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
@@ -196,15 +197,24 @@ class Writing:
     def _check_files(
         self, path: epath.Path, parts: Sequence[tuple[Failure, Sequence[Any]]]
     ) -> None:
-        """Whether all that was written is there: someone may have deleted it, or not share it."""
-        there = dict(files_below(path))
+        """Whether all that was written is there: someone may have deleted it, or not share it.
+
+        Files are asked for by name. The client of a file server may list a folder as it was a
+        minute ago, and orbax lists it to find the parts: so it must list them all.
+        """
         for index, (_, files) in enumerate(parts):
-            lost = [name for name, size in files if there.get(name) != size]
+            lost = [name for name, size in files if _size(path / name) != size]
             if lost:
                 raise CheckpointError(
                     f"{lost[0]} of process {index} is not in {path}: do all processes write to one "
                     "folder, and has nobody deleted there?"
                 )
+        wanted = {name.partition("/")[0] for _, files in parts for name, _ in files}
+        deadline = time.monotonic() + _LISTING_SECONDS
+        while unseen := wanted - {child.name for child in path.iterdir()}:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{path} does not list {min(unseen)}, which is there")
+            time.sleep(_LISTING_SECONDS / 100)
 
     def _give_name(self) -> None:
         if not can_rename(self._target):
@@ -256,6 +266,14 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
             (jax.Array, types.ArrayHandler()), (np.ndarray, types.NumpyHandler())
         ),
     )
+
+
+def _size(path: epath.Path) -> int | None:
+    """Bytes of a file; None where it is not."""
+    try:
+        return path.stat().length
+    except OSError:
+        return None
 
 
 def _raise(failure: Failure) -> None:

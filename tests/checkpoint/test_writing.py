@@ -17,7 +17,7 @@ from etils import epath
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
 from jaxslowmo.checkpoint._writing import Writing
 from support.pairs import two_processes
@@ -117,6 +117,36 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
         with pytest.raises(CheckpointError, match=r"of process 0 is not in .*has nobody deleted"):
             checkpoints.wait()
     checkpoints.save(2, state, wait=True)
+    assert bits(restored(tmp_path, step).state) == bits(state)
+
+
+@pytest.mark.parametrize("late", [3, 10**6])
+def test_a_folder_that_is_listed_as_it_was_is_waited_for(step, state, tmp_path, monkeypatch, late):
+    """As on a file server: else a part would be left out of the whole, silently."""
+    kind, listed = type(epath.Path(tmp_path)), []
+    iterdir = kind.iterdir
+
+    def remembered(self):
+        if self.name == "state" and "finalize" not in listed:
+            listed.append("list")
+            return iter([]) if len(listed) <= late else iterdir(self)
+        return iterdir(self)
+
+    def finalize(self, directory, usual=ocp.PyTreeCheckpointHandler.finalize):
+        listed.append("finalize")
+        usual(self, directory)
+
+    monkeypatch.setattr(_writing, "_LISTING_SECONDS", 1.0)
+    monkeypatch.setattr(kind, "iterdir", remembered)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    if late > 100:
+        with pytest.raises(CheckpointError, match=r"state does not list \S+, which is there"):
+            checkpoints.wait()
+        return
+    checkpoints.wait()
+    assert listed == ["list"] * 4 + ["finalize"]
     assert bits(restored(tmp_path, step).state) == bits(state)
 
 

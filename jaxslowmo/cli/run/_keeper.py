@@ -116,7 +116,10 @@ class Keeper:
 
     def look(self) -> None:
         """Says at once, and not at the next save, that the last one has failed."""
-        if self._begun is not None and not self._is_told and self._checkpoints.failure is not None:
+        if self._begun is None or self._is_told or self._checkpoints.failure is None:
+            return
+        is_end = self._failures + 1 >= self._options.max_failed_saves
+        if not is_end and self._begun != self._config.steps:
             self._is_told = True
             self._warn(self._checkpoints.failure)
 
