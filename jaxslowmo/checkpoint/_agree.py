@@ -6,16 +6,12 @@ others waiting there, and a note says what went wrong besides.
 
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from .._coordinator import NoNoteError, forget, tell, wait_for
 from ._folder import UnansweredError
-
-Waiting = Callable[[str], str]
-"""Gives the note under a key."""
 
 _numbers = itertools.count()
 _PREFIX = "jaxslowmo/checkpoint"
@@ -30,19 +26,16 @@ def new_topic() -> str:
     return f"{_PREFIX}/{number}"
 
 
-def waiting(seconds: float) -> Waiting:
-    """Waits so long for a note.
+def answer(key: str, seconds: float) -> str:
+    """The note under a key, once it is there.
 
-    It raises `UnansweredError`.
+    Raises:
+      UnansweredError: it has not come within so many seconds.
     """
-
-    def wait(key: str) -> str:
-        try:
-            return wait_for(key, seconds)
-        except NoNoteError as error:
-            raise unanswered(seconds) from error
-
-    return wait
+    try:
+        return wait_for(key, seconds)
+    except NoNoteError as error:
+        raise unanswered(seconds) from error
 
 
 def unanswered(seconds: float) -> UnansweredError:
@@ -61,18 +54,13 @@ def gather(own: Any, seconds: float) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [own]
-    return gather_notes(new_topic(), own, waiting(seconds))
-
-
-def gather_notes(topic: str, own: Any, wait: Waiting) -> list[Any]:
-    """As `gather`, about a topic that all know."""
-    index, count = jax.process_index(), jax.process_count()
+    topic, index, count = new_topic(), jax.process_index(), jax.process_count()
     tell(f"{topic}/{index}", json.dumps(own))
     if index == 0:
-        found = [json.loads(wait(f"{topic}/{i}")) for i in range(count)]
+        found = [json.loads(answer(f"{topic}/{i}", seconds)) for i in range(count)]
         tell(f"{topic}/all", json.dumps(found))
         return found
-    return json.loads(wait(f"{topic}/all"))
+    return json.loads(answer(f"{topic}/all", seconds))
 
 
 def of_first_process(value: Any, seconds: float) -> Any:

@@ -23,7 +23,7 @@ from etils import epath
 from .._coordinator import NoNoteError, tell, wait_for
 from .._os_errors import io_errno
 from .._warn import warn_user
-from ._agree import new_topic, unanswered, waiting
+from ._agree import answer, new_topic, unanswered
 from ._arrays import first_line
 from ._folder import (
     ARRAYS,
@@ -137,7 +137,7 @@ class Writing:
             if self._count > 1:
                 tell(f"{self._topic}/begun", json.dumps(failure))
         else:
-            failure = json.loads(waiting(self._seconds)(f"{self._topic}/begun"))
+            failure = json.loads(answer(f"{self._topic}/begun", self._seconds))
         _raise(failure)
 
     def _run(self, arrays: Any, copied: threading.Event) -> None:

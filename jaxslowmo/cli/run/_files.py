@@ -15,6 +15,9 @@ from ..._warn import warn_user
 from .._output import json_line, write_json
 from ..config._train import TrainConfig
 
+# The disk is full; or somebody is deleting the folder just now, and the next record makes it anew.
+_WAITED_FOR = (errno.ENOSPC, errno.ENOENT)
+
 
 class RunFiles:
     """Context in which `write_record` adds to metrics.jsonl.
@@ -50,7 +53,8 @@ class RunFiles:
     def write_record(self, record: dict[str, Any]) -> None:
         """Adds a line to metrics.jsonl, on disk at once.
 
-        Lines that a full disk does not take wait until it does, until the end at the latest.
+        Lines that a full disk, or a folder that is being deleted, does not take wait until it does,
+        until the end at the latest.
 
         Raises:
           OSError: it cannot be written; a part of the line may be there, which a resumed run drops.
@@ -61,10 +65,8 @@ class RunFiles:
         try:
             self._add(self._metrics, json_line(record).encode())
             self._is_behind = False
-        except FileNotFoundError:
-            pass  # somebody is deleting the folder right now: the next record brings all back
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in _WAITED_FOR:
                 raise
             if not self._is_behind:
                 self._is_behind = True

@@ -1,7 +1,6 @@
 """A run goes on with the options and the text that it had, and with other steps if asked to."""
 
 import errno
-import json
 import os
 import shutil
 
@@ -13,6 +12,7 @@ from jaxslowmo.cli import main
 from jaxslowmo.cli.config._train import train_config
 from jaxslowmo.cli.run._alike import option_values, other_files, other_options
 from jaxslowmo.cli.run._recipes import learning_rate_schedule
+from support.metrics import trajectory
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("alike")
@@ -24,18 +24,8 @@ TINY = (
 )  # fmt: skip
 
 
-def records(folder):
-    """All of metrics.jsonl that does not depend on the clock, without notes of resumptions."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key != "tokens_per_second"}
-        for line in lines
-        if "resumed" not in line
-    ]
-
-
 def rates(folder):
-    return {r["step"]: r["learning_rate"] for r in records(folder) if "learning_rate" in r}
+    return {r["step"]: r["learning_rate"] for r in trajectory(folder) if "learning_rate" in r}
 
 
 def rates_of(steps, length, warmup):
@@ -92,7 +82,7 @@ def test_an_interrupted_run_is_unchanged_to_the_bit(resume, saved, finished):
         outcome = resume(*steps, "--checkpoint-every", 10)
         assert (outcome.code, outcome.err) == (0, "")
         assert "Resumed at step 10." in outcome.out
-        assert records(saved / "out") == records(finished / "out")
+        assert trajectory(saved / "out") == trajectory(finished / "out")
 
 
 def test_another_schedule_is_used_if_asked_for(resume, saved):

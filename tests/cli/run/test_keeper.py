@@ -18,6 +18,7 @@ from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli import main
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._keeper import Keeper
+from support.metrics import trajectory
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("checkpoints")
@@ -27,16 +28,6 @@ DEMO = (
     "--clip", 0, "--sync-every", 2, "--slow-every", 4, "--log-every", 1, "--eval-every", 5,
     "--steps", 11, "--learning-rate", 0.2,
 )  # fmt: skip
-
-
-def records(folder):
-    """All of metrics.jsonl that does not depend on the clock, without notes of resumptions."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key != "tokens_per_second"}
-        for line in lines
-        if "resumed" not in line
-    ]
 
 
 def steps_in(folder):
@@ -77,7 +68,7 @@ def test_a_resumed_run_is_the_undisturbed_one(call, texts, finished, saved):
     outcome = call(*DEMO, "--data", texts, "--out", saved, "--resume")
     assert (outcome.code, outcome.err) == (0, "")
     assert "Resumed at step 6." in outcome.out
-    assert records(saved) == records(finished)
+    assert trajectory(saved) == trajectory(finished)
     assert '"resumed": []' in (saved / "metrics.jsonl").read_text()
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (finished, saved)]
     for key in ("loss", "validation_loss", "bytes_sent", "steps"):
@@ -141,7 +132,7 @@ def test_a_damaged_checkpoint(call, texts, saved):
     assert outcome.code == 0
     assert "warning: " in outcome.err
     assert "Using the checkpoint of step 9 instead." in outcome.err
-    assert records(saved)[-1]["step"] == 11
+    assert trajectory(saved)[-1]["step"] == 11
 
 
 def test_rolling_back_leaves_out_the_batches(call, texts, tmp_path, monkeypatch):
@@ -195,7 +186,7 @@ def test_sigterm_saves_and_is_no_failure(call, texts, tmp_path):
     sender.join()
     assert (outcome.code, outcome.err) == (0, "")
     (step,) = steps_in(out)
-    assert records(out)[-1]["step"] == step
+    assert trajectory(out)[-1]["step"] == step
     assert f"Saved at step {step}; --resume goes on from there." in outcome.out
 
 
