@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import tempfile
@@ -18,20 +19,34 @@ from ._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 
 
 def make_folder(out: Path | None, command: str) -> Path:
-    """The folder for results, made if need be; by default runs/COMMAND-DATE.
+    """The folder for results, made if need be; by default runs/COMMAND-DATE, a new one.
 
     Raises:
       CommandError: if it cannot be made or written to; with code 75 if a disk is full or a file
         server does not answer.
     """
     if out is None:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        out = Path("runs") / f"{command}-{now}"
+        return _new_folder(command)
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):  # several processes may try at once
             pass
     return out
+
+
+def _new_folder(command: str) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    first = Path("runs") / f"{command}-{now}"
+    with writing_to(first):
+        first.parent.mkdir(exist_ok=True)
+        out, others = first, itertools.count(2)
+        while True:
+            try:
+                out.mkdir()
+            except FileExistsError:  # scripts start several runs within one second
+                out = first.with_name(f"{first.name}-{next(others)}")
+            else:
+                return out
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ class Outcome(NamedTuple):
 
 @pytest.fixture
 def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., Outcome]:
     """`call("train", "--steps", 5)`: runs the command line here, with a tiny demo preset."""
+    monkeypatch.chdir(tmp_path)  # without --out it makes a folder where it stands
     monkeypatch.setitem(GPT_PRESETS, "demo", GPT_PRESETS["tiny"])
     monkeypatch.setenv("COLUMNS", "100")
 

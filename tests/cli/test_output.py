@@ -1,5 +1,6 @@
 """Where results go, and values as JSON."""
 
+import datetime
 import errno
 import json
 import os
@@ -21,6 +22,25 @@ def test_folders(tmp_path, monkeypatch):
     (tmp_path / "taken").touch()
     with pytest.raises(CommandError, match="--out must be a folder to write to"):
         make_folder(tmp_path / "taken", "train")
+
+
+def test_runs_that_start_in_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datetime, "datetime", Stopped)
+    made = [make_folder(None, "train").name for _ in range(3)]
+    stem = "train-20260102-030405"
+    assert made == [stem, f"{stem}-2", f"{stem}-3"]
+    (tmp_path / "runs" / stem).rmdir()
+    assert make_folder(None, "train").name == stem
+    monkeypatch.chdir(tmp_path / "runs" / stem)
+    (tmp_path / "runs" / stem / "runs").touch()
+    with pytest.raises(CommandError, match="--out must be a folder to write to, runs"):
+        make_folder(None, "train")
 
 
 def test_a_disk_that_is_full_is_no_wrong_call(tmp_path, monkeypatch):
