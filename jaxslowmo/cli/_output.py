@@ -25,8 +25,7 @@ def make_folder(out: Path | None, command: str) -> Path:
       CommandError: if it cannot be made or written to; with code 75 if a disk is full or a file
         server does not answer.
     """
-    if out is None:
-        return _new_folder(command)
+    out = _new_folder(command) if out is None else out
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):  # several processes may try at once

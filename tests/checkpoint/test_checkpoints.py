@@ -11,19 +11,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
-
-
-@pytest.fixture(scope="module")
-def step():
-    return make_step("local_sgd", js.virtual_mesh({"replica": 2}))
-
-
-@pytest.fixture(scope="module")
-def state(step):
-    return step.init(PARAMS, model_state=MODEL_STATE)
 
 
 def restore(folder, train_step, **options):

@@ -15,22 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
+from checkpoint.runs import MODEL_STATE, PARAMS, bits
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
 from jaxslowmo.checkpoint._writing import Writing
 from support.pairs import two_processes
-
-
-@pytest.fixture(scope="module")
-def step():
-    return make_step("local_sgd", js.virtual_mesh({"replica": 2}))
-
-
-@pytest.fixture(scope="module")
-def state(step):
-    return step.init(PARAMS, model_state=MODEL_STATE)
 
 
 def restored(folder, step):

@@ -159,10 +159,11 @@ def last_saved(out: Path) -> str:
 
 
 def _newest_checkpoint(out: Path) -> int | None:
-    return max(_checkpoints(out), default=None)
+    return max(saved_steps(out), default=None)
 
 
-def _checkpoints(out: Path) -> list[int]:
+def saved_steps(out: Path) -> list[int]:
+    """Steps of the complete checkpoints of a run, in any order."""
     try:
         names = os.listdir(out / "checkpoints")
     except OSError:
@@ -174,7 +175,7 @@ def _checkpoints(out: Path) -> list[int]:
 def _checkpoint_ids(out: Path) -> set[tuple[int, int, int]]:
     """What tells a checkpoint from one that is written in its place."""
     found = set()
-    for step in _checkpoints(out):
+    for step in saved_steps(out):
         try:
             status = (out / "checkpoints" / str(step)).stat()
         except OSError:

@@ -26,7 +26,7 @@ _FREE_OF_A_RUN = frozenset(
 # Processes of a run may have other values of these. Of the text the content is compared; what is
 # there is process 0's to go on with or to delete: another may have been started again before it.
 _FREE_OF_A_PROCESS = frozenset({"data", "resume", "overwrite", *options_of(ClusterConfig)})
-_CORPUS = "corpus.json"
+CORPUS = "corpus.json"
 _MOST_FILES = 100_000  # of a list that is kept
 _MOST_NAMES = 5  # in a message
 
@@ -139,13 +139,13 @@ def keep_listing(folder: Path, corpus: Contents) -> None:
     """Writes corpus.json, from which a later message can name files."""
     files = corpus.listing if len(corpus.listing) <= _MOST_FILES else None
     facts = {"fingerprint": corpus.fingerprint, "source": corpus.source, "files": files}
-    write_anew(folder / _CORPUS, json.dumps(facts, indent=1) + "\n")
+    write_anew(folder / CORPUS, json.dumps(facts, indent=1) + "\n")
 
 
 def listing_in(folder: Path, fingerprint: str) -> dict[str, str] | None:
     """The listing with this fingerprint, if that is in corpus.json."""
     try:
-        facts = json.loads((folder / _CORPUS).read_bytes())
+        facts = json.loads((folder / CORPUS).read_bytes())
         return facts["files"] if facts["fingerprint"] == fingerprint else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -5,15 +5,18 @@ import json
 import re
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ..._replacing import is_unfinished
 from .._errors import CommandError
+from ..processes._restarts import saved_steps
+from ._alike import CORPUS
 
 # Each of them tells that there was a run, or a comparison of some.
 _SIGNS = ("config.json", "metrics.jsonl", "summary.json", "compare.json")
-_FILES = frozenset({*_SIGNS, "statistics.json", "compare.png"})
+_FILES = frozenset({*_SIGNS, CORPUS, "statistics.json", "compare.png"})
 _LOCK_OF_THE_PAST = re.compile(r"lock\.[0-9a-f]+")
 _CHECKPOINT = re.compile(r"\d+(\..+)?")  # with an ending: set aside, or not complete
 _LOG = re.compile(r"process-\d+\.txt")
@@ -43,7 +46,7 @@ def refuse_leftovers(folder: Path, *, may_resume: bool, resumes: bool = False) -
 
 def describe_leftovers(folder: Path) -> str | None:
     """The run or the comparison that a folder holds, in words; None where there is none."""
-    num_checkpoints = sum(path.name.isdigit() for path in (folder / "checkpoints").glob("*"))
+    num_checkpoints = len(saved_steps(folder))
     if not num_checkpoints and not any((folder / name).exists() for name in _SIGNS):
         return None
     config, summary = _facts(folder / "config.json"), _facts(folder / "summary.json")
@@ -61,10 +64,12 @@ def _is_comparison(folder: Path) -> bool:
     return "algorithms" in _facts(folder / "config.json") or (folder / "compare.json").exists()
 
 
-def sweep(folder: Path) -> None:
-    """Deletes what an earlier run or comparison left, and nothing else.
+def sweep(folder: Path, *, keep: Collection[str] = ()) -> None:
+    """Deletes what an earlier run or comparison left, and nothing else. The lock stays.
 
-    The lock stays, and corpus.json, which this run has written.
+    Args:
+      folder: of the results.
+      keep: names of files that this run has written.
     """
     # The checkpoints first: a sweep that is killed must leave what tells of a run to the last.
     _sweep_folder(folder / "checkpoints", _CHECKPOINT)
@@ -80,7 +85,7 @@ def sweep(folder: Path) -> None:
                 path.rmdir()
     for path in sorted(folder.iterdir()):
         old = path.name in _FILES or _LOCK_OF_THE_PAST.fullmatch(path.name)
-        if old or is_unfinished(path):
+        if (old and path.name not in keep) or is_unfinished(path):
             path.unlink()
 
 

@@ -16,6 +16,7 @@ from .._output import make_folder
 from ..config._train import KEPT, TrainConfig, with_values
 from ..processes._launchers import Cluster
 from ._alike import (
+    CORPUS,
     as_it_was,
     keep_listing,
     listing_in,
@@ -55,7 +56,7 @@ class Opening:
         if not self.config.overwrite:
             return
         if self.cluster.is_first:
-            sweep(self.folder)
+            sweep(self.folder, keep={CORPUS})
         if self.cluster.count > 1:
             if self.cluster.is_first:
                 tell(f"{_KEY}/begun", "")

@@ -30,7 +30,7 @@ METRICS = '{"step": 6}\n{"step": 7}\n{"step": 8, "lo'
     [
         ({}, None),
         ({"corpus.json": "{}", "lock": "{}", "notes.txt": ""}, None),
-        ({"checkpoints/notes.txt": ""}, None),
+        ({"checkpoints/notes.txt": "", "checkpoints/007/x": "", "checkpoints/²/x": ""}, None),
         (
             {"config.json": CONFIG, "summary.json": '{"status": "finished", "steps": 9}'},
             "a run of sgp (last step 9, finished, no checkpoint)",
@@ -76,14 +76,14 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 OURS = (
-    "config.json", "metrics.jsonl", "summary.json", "statistics.json", "compare.json",
-    "compare.png", "checkpoints/5/state/d/x", "checkpoints/6.set-aside/x",
+    "config.json", "corpus.json", "metrics.jsonl", "summary.json", "statistics.json",
+    "compare.json", "compare.png", "checkpoints/5/state/d/x", "checkpoints/6.set-aside/x",
     "checkpoints/7.orbax-checkpoint-tmp/x", "model/record/metadata", "model/state/d/x",
     "logs/process-1.txt", "sgp+graph=ring-seed0/config.json", "sgp+graph=ring-seed0/summary.json",
     "lock.0123456789ab", ".writing-01234567-config.json",
 )  # fmt: skip
 OTHERS = (
-    "lock", "corpus.json", "notes.txt", "config.json.bak", "checkpoints/notes.txt",
+    "lock", "notes.txt", "config.json.bak", "checkpoints/notes.txt",
     "logs/mine.txt", "data-seed/a.txt", "diloco-seed1/notes.txt",
 )  # fmt: skip
 
@@ -96,8 +96,9 @@ def test_a_sweep_deletes_what_is_ours_and_nothing_else(tmp_path):
     assert describe_leftovers(tmp_path) is None
     assert not (tmp_path / "model").exists()
     assert not (tmp_path / "sgp+graph=ring-seed0").exists()
-    write(tmp_path, {"model/weights.npz": "mine"})
-    sweep(tmp_path)
+    write(tmp_path, {"model/weights.npz": "mine", "corpus.json": "{}"})
+    sweep(tmp_path, keep={"corpus.json"})
+    assert (tmp_path / "corpus.json").exists()
     assert (tmp_path / "model" / "weights.npz").exists()
 
 
