@@ -4,13 +4,16 @@ import itertools
 import re
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(ROOT.glob("docs/*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -50,16 +53,23 @@ def test_readme_is_short():
 
 
 def test_the_overview_names_every_page_and_says_what_it_is_for():
-    overview = (ROOT / "docs/index.md").read_text("utf-8")
-    named = re.findall(r"^- .*\[[^\]]+\]\(([\w-]+\.md)\)(?:.*\w)", overview, flags=re.MULTILINE)
-    assert sorted(["index.md", *named]) == [page.name for page in PAGES]
+    overview = (DOCS / "index.md").read_text("utf-8")
+    named = re.findall(r"^ *- .*\[[^\]]+\]\(([\w/-]+\.md)\)(?:.*\w)", overview, flags=re.MULTILINE)
+    assert {"index.md", *named} == {str(page.relative_to(DOCS)) for page in PAGES}
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
-    assert [file for entry in navigation for file in entry.values()] == ["index.md", *named]
+    assert list(files(navigation)) == ["index.md", *named]
 
 
-def test_readme_links_every_page():
+def files(navigation: list[dict[str, Any]]) -> Iterator[str]:
+    """Pages of mkdocs' `nav` in order, those of sections too."""
+    for entry in navigation:
+        for below in entry.values():
+            yield from files(below) if isinstance(below, list) else [below]
+
+
+def test_readme_links_every_page_of_the_first_level():
     linked = set(_LINK.findall((ROOT / "README.md").read_text("utf-8")))
-    assert {f"docs/{page.name}" for page in PAGES} - {"docs/index.md"} <= linked
+    assert {f"docs/{page.name}" for page in DOCS.glob("*.md")} - {"docs/index.md"} <= linked
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=NAMES)

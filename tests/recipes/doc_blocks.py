@@ -25,7 +25,7 @@ def outputs(page: str, title: str) -> list[str]:
 
 
 def num_blocks(page: str) -> int:
-    """Python blocks on the page, however they are indented."""
+    """Python blocks on the page and those below it, however they are indented."""
     return len(re.findall(r"^\s*```python", _read(page), flags=re.MULTILINE))
 
 
@@ -59,4 +59,6 @@ def _texts(page: str) -> dict[str, str]:
 
 
 def _read(page: str) -> str:
-    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    """A page, and after it those in the folder of its name: `recipes/*.md` go on `recipes.md`."""
+    paths = [*DOCS.glob(f"{page}.md"), *sorted((DOCS / page).glob("*.md"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)

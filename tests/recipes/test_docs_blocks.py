@@ -20,8 +20,8 @@ ELSEWHERE = {"torch": None, "tpu": "Several slices"}
 
 
 def test_every_page_with_code_is_run():
-    with_code = {path.stem for path in DOCS.glob("*.md") if num_blocks(path.stem)}
-    assert with_code == {*PAGES, "recipes", *ELSEWHERE}
+    pages = {path.relative_to(DOCS).parts[0].removesuffix(".md") for path in DOCS.rglob("*.md")}
+    assert {page for page in pages if num_blocks(page)} == {*PAGES, "recipes", *ELSEWHERE}
 
 
 @pytest.mark.parametrize("page", [*PAGES, "recipes", "tpu"])
