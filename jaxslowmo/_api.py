@@ -23,7 +23,6 @@ from .mesh import VirtualMesh as VirtualMesh
 from .mesh import check_in_sync as check_in_sync
 from .mesh import check_same_tree as check_same_tree
 from .mesh import consensus as consensus
-from .mesh import init as init
 from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
@@ -71,5 +70,6 @@ from .transform import Every as Every
 from .transform import ParameterTransform as ParameterTransform
 from .transform import TransformSpec as TransformSpec
 from .transform import every as every
+from .transform import init as init
 from .transform import phase_name as phase_name
 from .tree import assign_buckets as assign_buckets

@@ -100,6 +100,7 @@ class _OnlyFinite:
             init=self.init,
             step=self.step,
             events=None,
+            inner=inner,
             phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
             due=inner.due,
             schedules=inner.schedules,

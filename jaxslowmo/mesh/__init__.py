@@ -28,11 +28,15 @@ from ._in_sync import OutOfSyncError as OutOfSyncError
 from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
 from ._kept import kept_with as kept_with
+from ._layouts import Layouts as Layouts
 from ._layouts import inner_specs as inner_specs
+from ._layouts import layouts_of as layouts_of
+from ._layouts import sharded_like as sharded_like
 from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas
 from ._mapped import model_axes as model_axes
 from ._mapped import replica_count as replica_count
-from ._replicas import init as init
+from ._replicas import check_stacked as check_stacked
+from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate
 from ._same_tree import check_same_tree as check_same_tree

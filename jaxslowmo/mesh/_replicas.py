@@ -1,22 +1,19 @@
-"""One copy of a tree to stacked replicas and back, and stacked states of transforms."""
+"""One copy of a tree to stacked replicas."""
 
 import functools
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ..tree import leaf_names
-from ._axes import axis_names, vary_over, varying_axes
+from ._axes import axis_names, vary_over
 from ._build import VirtualMesh
-from ._kept import kept_with
-from ._layouts import Layouts, layouts_of, sharded_like
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
 from ._same_tree import check_same_tree
 
@@ -85,98 +82,45 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       all replicas, and never an alias of `params`.
 
     Raises:
-      ValueError: `axis_name` is not an axis of `mesh`, or trees differ between processes in names,
-        shapes or dtypes (every difference listed). Values must be equal on all processes, too.
+      ValueError: `axis_name` is not an axis of `mesh`, `params` are stacked already, or trees
+        differ between processes in names, shapes or dtypes (every difference listed). Values must
+        be equal on all processes, too.
 
     Communication: none between replicas; host to device, each device receives one copy. With
       several processes one exchange of names, shapes and dtypes through the host.
     """
-    replica_count("replicate", mesh, axis_name)
+    replicas = replica_count("replicate", mesh, axis_name)
+    if _is_stacked(jax.tree.leaves(params), replicas, mesh, axis_name):
+        raise ValueError(
+            "replicate: `params` must be one copy, and these are stacked for "
+            f"{replicas} replicas already: pass what was given to `js.replicate` before, or one "
+            "copy of what was trained, `js.consensus(...)`."
+        )
     check_same_tree(params)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
-    return _replicate_fn(mesh, axis_name, automatic)(placed)
+    stacked = _replicate_fn(mesh, axis_name, automatic)(placed)
+    if isinstance(mesh, VirtualMesh):
+        _made.update({id(x): x for x in jax.tree.leaves(stacked)})
+    return stacked
 
 
-def init(
-    tx: optax.GradientTransformation,
-    stacked_params: PyTree,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName = "replica",
-) -> PyTree:
-    """The state of `tx` for stacked parameters, made inside the mapped axes.
-
-    Transforms that shard their state over replicas cannot be initialised outside of the axis;
-    here they can.
-
-    Args:
-      tx: any optax transform or chain.
-      stacked_params: tree of `(replicas, *s)`, as `js.replicate` returns it.
-      mesh: mesh with `axis_name`, or a `VirtualMesh`; its other axes are bound too.
-      axis_name: the replica axis, or several.
-
-    Returns:
-      The state with a leading replica axis on every leaf; copies, so the parameters can be donated.
-
-    Raises:
-      ValueError: leaves without the leading axis, trees that differ between processes (every
-        difference listed with the process that has it), or state that differs between the devices
-        of a replica.
-
-    Communication: none over devices; with several processes one exchange of the trees' names,
-      shapes and dtypes (a few KiB) through the host.
-    """
-    check_stacked("init", stacked_params, mesh, axis_name)
-    check_same_tree(stacked_params)
-
-    placed = on_mesh(stacked_params, mesh, axis_name)
-    automatic = model_axes(placed, mesh, axis_name)
-    layouts = layouts_of(placed) if automatic else ()
-
-    def made(tx_init: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
-
-    return kept_with(tx.init, (mesh, axis_name, automatic, layouts), made)(placed)
+# What was made for one device, where no sharding tells of replicas.
+_made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
-def _init_fn(
-    tx_init: Callable[[PyTree], PyTree],
-    mesh: AnyMesh,
-    axis_name: AxisName,
-    automatic: frozenset[str],
-    layouts: Layouts,
-) -> Callable[[PyTree], PyTree]:
-    def per_replica(params: PyTree) -> PyTree:
-        state = jax.tree.map(jnp.copy, tx_init(params))
-        _check_equal_inside(state, {*axis_names(axis_name), *automatic})
-        return sharded_like(state, layouts)
+def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: AxisName) -> bool:
+    """Whether leaves have a replica axis, by how all of them lie or by where one comes from."""
+    if isinstance(mesh, VirtualMesh):
+        return any(_made.get(id(x)) is x for x in leaves)
 
-    return jax.jit(
-        map_replicas(
-            per_replica,
-            mesh=mesh,
-            axis_name=axis_name,
-            in_roles=("stacked",),
-            automatic=automatic,
-        )
-    )
+    def is_split(x: Any) -> bool:
+        if not _is_on(x, mesh) or np.shape(x)[:1] != (replicas,) or not x.sharding.spec:
+            return False
+        entry = x.sharding.spec[0]
+        return (entry if isinstance(entry, tuple) else (entry,)) == axis_names(axis_name)
 
-
-def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
-    """State is stacked over replicas: one copy for all devices of a replica."""
-    wrong = {
-        name: sorted(varying_axes(leaf) - allowed)
-        for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-        if varying_axes(leaf) - allowed
-    }
-    if wrong:
-        listed = ", ".join(f"{name} (over {axes})" for name, axes in wrong.items())
-        raise ValueError(
-            "init: `tx` keeps state that differs between the devices of a replica, and the state "
-            f"is stacked over replicas only: {listed}. A hook with error feedback that reduces "
-            "over inner axes needs them all in `axis_name`."
-        )
+    return bool(leaves) and all(map(is_split, leaves))
 
 
 def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:

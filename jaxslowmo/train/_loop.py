@@ -47,7 +47,8 @@ def train_loop(
       A `StepResult` per step. Stopping early (`break`) is safe at any step.
 
     Raises:
-      ValueError: num_steps < 0, start < 0, or `batches` ended before `num_steps`.
+      ValueError: num_steps < 0, start < 0, a hook without `every`, or `batches` ended before
+        `num_steps`.
 
     Communication: the step's; hooks state their own.
 
@@ -58,6 +59,13 @@ def train_loop(
         raise ValueError(f"`num_steps` must be >= 0, got {num_steps}.")
     if start < 0:
         raise ValueError(f"`start` must be >= 0, got {start}.")
+    for hook in hooks:
+        if not hasattr(hook, "every"):
+            what = getattr(hook, "__name__", type(hook).__name__)
+            raise ValueError(
+                "`hooks` must be callables with an attribute `every`, such as js.Log(write, "
+                f"every=10), got {what} without one: give it one, or call it in the loop's body."
+            )
     return _run(step, state, iter(batches), num_steps, tuple(hooks), start)
 
 

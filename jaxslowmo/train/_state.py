@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, init, map_replicas, replicate
+from ..mesh import AnyMesh, map_replicas, replicate
+from ..transform import init
 
 
 class Layout(NamedTuple):

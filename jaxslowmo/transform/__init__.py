@@ -15,7 +15,9 @@ from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._exchange import Exchange as Exchange
+from ._init import init as init
 from ._mean import replica_mean as replica_mean
+from ._order import no_exchange as no_exchange
 from ._packing import Flats as Flats
 from ._packing import Packing as Packing
 from ._packing import on_blocks as on_blocks

@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 import optax
 
-from .._typing import Phase, PyTree
+from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, match_varying
 from ..tree import check_floating
@@ -67,6 +67,7 @@ class TransformSpec:
       state: class of its state, which no other transform uses. None: that of the first state that
         is made, if it is a NamedTuple of its own.
       axes: names of all mapped axes over which it exchanges.
+      local_axes: names of those inside a replica, whose devices share an exchange.
       skipped: `skipped(state)`: see `phase`, from the state of one replica; None where phases do
         not ask for it.
       exchange: `exchange(updates, others, state, params, ...)`, `update` that also takes a list of
@@ -100,6 +101,7 @@ class TransformSpec:
     schedules: tuple[Every, ...]
     state: type | None = None
     axes: tuple[str, ...] = ()
+    local_axes: tuple[str, ...] = ()
     skipped: Callable[[PyTree], Any] | None = None
     exchange: Step = _UNKNOWN
     numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] = _only_parameters
@@ -248,7 +250,7 @@ def parameter_transform(
     init: Callable[[PyTree], PyTree],
     step: Step,
     events: tuple[str, ...] | None,
-    inner_axes: tuple[str, ...] = (),
+    inner: ParameterTransform | None = None,
     like_init: Callable[[PyTree], PyTree] | None = None,
     **told: Any,
 ) -> ParameterTransform:
@@ -263,7 +265,7 @@ def parameter_transform(
         `TransformSpec.exchange`; given updates that are zero on an idle replica, and a weight that
         is None or () float32.
       events: names that a phase may hold; None leaves that to a transform inside.
-      inner_axes: over which a transform inside of it exchanges.
+      inner: a transform inside of it, which exchanges too.
       like_init: as `init`, of which only types matter, where that is sooner traced.
       **told: what else it tells; see `TransformSpec`.
 
@@ -314,11 +316,25 @@ def parameter_transform(
         updates, _, state = exchange(updates, [], state, params, **extra)
         return updates, state
 
-    if everyone.param_specs is not None and not inner_axes:
+    if everyone.param_specs is not None and (inner is None or not inner.axes):
         told.pop("with_specs", None)  # specs that were given stay
-    # The largest group has all axes of the others.
-    axes = tuple(dict.fromkeys((*axis_names(everyone.axis_name), *inner_axes)))
-    return ParameterTransform(check_state.init, update, exchange=exchange, axes=axes, **told)
+    return ParameterTransform(
+        check_state.init,
+        update,
+        exchange=exchange,
+        # The largest group has all axes of the others.
+        axes=_all_names([everyone.axis_name], () if inner is None else inner.axes),
+        local_axes=_all_names(
+            [group.local_axis_name or () for group in over],
+            () if inner is None else inner.local_axes,
+        ),
+        **told,
+    )
+
+
+def _all_names(axes: Iterable[AxisName], inner: tuple[str, ...]) -> tuple[str, ...]:
+    own = [name for axis_name in axes for name in axis_names(axis_name)]
+    return tuple(dict.fromkeys((*own, *inner)))
 
 
 def phase_name(phase: Phase) -> str:

@@ -21,6 +21,16 @@ def test_results_in_order(step):
     assert results == [(t, ("average",) if t % 2 == 0 else ()) for t in range(1, 7)]
 
 
+def test_a_plain_function_is_no_hook(step):
+    """It does not say when it is due; before the first batch is drawn, not after a step."""
+
+    def note(result):
+        return None
+
+    with pytest.raises(ValueError, match=r"`hooks` must .* attribute `every`.* got note without"):
+        js.train_loop(step, start(step), BATCHES, hooks=[note])
+
+
 def test_hooks_run_in_order_before_the_yield(step):
     calls = []
     hooks = (

@@ -120,7 +120,7 @@ class Outer:
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
-        base, base_axes = self.base, () if self.base is None else self.base.axes
+        base = self.base
         return parameter_transform(
             self.owner,
             [self.exchange],
@@ -129,7 +129,7 @@ class Outer:
             like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
             step=self.step,
             events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
-            inner_axes=base_axes,
+            inner=base,
             phase=self.phase,
             skipped=None if base is None or base.skipped is None else self.skipped,
             due=self.due,

@@ -12,7 +12,7 @@ from ...transform import ParameterTransform
 from ._model_state import ModelStateMode
 from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
-from ._transforms import check_gradients
+from ._transforms import check_gradients, check_sync_axes, checked_gradients
 
 
 def make_train_step(
@@ -105,9 +105,11 @@ def make_train_step(
         )
     check_gradients(gradients)
     own_sync = sync if isinstance(sync, ParameterTransform) else None
+    if own_sync is not None:
+        check_sync_axes(own_sync, mesh, axis_name)
     parts = StepParts(
         loss=as_full_loss(loss_fn),
-        gradients=None if gradients is None else optax.with_extra_args_support(gradients),
+        gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optax.with_extra_args_support(optimizer),
         sync=None if own_sync is None else own_sync.sized(dict(mesh.shape)),
         apart=apart,

@@ -17,6 +17,7 @@ from ...transform import (
     ParameterTransform,
     holds_state,
     increment,
+    no_exchange,
     phase_scope,
     unless_idle,
 )
@@ -47,8 +48,9 @@ class StepParts:
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
-        identity = optax.identity()
-        return optax.chain(self.gradients or identity, self.optimizer, self.sync or identity)
+        return optax.chain(
+            self.gradients or optax.identity(), self.optimizer, self.sync or no_exchange()
+        )
 
     def per_replica(
         self,

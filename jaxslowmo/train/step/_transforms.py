@@ -7,7 +7,7 @@ import jax
 import optax
 
 from ..._typing import AxisName, PyTree
-from ...mesh import axis_names
+from ...mesh import AnyMesh, axis_names
 from ...transform import ParameterTransform, holds_state
 
 
@@ -15,6 +15,38 @@ def check_gradients(gradients: optax.GradientTransformation | None) -> None:
     """Raise `ValueError` for a parameter transform in the place of a gradient transform."""
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
+
+
+def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
+    """Raise `ValueError` for axes that the mesh lacks, or among which no replica axis is."""
+    unknown = sorted({*sync.axes, *sync.local_axes} - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(
+            f"`sync` exchanges over {unknown}, and `mesh` has the axes {list(mesh.axis_names)}: "
+            "name some of these where `sync` is made."
+        )
+    if sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
+        raise ValueError(
+            f"`sync` exchanges over {list(sync.axes)}, and the replicas of this step lie along "
+            f"`axis_name`={axis_name!r}: they would train apart. Name the same axis in both."
+        )
+
+
+def checked_gradients(
+    gradients: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """With extra arguments, and an `init` that refuses what `check_gradients` cannot see.
+
+    That is a chain that holds a parameter transform, known by its state.
+    """
+    gradients = optax.with_extra_args_support(gradients)
+
+    def init(params: PyTree) -> PyTree:
+        state = gradients.init(params)
+        _check_gradients_state(state)
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, gradients.update)
 
 
 def check_transforms(
@@ -40,8 +72,7 @@ def check_transforms(
         replicas that would train apart without anyone having said so.
     """
     gradients, optimizer = opt_state[:2]
-    if holds_state(gradients, "parameters"):
-        raise ValueError(_misplaced("a chain that holds a parameter transform"))
+    _check_gradients_state(gradients)
     found = holds_state(optimizer, "parameters")
     if mode == "host" and found:
         raise ValueError(
@@ -83,6 +114,11 @@ def optimizer_rate(opt_state: PyTree) -> Any:
 def _has_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
+
+
+def _check_gradients_state(state: PyTree) -> None:
+    if holds_state(state, "parameters"):
+        raise ValueError(_misplaced("a chain that holds a parameter transform"))
 
 
 def _misplaced(what: str) -> str:

@@ -1,12 +1,11 @@
 """A small problem for steps of every kind, and how to run one on it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
 
 import jaxslowmo as js
+from support.meshes import MESHES
 
 RNG = np.random.default_rng(0)
 
@@ -27,13 +26,7 @@ def loss(params, batch):
     return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
 
 
-def explicit_mesh(axes):
-    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))])
-    shaped = devices.reshape(tuple(axes.values()))
-    return Mesh(shaped, tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-
-
-KINDS = {"auto": js.make_mesh, "explicit": explicit_mesh, "virtual": js.virtual_mesh}
+KINDS = MESHES
 
 
 def slow_over_local(**options):

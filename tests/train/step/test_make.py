@@ -39,6 +39,28 @@ def test_bad_arguments(arguments, message):
         js.make_train_step(given.pop("loss_fn"), optax.sgd(0.1), **given)
 
 
+def over(name):
+    return js.slowmo("replica", base=js.local_sgd(name, sync_every=1), sync_every=2)
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        (js.local_sgd("replcia"), r"over \['replcia'\], and `mesh` has the axes \['replica'"),
+        (js.sgp("replcia"), r"over \['replcia'\]"),
+        (over("replcia"), r"over \['replcia'\]"),
+        (js.only_finite(over("replcia")), r"over \['replcia'\]"),
+        (js.local_sgd("replica", local_axis_name="host"), r"over \['host'\]"),
+        (js.only_finite(js.diloco("replica", local_axis_name="host")), r"over \['host'\]"),
+        (js.local_sgd("device"), r"over \['device'\], .* along `axis_name`='replica': .* apart"),
+    ],
+)
+def test_axes_of_sync_are_checked_at_construction(sync, message):
+    mesh = js.virtual_mesh({"replica": 2, "device": 2})
+    with pytest.raises(ValueError, match=f"`sync` exchanges {message}"):
+        js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

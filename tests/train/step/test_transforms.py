@@ -98,9 +98,14 @@ def test_parameter_transforms_among_the_gradients(wrapped):
     said = r"`gradients` must be .*chain that holds a parameter transform.* pass it as `sync`"
     with pytest.raises(ValueError, match=said):
         step.init(PARAMS)
-    state = js.TrainState.create(PARAMS, step.tx, mesh=VIRTUAL)
     with pytest.raises(ValueError, match=said):
-        step(state, BATCHES[0])
+        js.TrainState.create(PARAMS, step.tx, mesh=VIRTUAL)
+    # As a state of another process has it.
+    right = step_of(gradients=average)
+    state = right.init(PARAMS)
+    gradients = js.init(optax.chain(average, hidden), state.params, mesh=VIRTUAL)
+    with pytest.raises(ValueError, match=said):
+        right(state._replace(opt_state=(gradients, *state.opt_state[1:])), BATCHES[0])
 
 
 @pytest.mark.parametrize("inner", [None, 2])
