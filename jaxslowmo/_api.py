@@ -62,6 +62,7 @@ from .train import StepResult as StepResult
 from .train import TrainState as TrainState
 from .train import TrainStep as TrainStep
 from .train import WeightedBatch as WeightedBatch
+from .train import bounded as bounded
 from .train import host_mean as host_mean
 from .train import make_train_step as make_train_step
 from .train import train_loop as train_loop

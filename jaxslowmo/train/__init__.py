@@ -10,4 +10,5 @@ from ._state import TrainState as TrainState
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
 from .step import TrainStep as TrainStep
+from .step import bounded as bounded
 from .step import make_train_step as make_train_step

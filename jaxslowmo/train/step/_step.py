@@ -25,7 +25,8 @@ from ...mesh import (
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
 from .._state import KnownLayout, Layout, TrainState
-from ._host import Counted, HostCounts, StepsInFlight, counted
+from ._host import Counted, HostCounts, counted
+from ._in_flight import StepsInFlight
 from ._placed import placed_batch, placed_weight
 from ._replica_step import Metrics, StepParts
 from ._transforms import check_transforms

@@ -1,4 +1,4 @@
-"""What the host knows of its steps: counters read once, rounds of gossip, steps in flight."""
+"""What the host knows of its steps: counters read once, and rounds of gossip."""
 
 import itertools
 
@@ -10,7 +10,6 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.train.step import _host
-from jaxslowmo.train.step._host import MAX_STEPS, StepsInFlight
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
@@ -103,30 +102,3 @@ def test_a_run_goes_on_after_skipped_exchanges(name, pauses):
     if name == "sgp":
         rounds = [f"round {(1 + t) % GRAPH.num_rounds}" for t in range(6)]
         assert phases["host"] == [(r,) for r in rounds]
-
-
-# Steps in flight
-
-
-def test_the_oldest_steps_are_waited_for():
-    slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 200).sum())
-    given = [slow(jnp.eye(64) * i) for i in range(3 * MAX_STEPS)]
-    steps = StepsInFlight()
-    for n, result in enumerate(given, start=1):
-        steps.admit({"loss": result})
-        assert all(x.is_ready() for x in given[: max(0, n - MAX_STEPS)])
-    assert len(steps._results) == MAX_STEPS
-
-
-def test_a_step_admits_its_own_results():
-    mesh = js.make_mesh({"replica": 4})
-    step = js.make_train_step(
-        lambda p, b: jnp.mean((b @ p) ** 2),
-        optax.sgd(0.1),
-        sync=js.local_sgd("replica", sync_every=2),
-        mesh=mesh,
-    )
-    state = step.init(jnp.ones(3))
-    for _ in range(MAX_STEPS + 3):
-        state, _ = step(state, jnp.ones((4, 3)))
-    assert len(step._in_flight._results) == MAX_STEPS
