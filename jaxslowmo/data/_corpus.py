@@ -94,7 +94,11 @@ class Contents:
 
 
 def default_corpus_path() -> Path:
-    """Folder of the running interpreter's standard library."""
+    """Folder of the running interpreter's standard library.
+
+    Returns:
+      An absolute path.
+    """
     return Path(sysconfig.get_path("stdlib"))
 
 

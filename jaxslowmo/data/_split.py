@@ -38,6 +38,9 @@ def split_corpus(corpus: Corpus, num_replicas: int, *, validation_every: int = 1
       num_replicas: shares to make, >= 1.
       validation_every: one file (or byte) in this many is held out, >= 2.
 
+    Returns:
+      The shares, one per replica, and the held-out part.
+
     Raises:
       ValueError: if a number is out of range, or there are more replicas than files or bytes.
     """

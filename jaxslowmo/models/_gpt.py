@@ -119,6 +119,9 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
       config: shape of the model.
       seed: of the random numbers, >= 0.
 
+    Returns:
+      The parameters, on the host.
+
     Raises:
       ValueError: if `seed` is negative.
     """
@@ -138,12 +141,16 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
 
 
 def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
-    """`loss_fn(params, batch) -> loss`, the mean cross-entropy in nats per byte.
+    """The loss of the model as a pure function: mean cross-entropy in nats per byte.
 
-    `params` is what `init_gpt` returns; `batch` holds windows of `context_length + 1` bytes,
-    (local_batch, context_length + 1), uint8 or int32: all but the last byte are the input, all
-    but the first the target. The loss is a float32 scalar. A pure function: it works under
-    `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
+    Args:
+      config: shape of the model.
+
+    Returns:
+      `loss_fn(params, batch) -> loss`. `params` is what `init_gpt` returns; `batch` holds windows
+      of `context_length + 1` bytes, (local_batch, context_length + 1), uint8 or int32: all but the
+      last byte are the input, all but the first the target. The loss is a float32 scalar. It works
+      under `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
 
     Raises:
       ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
@@ -167,7 +174,14 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Parameters of the model, all of them counted: embeddings, positions, output layer."""
+    """Parameters of the model, all of them counted: embeddings, positions, output layer.
+
+    Args:
+      config: shape of the model.
+
+    Returns:
+      Their number; nothing is allocated.
+    """
     return sum(leaf.size for leaf in jax.tree.leaves(_abstract_parameters(config)))
 
 

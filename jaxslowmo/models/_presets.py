@@ -4,7 +4,7 @@ import dataclasses
 
 from ._gpt import GPTConfig
 
-# Parameters counted by `num_parameters`; a test holds the numbers.
+# A test holds the numbers of parameters.
 GPT_PRESETS: dict[str, GPTConfig] = {
     # 0.01M: seconds; to try out a cluster, learns next to nothing.
     "tiny": GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=16),
@@ -16,10 +16,18 @@ GPT_PRESETS: dict[str, GPTConfig] = {
     # pieces; bytes need none of them, so 17 blocks instead of 12 bring the count back (121.5M).
     "124m": GPTConfig(num_layers=17, num_heads=12, embed_dim=768, context_length=1024),
 }
+"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, as `num_parameters` counts them."""
 
 
 def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
     """The preset called `name`, computing in `dtype`.
+
+    Args:
+      name: one of `GPT_PRESETS`.
+      dtype: what it computes in, `"float32"` or `"bfloat16"`; parameters are float32.
+
+    Returns:
+      The shape of the model.
 
     Raises:
       ValueError: for an unknown name or dtype.

@@ -8,8 +8,8 @@ import numpy as np
 from ._arguments import described, parameters, takes
 from ._graph import Graph
 
-# (graph, step) -> P[destination, source], (num_nodes, num_nodes), columns sum to 1.
 Mixing = Callable[[Graph, int], Any]
+"""`(graph, step) -> P[destination, source]`, (num_nodes, num_nodes), columns sum to 1."""
 
 # Columns may have been computed in float32, shares by trigonometry of the step.
 TOLERANCE = 1e-6

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import jaxslowmo
-from jaxslowmo import checkpoint
+from jaxslowmo import checkpoint, data, models
 
 
 def public_names(module: types.ModuleType) -> dict[str, Any]:
@@ -28,8 +28,10 @@ def public_names(module: types.ModuleType) -> dict[str, Any]:
 # Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
 TOPICS = {"topology": "topology", "hooks": "reducer.hooks"}
 PUBLIC = public_names(jaxslowmo)
-# Needs orbax, so it is imported by its own name.
-PUBLIC |= {f"checkpoint.{key}": value for key, value in public_names(checkpoint).items()}
+# Not loaded with the top level: imported by their own names.
+for module in (checkpoint, data, models):
+    topic = module.__name__.partition(".")[2]
+    PUBLIC |= {f"{topic}.{key}": value for key, value in public_names(module).items()}
 
 
 def lacks(value: Any) -> list[str]:

@@ -14,7 +14,7 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = ["checkpoints", "choosing", "ddp", "graphs", "reading-state", "start"]
+PAGES = ["checkpoints", "choosing", "ddp", "graphs", "index", "reading-state", "start"]
 # tests/torch_compat runs the one, in an environment of its own; the other's mesh has 64 chips.
 ELSEWHERE = {"torch": None, "tpu": "Several slices"}
 
