@@ -4,7 +4,7 @@ import dataclasses
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,19 +12,18 @@ import typer
 
 import jaxslowmo
 
-from ._errors import CommandError, usage_errors
+from ._errors import CommandError, in_options, usage_errors
 from .config._checkpoint import CheckpointConfig
 from .config._cluster import ClusterConfig
 from .config._compare import CompareConfig
 from .config._options import folder_option, same_option, with_options
 from .config._train import PRESET_DEFAULTS, train_config, train_options
+from .config._unused import refuse_unused
 from .inspect._commands import inspect_app
 from .processes._launch import launch
 from .processes._launchers import is_child, is_one_of_several, started_by
 from .processes._supervise import end_with_parent, supervise
 from .tune._commands import tune_app
-
-Out = Annotated[Path | None, folder_option("COMMAND")]
 
 app = typer.Typer(
     help="Data-parallel training whose replicas rarely talk.",
@@ -56,7 +55,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     return int(result or 0)
 
 
-def _train(*, out: Out = None, train: dict[str, Any]) -> None:
+def _train(
+    *, out: Annotated[Path | None, folder_option("train")] = None, train: dict[str, Any]
+) -> None:
     """Trains a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
@@ -66,6 +67,8 @@ def _train(*, out: Out = None, train: dict[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with usage_errors():
         config = train_config(train)
+        refuse_unused(train, config)
+        _check_folder(out, train)
     if is_one_of_several(config.cluster) and not is_child():
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
@@ -74,10 +77,24 @@ def _train(*, out: Out = None, train: dict[str, Any]) -> None:
     raise typer.Exit(run_train(config, out))
 
 
-def _compare(*, out: Out = None, train: dict[str, Any], **given: Any) -> None:
+def _check_folder(out: Path | None, given: Mapping[str, Any]) -> None:
+    """Refuses what is about a folder that is not named: a new one holds nothing."""
+    for name, what in (("resume", "go on with"), ("overwrite", "delete")):
+        if out is None and given.get(name):
+            raise ValueError(f"--{name} needs --out, the folder of the run to {what}")
+
+
+def _compare(
+    *,
+    out: Annotated[Path | None, folder_option("compare")] = None,
+    train: dict[str, Any],
+    **given: Any,
+) -> None:
     """Trains with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
         config = CompareConfig(train_config(train), **given)
+        refuse_unused(train, config.train, config.base_algorithms)
+        _check_folder(out, train)
     from ._compare import compare
 
     raise typer.Exit(compare(config, out))
@@ -134,4 +151,4 @@ def _root(
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(f"warning: {message}", err=True)
+    typer.echo(f"warning: {in_options(str(message))}", err=True)

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 from .._os_errors import PASSING, io_errno
+from .config._fields import flag_of
 
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
@@ -15,6 +17,11 @@ TERMINATED = 143  # likewise of SIGTERM
 FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
 # By how a run ended; SIGTERM, which preempts, lets it end well.
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
+
+# Arguments of the library whose options are called otherwise.
+_OPTIONS = {"batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas"}
+# Outer steps call their period as the averages below them call theirs.
+_OUTER = re.compile(r"(slowmo|diloco)\b")
 
 # What the `train` extra installs and the command line imports.
 _EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
@@ -53,15 +60,30 @@ def describe(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
+def usage_errors(**own: str) -> Iterator[None]:
     """Turns a `ValueError` of the library about an argument into a `CommandError`.
 
     Only around set-up: a `ValueError` during training is a bug and keeps its traceback.
+
+    Args:
+      **own: as for `in_options`.
     """
     try:
         yield
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(in_options(str(error), **own)) from error
+
+
+def in_options(text: str, **own: str) -> str:
+    """What the library says of its arguments, said of options: `num_rounds` is --num-rounds.
+
+    Args:
+      text: names arguments in backticks.
+      **own: by arguments, the options of the command where they are called otherwise.
+    """
+    outer = {"sync_every": "slow_every"} if _OUTER.match(text) else {}
+    names = _OPTIONS | outer | own
+    return re.sub(r"`(\w+)`", lambda found: flag_of(names.get(found[1], found[1])), text)
 
 
 def missing_extra(error: ModuleNotFoundError) -> CommandError | None:

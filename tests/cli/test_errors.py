@@ -78,7 +78,7 @@ def test_data_that_does_not_suffice_is_refused(call, tmp_path, text):
         (small, "at least one batch per replica"),
         (empty, "at least one text file; found no file"),
         (hollow, "is empty"),
-        ("", "got an empty path"),
+        ("", "--data must not be empty"),
     ):
         outcome = call("train", "--preset", "demo", "--data", path)
         assert_one_line(outcome, message)

@@ -307,7 +307,7 @@ def test_graphs_by_name():
     ("name", "options", "message"),
     [
         ("rnig", {}, "unknown graph 'rnig'; the graphs are npeer_directed_exponential, .*, ring"),
-        ("ring", {"rows": 2}, "ring has no option 'rows'; it has peers_per_step, dedupe"),
+        ("ring", {"rows": 2}, "ring has no option `rows`; it has `peers_per_step`, `dedupe`"),
         ("ring", {"peers_per_step": 3}, "`peers_per_step` must be at most 2"),
         ("bipartite_linear", {"num_nodes": 5}, "`num_nodes` must be even"),
     ],

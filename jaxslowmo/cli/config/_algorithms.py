@@ -10,9 +10,20 @@ from ._fields import Checked, option
 ALGORITHMS = ("all_reduce", "local_sgd", "sgp", "slowmo", "slowmo_sgp", "diloco")
 
 
+def _of(*algorithms: str) -> tuple[str, tuple[str, ...]]:
+    """Algorithms that use an option; with others it is refused."""
+    return "algorithm", algorithms
+
+
+_AVERAGE = _of("local_sgd", "slowmo")
+_GOSSIP = _of("sgp", "slowmo_sgp")
+_SLOW = _of("slowmo", "slowmo_sgp")
+_OUTER = _of("slowmo", "slowmo_sgp", "diloco")
+
+
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig(Checked):
-    """What the replicas exchange, and when. Fields that `algorithm` does not use are ignored."""
+    """What the replicas exchange, and when. `refuse_unused` tells of what nobody uses."""
 
     algorithm: str = option(
         "slowmo",
@@ -24,23 +35,32 @@ class AlgorithmConfig(Checked):
     )
     bucket_mib: float = option(
         25, "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
-        "tune buckets.", panel="Algorithm", least=0, below=2**20,
+        "tune buckets.", panel="Algorithm", goes_with=_of("all_reduce"), least=0, below=2**20,
     )  # fmt: skip
     sync_every: int = option(
-        12, "Steps between averages, of local_sgd and under slowmo.", panel="Algorithm", least=1
+        12,
+        "Steps between averages, of local_sgd and under slowmo.",
+        panel="Algorithm",
+        goes_with=_AVERAGE,
+        least=1,
     )
     slow_every: int = option(
-        48, "Steps between slow (outer) steps of slowmo and diloco.", panel="Algorithm", least=1
+        48,
+        "Steps between slow (outer) steps of slowmo and diloco.",
+        panel="Algorithm",
+        goes_with=_OUTER,
+        least=1,
     )
     graph: str = option(
         "npeer_directed_exponential",
         "Who sends to whom in sgp; see jaxslowmo inspect graph.",
         panel="Algorithm",
+        goes_with=_GOSSIP,
         choices=tuple(GRAPHS),
     )
     peers_per_step: int | None = option(
         None, "Peers that a replica sends to in a step of sgp (default: the graph's).",
-        panel="Algorithm", least=1,
+        panel="Algorithm", goes_with=_GOSSIP, least=1,
     )  # fmt: skip
     overlap: int = option(
         0,
@@ -48,34 +68,52 @@ class AlgorithmConfig(Checked):
         "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
         "sent k - 1 steps earlier.",
         panel="Algorithm",
+        goes_with=_GOSSIP,
         least=0,
+        below=2**10,  # each is a copy of the parameters in memory
     )
     mixing: str = option(
         "uniform",
         "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
         panel="Algorithm",
+        goes_with=_GOSSIP,
     )
     slow_momentum: float = option(
-        0.5, "Momentum of slowmo's slow step.", panel="Algorithm", least=0, below=1
+        0.5, "Momentum of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW, least=0, below=1
     )
     slow_learning_rate: float = option(
-        1.0, "Step size of slowmo's slow step.", panel="Algorithm", least=0
+        1.0, "Step size of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW, least=0
     )
-    nesterov: bool = option(False, "Nesterov form of slowmo's slow step.", panel="Algorithm")
+    nesterov: bool = option(
+        False, "Nesterov form of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW
+    )
     shard_state: bool = option(
-        True, "Spread slow state over the replicas (slowmo, diloco).", panel="Algorithm"
+        True,
+        "Spread slow state over the replicas (slowmo, diloco).",
+        panel="Algorithm",
+        goes_with=_OUTER,
     )
     exact_average: bool = option(
         True,
         "Average in slowmo's slow step; without, it takes what its base left (and implies "
         "--no-shard-state).",
         panel="Algorithm",
+        goes_with=_SLOW,
     )
     outer_learning_rate: float = option(
-        0.7, "Learning rate of diloco's outer optimizer (SGD).", panel="Algorithm", least=0
+        0.7,
+        "Learning rate of diloco's outer optimizer (SGD).",
+        panel="Algorithm",
+        goes_with=_of("diloco"),
+        least=0,
     )
     outer_momentum: float = option(
-        0.9, "Nesterov momentum of diloco's outer optimizer.", panel="Algorithm", least=0, below=1
+        0.9,
+        "Nesterov momentum of diloco's outer optimizer.",
+        panel="Algorithm",
+        goes_with=_of("diloco"),
+        least=0,
+        below=1,
     )
 
     def __post_init__(self) -> None:

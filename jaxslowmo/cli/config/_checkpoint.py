@@ -27,7 +27,8 @@ class CheckpointConfig(Checked):
     )
     fallback: bool = option(
         False,
-        "With --resume: where the newest checkpoint is damaged, take the one before.",
+        "With --resume, also of a start that --restarts adds: where the newest checkpoint is "
+        "damaged, take the one before.",
         panel=_CHECKPOINTS,
     )
     max_failed_saves: int = option(
@@ -54,5 +55,9 @@ class CheckpointConfig(Checked):
         choices=ON_NAN,
     )
     max_rollbacks: int = option(
-        3, "Of --on-nan rollback: after so many, stop.", panel=_CHECKPOINTS, least=1
+        3,
+        "Of --on-nan rollback: after so many, stop.",
+        panel=_CHECKPOINTS,
+        least=1,
+        goes_with=("on_nan", ("rollback",)),
     )

@@ -6,7 +6,8 @@ from typing import Any, get_type_hints
 
 from ._algorithms import ALGORITHMS, AlgorithmConfig
 from ._fields import Checked, check_different, option, parse_integers, parse_names
-from ._train import TrainConfig
+from ._train import MOST_SEEDS, TrainConfig
+from ._unused import check_setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class CompareConfig(Checked):
             )
         if min(self.seeds) < 0:
             raise ValueError(f"--seeds must be >= 0, got {min(self.seeds)}")
+        if max(self.seeds) >= MOST_SEEDS:
+            raise ValueError(f"--seeds must be < {MOST_SEEDS}, got {max(self.seeds)}")
         for algorithm in self.algorithms:
             self.run(algorithm, self.seeds[0])  # its settings are checked, too
 
@@ -48,6 +51,8 @@ class CompareConfig(Checked):
         """The configuration of one of the runs."""
         name, *settings = algorithm.split("+")
         changes = dict(_setting(text) for text in settings)
+        for setting, value in changes.items():
+            check_setting(name, setting, value)
         return dataclasses.replace(
             self.train,
             seed=seed,

@@ -1,6 +1,7 @@
 """Fields of configurations that are options of the command line: their rules, and their texts."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -17,6 +18,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _KEY = "rule"
+# Of an option that counts something and has no bound of its own: counters of states are int32.
+_TOO_MANY = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Rule:
     text: str | None
     shows_default: bool
     flag: str | None
+    goes_with: tuple[str, tuple[Any, ...]] | None
 
 
 def option(
@@ -45,6 +49,7 @@ def option(
     parse: Callable[[str, str], Any] | None = None,
     shows_default: bool = True,
     flag: str | None = None,
+    goes_with: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Any:
     """A field with what a command-line option needs to know.
 
@@ -55,13 +60,15 @@ def option(
       panel: under which heading it stands there; None: with the command's own options.
       choices: the only values; () allows any.
       least: lower bound.
-      below: exclusive upper bound.
+      below: exclusive upper bound; of integers without one it is 2**31.
       parse: `parse(flag, text)` is the value of an option that is given as text.
       shows_default: `--help` tells the default.
       flag: how it is called, where that is not "--" and the field's name.
+      goes_with: name of another field and those of its values beside which this one does something;
+        None: it always does.
     """
     text, value = (default, parse("", default)) if parse else (None, default)
-    rule = Rule(help, panel, choices, least, below, parse, text, shows_default, flag)
+    rule = Rule(help, panel, choices, least, below, parse, text, shows_default, flag, goes_with)
     return dataclasses.field(default=value, metadata={_KEY: rule})
 
 
@@ -85,16 +92,27 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, (_, rule) in options_of(self).items():
-            value, flag = getattr(self, name), flag_of(name, rule)
-            if value is None:
-                continue
-            if rule.choices and value not in rule.choices:
-                raise ValueError(f"{flag} must be one of {', '.join(rule.choices)}, got {value}")
-            # Written so that NaN fails, too.
-            if rule.least is not None and not value >= rule.least:
-                raise ValueError(f"{flag} must be >= {rule.least}, got {value}")
-            if rule.below is not None and not value < rule.below:
-                raise ValueError(f"{flag} must be < {rule.below}, got {value}")
+            value = getattr(self, name)
+            if value is not None:
+                _check(flag_of(name, rule), rule, value)
+
+
+def _check(flag: str, rule: Rule, value: Any) -> None:
+    if rule.choices and value not in rule.choices:
+        raise ValueError(
+            f"{flag} must be one of {', '.join(rule.choices)}, got {value or 'nothing'}"
+        )
+    if not str(value).strip():
+        raise ValueError(f"{flag} must not be empty")
+    # Written so that NaN fails, too.
+    if rule.least is not None and not value >= rule.least:
+        raise ValueError(f"{flag} must be >= {rule.least}, got {value}")
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    below = _TOO_MANY if rule.below is None and is_count else rule.below
+    if below is not None and not value < below:
+        raise ValueError(f"{flag} must be < {below}, got {value}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{flag} must be a finite number, got {value}")
 
 
 def check_different(flag: str, values: Collection[Any], what: str = "values") -> None:

@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
 
-from .._errors import usage_errors
+from .._errors import CommandError, usage_errors
 from ._fields import Checked, Rule, flag_of, options_of
 from ._train import PRESET_DEFAULTS, train_options
 
@@ -61,9 +62,18 @@ def with_options(
 
 def folder_option(command: str) -> Any:
     """The option `--out` of a command."""
-    return typer.Option(
-        help=f"Folder for the results (default: runs/{command}-DATE).", show_default=False
-    )
+    return path_option("--out", f"Folder for the results (default: runs/{command}-DATE).")
+
+
+def path_option(flag: str, help: str) -> Any:
+    """An option that takes a path, and refuses an empty one, which would be the folder at hand."""
+
+    def parse(text: str | Path) -> Path:
+        if not str(text).strip():
+            raise CommandError(f"{flag} must be a path, got nothing")
+        return Path(text)
+
+    return typer.Option(help=help, show_default=False, metavar="PATH", parser=parse)
 
 
 def same_option(config: type[Checked], name: str) -> Any:

@@ -14,6 +14,8 @@ SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
 MODES = ("traced", "host")
 DTYPES = ("float32", "bfloat16")
+# jax takes 32 bits of a seed: of two that differ above them it makes the same keys.
+MOST_SEEDS = 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,15 @@ class OptimizerConfig(Checked):
         "Steps that the schedule spans (default: --steps; of a resumed run: what it was).",
         panel="Optimizer",
         least=1,
+        goes_with=("schedule", ("cosine",)),
     )
-    weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Optimizer", least=0)
+    weight_decay: float = option(
+        0.1,
+        "AdamW's weight decay.",
+        panel="Optimizer",
+        least=0,
+        goes_with=("optimizer", ("adamw",)),
+    )
     clip: float = option(
         1.0, "Largest norm of a gradient, as the optimizer gets it; 0: any.", panel="Optimizer",
         least=0,
@@ -57,9 +66,11 @@ class TrainConfig(Checked):
         choices=DTYPES,
     )
     steps: int = option(300, "Optimizer steps.", panel="Training", least=1)
-    batch: int = option(8, "Windows per replica and step.", panel="Training", least=1)
+    batch: int = option(8, "Windows per replica and step.", panel="Training", least=1, below=2**20)
     accumulate: int = option(1, "Microbatches per step.", panel="Training", least=1)
-    seed: int = option(0, "Of the parameters and the batches.", panel="Training", least=0)
+    seed: int = option(
+        0, "Of the parameters and the batches.", panel="Training", least=0, below=MOST_SEEDS
+    )
     data: str | None = option(
         None,
         "A text file or a folder of them (default: the standard library's source).",
@@ -72,7 +83,11 @@ class TrainConfig(Checked):
         50, "Steps between evaluations of the consensus model.", panel="Training", least=1
     )
     eval_batches: int = option(
-        8, "Batches (about 8 kB each) of an evaluation.", panel="Training", least=1
+        8,
+        "Batches (about 8 kB each) of an evaluation.",
+        panel="Training",
+        least=1,
+        below=2**20,
     )
     log_every: int = option(10, "Steps between lines of metrics.", panel="Training", least=1)
     statistics: bool = option(
@@ -82,7 +97,7 @@ class TrainConfig(Checked):
     )
     statistics_rate: int = option(
         100, "Of --statistics: after the first ten, measure every so many steps.",
-        panel="Training", least=1,
+        panel="Training", least=1, goes_with=("statistics", (True,)),
     )  # fmt: skip
     replicas: int = option(4, "Data-parallel replicas.", panel="Devices", least=1)
     devices_per_replica: int = option(
@@ -106,6 +121,12 @@ class TrainConfig(Checked):
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     # Of `KEPT`, what nobody gave: no option, since it follows from those that were given.
     not_given: tuple[str, ...] = ()
+
+    def flat(self) -> dict[str, Any]:
+        """All values by the names of their options."""
+        parts = [vars(self), *(vars(getattr(self, part)) for part in PARTS)]
+        values = {name: value for part in parts for name, value in part.items()}
+        return {name: values[name] for name in train_options()}
 
     @property
     def schedule_length(self) -> int:

@@ -8,7 +8,7 @@ import typer
 from jaxslowmo.topology import GRAPHS
 
 from .._errors import usage_errors
-from ..config._options import folder_option, with_options
+from ..config._options import folder_option, path_option, with_options
 from ._config import InspectGraphConfig, InspectGraphsConfig
 
 _EPILOG = f"Graphs: {', '.join(GRAPHS)}."
@@ -37,10 +37,10 @@ def _graphs(
     *,
     page: Annotated[
         Path | None,
-        typer.Option(
-            help="Markdown file to write the tables into, between its markers; the picture goes "
+        path_option(
+            "--page",
+            "Markdown file to write the tables into, between its markers; the picture goes "
             "beside it.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[Path | None, folder_option("graphs")] = None,

@@ -47,17 +47,17 @@ class InspectGraphConfig(Checked):
         None, "Peers that a node sends to per exchange (default: the graph's).", least=1
     )
     dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, "Of grid_2d and torus_2d.")
-    group_size: int | None = option(None, "Of inner_outer.")
-    num_rounds: int | None = option(None, "Of random_matching.")
-    seed: int | None = option(None, "Of random_matching.")
+    rows: int | None = option(None, "Of grid_2d and torus_2d.", least=1)
+    group_size: int | None = option(None, "Of inner_outer.", least=1)
+    num_rounds: int | None = option(None, "Of random_matching.", least=1)
+    seed: int | None = option(None, "Of random_matching.", least=0, below=2**63)
     phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
         None, "JSON file, instead of a name: for every node the list of its peers."
     )
     mixing: str = _mixing()
     tolerance: float = _tolerance()
-    model_bytes: int | None = option(None, "Size of the parameters.", least=0)
-    parameters: int | None = option(None, "Number of float32 parameters.", least=0)
+    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
+    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
     matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
 
@@ -78,6 +78,12 @@ class InspectGraphConfig(Checked):
         super().__post_init__()
         if self.nodes is not None:
             _check_nodes("--nodes", self.nodes)
+            most = MOST_ENTRIES // self.nodes**2
+            if self.num_rounds is not None and self.num_rounds > most:
+                raise ValueError(
+                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
+                    f"got {self.num_rounds}"
+                )
         _check_tolerance(self.tolerance)
 
     def analyse(self) -> GraphAnalysis:

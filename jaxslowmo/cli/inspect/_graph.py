@@ -24,7 +24,7 @@ def inspect_graph(config: InspectGraphConfig) -> int:
     Raises:
       CommandError: for a graph or a mixing that the library refuses.
     """
-    with usage_errors():
+    with usage_errors(num_nodes="nodes", table="phone_book"):
         analysis = config.analyse()
     if config.as_json:
         print(json.dumps(_as_json(analysis, config), indent=2))

@@ -13,7 +13,7 @@ from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 from ..config._checkpoint import CheckpointConfig
 from ..config._cluster import ClusterConfig
 from ..config._fields import flag_of, options_of
-from ..config._train import KEPT, PARTS, TrainConfig, train_options, with_values
+from ..config._train import KEPT, TrainConfig, train_options, with_values
 
 # A run may go on with other values of these; of all others its trajectory depends.
 _FREE_OF_A_RUN = frozenset(
@@ -33,8 +33,7 @@ _MOST_NAMES = 5  # in a message
 
 def option_values(config: TrainConfig) -> dict[str, Any]:
     """The value of every option, by its name, as JSON gives it back."""
-    flat = vars(config) | {k: v for part in PARTS for k, v in vars(getattr(config, part)).items()}
-    return json.loads(json.dumps({name: flat[name] for name in train_options()}))
+    return json.loads(json.dumps(config.flat()))
 
 
 def other_options(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:

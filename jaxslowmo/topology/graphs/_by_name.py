@@ -1,7 +1,7 @@
 """Graphs by name, as command lines and configurations give them."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -69,7 +69,9 @@ def make_graph(
     known = list(inspect.signature(GRAPHS[name]).parameters)[1:]
     unknown = [option for option in given if option not in known]
     if unknown:
-        raise ValueError(
-            f"{name} has no option {', '.join(map(repr, unknown))}; it has {', '.join(known)}."
-        )
+        raise ValueError(f"{name} has no option {_listed(unknown)}; it has {_listed(known)}.")
     return GRAPHS[name](num_nodes, **given)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -103,7 +103,7 @@ def test_options_of_single_constructors(call):
         ("[1, 0]", "must hold a list with the list of out-peers of every node"),
         ("[[1], [5]]", "names 5, and the nodes are 0 to 1"),
         ('[["1"], [0]]', "names '1', and nodes are ints, 0 to 1"),
-        ("[]", "`table` must have one row per node, got none"),
+        ("[]", "--phone-book must have one row per node, got none"),
         pytest.param(
             str([[(node + 1) % 1025] for node in range(1025)]),
             "--phone-book: at most 1024 nodes are analysed",

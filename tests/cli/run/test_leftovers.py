@@ -10,8 +10,9 @@ from jaxslowmo.cli.run._leftovers import describe_leftovers, refuse_leftovers, s
 
 TINY = (
     "--preset", "tiny", "--eval-batches", 1, "--batch", 2, "--optimizer", "sgd", "--clip", 0,
-    "--sync-every", 2, "--slow-every", 4, "--replicas", 2,
+    "--replicas", 2,
 )  # fmt: skip
+PERIODS = ("--sync-every", 2, "--slow-every", 4)
 
 
 def write(folder, files):
@@ -113,7 +114,7 @@ def test_runs_beside_those_of_a_run_are_of_their_own(tmp_path):
 
 def test_train(call, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    train = ("train", *TINY, "--data", text, "--out", out)
+    train = ("train", *TINY, *PERIODS, "--data", text, "--out", out)
     assert call(*train, "--steps", 3, "--checkpoint-every", 2).code == 0
     before = (out / "metrics.jsonl").read_bytes()
     outcome = call(*train, "--steps", 2)

@@ -9,7 +9,7 @@ from small_runs import small_text
 
 _WITHIN = 30
 _OTHERS = {
-    "algorithm": ("--algorithm", "local_sgd"),
+    "algorithm": ("--algorithm", "slowmo"),
     "seed": ("--seed", "9"),
     "learning rate": ("--learning-rate", "0.5"),
     "slow period": ("--slow-every", "6"),

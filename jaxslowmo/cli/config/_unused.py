@@ -1,0 +1,57 @@
+"""Options that were given and that nothing would look at: refused, so that none is silent."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ._algorithms import AlgorithmConfig
+from ._fields import flag_of, options_of
+from ._train import TrainConfig, train_options
+
+
+def refuse_unused(
+    given: Mapping[str, Any], config: TrainConfig, algorithms: Collection[str] = ()
+) -> None:
+    """Refuses options without an effect beside the others.
+
+    Args:
+      given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+      config: what came of them, with presets and defaults.
+      algorithms: those that are trained; () is the one of `config`.
+
+    Raises:
+      ValueError: naming the first such option, what it goes with, and its value.
+    """
+    flat = config.flat()
+    for name, (_, _, rule) in train_options().items():
+        if given.get(name) is None or rule.goes_with is None:
+            continue
+        other, values = rule.goes_with
+        there = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
+        if not there & set(values):
+            _refuse(flag_of(name), given[name], other, values, there)
+    saves = flat["checkpoint_every"] or flat["resume"]
+    if given.get("on_nan") == "rollback" and not saves:
+        raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
+    if given.get("shard_state") and not flat["exact_average"]:
+        raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
+
+
+def check_setting(algorithm: str, name: str, value: Any) -> None:
+    """Of a comparison: refuses a setting of an algorithm that this does not use.
+
+    Raises:
+      ValueError: naming the setting, what it goes with, and its value.
+    """
+    goes_with = options_of(AlgorithmConfig)[name][1].goes_with
+    if goes_with is not None and algorithm not in goes_with[1]:
+        _refuse(f"--algorithms: {name}", value, *goes_with, {algorithm})
+
+
+def _refuse(
+    what: str, value: Any, other: str, values: Collection[Any], there: Collection[Any]
+) -> None:
+    said = str(value).lower() if isinstance(value, bool) else value
+    if set(values) == {True}:
+        raise ValueError(f"{what} goes with {flag_of(other)}, which was not given; got {said}")
+    wanted, found = " or ".join(map(str, values)), ", ".join(sorted(there))
+    raise ValueError(f"{what} goes with {flag_of(other)} {wanted}, not with {found}; got {said}")
