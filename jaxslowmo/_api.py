@@ -70,7 +70,9 @@ from .train import uneven_batches as uneven_batches
 from .transform import Every as Every
 from .transform import ParameterTransform as ParameterTransform
 from .transform import TransformSpec as TransformSpec
+from .transform import chain as chain
 from .transform import every as every
 from .transform import init as init
 from .transform import phase_name as phase_name
+from .transform import remembers_parameters as remembers_parameters
 from .tree import assign_buckets as assign_buckets

@@ -39,3 +39,10 @@ from ._registry import holds_state as holds_state
 from ._schedule import Every as Every
 from ._schedule import as_schedule as as_schedule
 from ._schedule import every as every
+from ._schedule import instants as instants
+from .copies import chain as chain
+from .copies import following as following
+from .copies import moved_copies as moved_copies
+from .copies import moving_states as moving_states
+from .copies import remembers_parameters as remembers_parameters
+from .copies import shifted_copies as shifted_copies

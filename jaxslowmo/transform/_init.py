@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, PyTree
+from .._warn import warn_user
 from ..mesh import (
     AnyMesh,
     Layouts,
@@ -23,6 +24,8 @@ from ..mesh import (
 )
 from ..tree import leaf_names
 from ._order import check_order
+from ._registry import holds_state
+from .copies import Chain, moving_states
 
 
 def init(
@@ -50,6 +53,7 @@ def init(
       ValueError: leaves without the leading axis, trees that differ between processes (every
         difference listed with the process that has it), state that differs between the devices of
         a replica, or a chain in which something follows a parameter transform.
+      UserWarning: an optimizer that remembers parameters, in a chain that `js.chain` did not make.
 
     Communication: none over devices; with several processes one exchange of the trees' names,
       shapes and dtypes (a few KiB) through the host.
@@ -65,7 +69,21 @@ def init(
         return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
 
     tx_init = tx.init  # held while it runs: a bound method, as of optax.MultiSteps, is made anew
-    return kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
+    state = kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
+    if not isinstance(tx, Chain):
+        _warn_of_copies(state)
+    return state
+
+
+def _warn_of_copies(state: PyTree) -> None:
+    """Warn of optimizers that take back what a parameter transform behind them does."""
+    found = moving_states(state)
+    if found and holds_state(state, "parameters"):
+        warn_user(
+            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(found)}) and a "
+            "parameter transform: it takes back what that moves. Make the chain by js.chain, whose "
+            "copies move along, or pass the two as `optimizer` and `sync` of js.make_train_step."
+        )
 
 
 def _init_fn(

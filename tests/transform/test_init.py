@@ -100,3 +100,14 @@ def test_state_of_an_object_with_methods():
     mesh = js.virtual_mesh({"replica": 2})
     state = js.init(optax.MultiSteps(optax.sgd(0.1), 2), stacked, mesh=mesh)
     assert state.mini_step.shape == (2,)
+
+
+def test_an_optimizer_that_takes_exchanges_back_is_told_of():
+    """A loop of one's own cannot reach into its state; `js.chain` can."""
+    parts = optax.apply_if_finite(optax.contrib.cocob(), 3), js.local_sgd("replica")
+    mesh = js.virtual_mesh({"replica": 2})
+    stacked = js.replicate({"w": np.ones(3, np.float32)}, mesh=mesh)
+    with pytest.warns(UserWarning, match=r"remembers parameters \(COCOBState\).*js\.chain"):
+        js.init(optax.chain(*parts), stacked, mesh=mesh)
+    for silent in (js.chain(*parts), parts[0], optax.chain(optax.contrib.dog(), parts[1])):
+        js.init(silent, stacked, mesh=mesh)  # warnings are errors

@@ -15,8 +15,10 @@ from ...reducer import mean_gradients
 from ...tracing import FullLoss, ready_order
 from ...transform import (
     ParameterTransform,
+    following,
     holds_state,
     increment,
+    moved_copies,
     no_exchange,
     phase_scope,
     unless_idle,
@@ -48,9 +50,10 @@ class StepParts:
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
-        return optax.chain(
-            self.gradients or optax.identity(), self.optimizer, self.sync or no_exchange()
-        )
+        first = self.gradients or optax.identity(), self.optimizer
+        if self.sync is None:
+            return optax.chain(*first, no_exchange())
+        return following(optax.chain(*first), self.sync)
 
     def per_replica(
         self,
@@ -81,9 +84,14 @@ class StepParts:
             grads, optimizer_state, state.params, loss, weight, averaged
         )
         _check_reduced(updates, inner_axes)
+        own_updates = updates
         updates, model_state, sync_state = self._exchanged(
             updates, model_state, sync_state, state.params, weight, phase, rate
         )
+        if self.sync is not None and phase != ():
+            # What the exchange has moved, optimizers that remember parameters must not take back.
+            own_updates = unless_idle(own_updates, weight)
+            optimizer_state = moved_copies(optimizer_state, state.params, own_updates, updates)
         new = TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),

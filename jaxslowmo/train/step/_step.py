@@ -28,6 +28,7 @@ from .._state import KnownLayout, Layout, TrainState
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._placed import placed_batch, placed_weight
+from ._probe import check_remembered
 from ._replica_step import Metrics, StepParts
 from ._transforms import check_transforms
 
@@ -53,6 +54,7 @@ class TrainStep:
         self.tx = parts.chain()
         self.sync = parts.sync
         self._warn = warn_once()
+        self._is_probed = False
         self._programs: dict[Any, Any] = {}
         self._counts = HostCounts()
         self._layout_seen = Layout()
@@ -199,6 +201,10 @@ class TrainStep:
             num_replicas=math.prod(self.mesh.shape[name] for name in axis_names(self.axis_name)),
             exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
         )
+        if parts.sync is not None and not self._is_probed:
+            self._is_probed = True
+            optimizer, opt_state = parts.optimizer, state.opt_state[1]
+            check_remembered(optimizer, opt_state, state.params, parts.sync, self._warn)
 
     def _layout(self, state: TrainState) -> Layout:
         """How parameters lie inside a replica."""

@@ -1,0 +1,191 @@
+"""Copies of the parameters that optimizers keep, and how they follow where an exchange moves them.
+
+Most optimizers read the parameters that they are given and remember gradients. Some keep
+parameters: COCOB computes every new value from the first one, schedule-free training from a
+sequence of its own. An exchange moves the parameters by d, and such an optimizer, which does not
+know, moves them back.
+
+An optimizer without weight decay does not care where the origin is: with all parameters that it
+knows shifted by d, its next step is the same step, from there. So an exchange is a shift of one
+replica's origin: copies that *stand for the replica's parameters* are shifted likewise, and what it
+has in store (momentum, bets, a point to come back to) keeps its meaning. Since the shifts of an
+average cancel, the mean of the copies over the replicas stays what it was, without communication.
+
+Other copies are *points to measure from*, such as the initial parameters of DoG, whose rate is the
+distance from there: they are the same on all replicas and stay where they are.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._typing import PyTree
+from ...tree import added, apply_exactly, cast, updates_to
+
+
+class Copies(NamedTuple):
+    """Fields of a state class that hold copies of parameters.
+
+    Attributes:
+      moves: those that stand for the replica's own parameters, and move with them.
+      stays: those that something is measured from.
+    """
+
+    moves: tuple[str, ...]
+    stays: tuple[str, ...]
+
+
+_COPIES: dict[type, Copies] = {}
+
+
+def remembers_parameters(
+    kind: type, *, moves: tuple[str, ...] = (), stays: tuple[str, ...] = ()
+) -> None:
+    """Say which fields of an optimizer's state are copies of the parameters.
+
+    For optimizers of your own; those of optax are known. `js.make_train_step(sync=...)` and
+    `js.chain` then add to the fields in `moves` what an exchange adds to the parameters.
+
+    Args:
+      kind: the state class, a NamedTuple, wherever it stands in the state of the optimizer.
+      moves: fields from which the optimizer computes where the parameters shall be: trees like the
+        parameters, in any floating dtype.
+      stays: fields that it measures from alone, such as the initial parameters as the origin of a
+        distance. They are left as they are.
+
+    Raises:
+      ValueError: `kind` is no NamedTuple or has no such fields, or a field is in both.
+
+    Example:
+      class MyState(NamedTuple):
+          start: Any
+          sum: Any
+
+      js.remembers_parameters(MyState, moves=("start",))
+
+    Communication: none.
+    """
+    known = getattr(kind, "_fields", None)
+    if known is None:
+        raise ValueError(f"remembers_parameters: `kind` must be a NamedTuple, got {kind!r}.")
+    wrong = [name for name in (*moves, *stays) if name not in known]
+    if wrong or set(moves) & set(stays):
+        raise ValueError(
+            "remembers_parameters: `moves` and `stays` must name fields of "
+            f"{kind.__name__}, {list(known)}, each once; got moves={moves!r}, stays={stays!r}."
+        )
+    _COPIES[kind] = Copies(tuple(moves), tuple(stays))
+
+
+def _know_optax() -> None:
+    """Those of optax and optax.contrib, as far as this version has them."""
+    known = {
+        # p = init_particles + bet.
+        "COCOBState": (("init_particles",), ()),
+        # p <- (1 - momentum) (x0 - s / sigma) + momentum p.
+        "MadgradState": (("x0",), ()),
+        # z is the sequence that takes the steps; p lies between it and its average.
+        "ScheduleFreeState": (("z",), ()),
+        # Where the parameters return to after a step up the slope.
+        "SAMState": (("cache",), ()),
+        # Distances, or correlations with a distance, from the initial point set the rate.
+        "DoGState": ((), ("init_params",)),
+        "DoWGState": ((), ("init_params",)),
+        "ProdigyState": ((), ("params0",)),
+        # p = x0 - s Delta, where Delta is computed anew from p in each update: it has what moved.
+        "MechanicState": ((), ("x0",)),
+        # Where the last gradient was taken; a secant is as long as the way to where the next is.
+        "ScaleByLBFGSState": ((), ("params",)),
+    }
+    for name, (moves, stays) in known.items():
+        kind = getattr(optax.contrib, name, None) or getattr(optax, name, None)
+        if kind is not None and set(moves) | set(stays) <= set(kind._fields):
+            remembers_parameters(kind, moves=moves, stays=stays)
+
+
+_know_optax()
+
+
+def moving_states(state: PyTree) -> list[str]:
+    """Names of the state classes in `state`, wrapped or not, that hold copies which must move."""
+    found = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
+    return sorted({type(x).__name__ for x in found})
+
+
+def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """The state of an optimizer whose updates an exchange has changed.
+
+    Args:
+      state: of an optimizer, wrapped as one likes.
+      params: before the update.
+      before: the optimizer's updates.
+      after: what the parameter transform made of them.
+
+    Returns:
+      The state with `after - before` added to the copies that move; the state itself where there
+      are none.
+
+    Raises:
+      ValueError: a copy that is no tree like the parameters.
+
+    Communication: none.
+    """
+    if not moving_states(state):
+        return state
+
+    def finite(d: jax.Array) -> jax.Array:
+        # Of parameters that are not finite nothing is to be learnt.
+        return jnp.where(jnp.isfinite(d), d, jnp.zeros_like(d))
+
+    # As the dtypes of the parameters hold both.
+    old, new = (apply_exactly(params, updates) for updates in (before, after))
+    return shifted_copies(state, jax.tree.map(finite, updates_to(old, new)))
+
+
+def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
+    """`state` with `shift`, a tree like the parameters, added to the copies that move."""
+    return jax.tree.map(lambda x: _shifted(x, shift), state, is_leaf=_moves)
+
+
+def _moves(x: Any) -> bool:
+    copies = _COPIES.get(type(x))
+    return copies is not None and bool(copies.moves)
+
+
+def _shifted(x: Any, shift: PyTree) -> Any:
+    """A state that holds copies which move, with those moved, and those in its other fields."""
+    if not _moves(x):
+        return x
+    moves = _COPIES[type(x)].moves
+    return x._replace(
+        **{
+            name: _plus(f"{type(x).__name__}.{name}", value, shift)
+            if name in moves
+            else shifted_copies(value, shift)
+            for name, value in x._asdict().items()
+        }
+    )
+
+
+def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
+    """Copies, of all parameters or of those that a mask leaves, moved."""
+
+    def one(copy: Any, d: Any) -> Any:
+        if isinstance(copy, optax.MaskedNode):
+            return copy
+        if getattr(d, "shape", None) != copy.shape:
+            raise ValueError
+        return cast(added(cast(copy, jnp.promote_types(copy.dtype, d.dtype)), d), copy.dtype)
+
+    if not jax.tree.leaves(copies):  # as `optax.contrib.sam(opaque_mode=True)`
+        return copies
+    try:
+        return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    except ValueError:
+        raise ValueError(
+            f"{name}, a copy of the parameters in the optimizer's state, must move with them when "
+            "they are synchronised, and is no tree like the parameters. Leave out what brings it "
+            "into another form, such as optax.flatten."
+        ) from None
