@@ -173,7 +173,7 @@ class _Trial:
             equal = self.gradients(before + 1)
             now, there = self.updated(*now, equal), self.updated(*there, equal)
         apart = jax.tree.map(jnp.subtract, there[0], now[0])
-        return float(optax.tree.vdot(apart, d) / optax.tree.vdot(d, d))
+        return float(jnp.real(optax.tree.vdot(apart, d) / optax.tree.vdot(d, d)))
 
     def _updated(self, params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         told: dict[str, Any] = {"value": jnp.float32(1.0), "grad": grads}

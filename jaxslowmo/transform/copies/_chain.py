@@ -48,10 +48,11 @@ def following(optimizers: optax.GradientTransformation, sync: ParameterTransform
     """The chain of a chain of transforms and a parameter transform, with one tuple of states."""
     first = optax.with_extra_args_support(optimizers)
 
-    def init(params: PyTree) -> PyTree:
-        return (*first.init(params), sync.init(params))
+    def init_fn(params: PyTree) -> PyTree:
+        states: Any = first.init(params)
+        return (*states, sync.init(params))
 
-    def update(
+    def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         *states, last = state
@@ -60,4 +61,4 @@ def following(optimizers: optax.GradientTransformation, sync: ParameterTransform
         own = unless_idle(own, check_weight("chain", extra.get("weight")))
         return updates, (*moved_copies(states, params, own, updates), last)
 
-    return Chain(init, update)
+    return Chain(init_fn, update_fn)

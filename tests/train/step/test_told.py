@@ -279,7 +279,8 @@ def test_only_the_optimizer_is_told():
 def test_an_optimizer_that_takes_no_more_than_it_knows():
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
     optimizer = optax.chain(optax.clip(1.0), sam)
-    step = js.make_train_step(loss, optimizer, mesh=js.virtual_mesh({"replica": 2}), **local())
+    sync = js.local_sgd("replica", sync_every=2)
+    step = js.make_train_step(loss, optimizer, sync=sync, mesh=js.virtual_mesh({"replica": 2}))
     assert np.any(train(step, BATCHES[:2]).params["w"][0] != PARAMS["w"])
 
 
