@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
-from etils import epath
 
 from ._folder import UnreadableError
+from ._orbax import epath, ts
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from .._os_errors import io_errno
 from .._typing import AxisName, PyTree
@@ -16,6 +15,7 @@ from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays
 from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, remove_unfinished, resolved
+from ._orbax import ocp
 from ._prints import check_prints, host_print, prints_of
 from ._record import checked_json
 from ._writing import Writing

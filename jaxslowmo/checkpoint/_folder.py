@@ -11,10 +11,9 @@ from pathlib import PurePath
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from etils import epath
 
 from .._warn import warn_user
+from ._orbax import epath, ocp
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from ..mesh import FINGERPRINT_SEEDS, fingerprint
 from ._folder import UnreadableError
+from ._orbax import epath
 
 
 @jax.jit

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 from jax.sharding import NamedSharding
 
 from .._typing import PyTree
@@ -19,6 +18,7 @@ from ..train import TrainState
 from ..transform import Placement
 from ..tree import leaf_names
 from ._folder import RECORD, UnreadableError
+from ._orbax import epath
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"

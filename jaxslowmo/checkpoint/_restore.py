@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from etils import epath
 
 from .._typing import PyTree
 from ..mesh import model_axes
@@ -12,6 +11,7 @@ from ..train import TrainState, TrainStep
 from ..transform import Placement, holds_state
 from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
+from ._orbax import epath
 from ._prints import check_prints, host_print, prints_of
 from ._record import Record, as_stored, read_record, record_of
 from ._resize import resized

@@ -17,8 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 
 from .._coordinator import NoNoteError, tell, wait_for
 from .._os_errors import io_errno
@@ -36,6 +34,7 @@ from ._folder import (
     processes,
     put_away,
 )
+from ._orbax import epath, ocp
 
 # How often a process that waits looks whether anything is being written.
 _LOOK_SECONDS = 5.0

@@ -23,9 +23,6 @@ _OPTIONS = {"batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "r
 # Outer steps call their period as the averages below them call theirs.
 _OUTER = re.compile(r"(slowmo|diloco)\b")
 
-# What the `train` extra installs and the command line imports.
-_EXTRA = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
-
 
 class CommandError(Exception):
     """Ends the command with its message as the only line on stderr.
@@ -84,13 +81,3 @@ def in_options(text: str, **own: str) -> str:
     outer = {"sync_every": "slow_every"} if _OUTER.match(text) else {}
     names = _OPTIONS | outer | own
     return re.sub(r"`(\w+)`", lambda found: flag_of(names.get(found[1], found[1])), text)
-
-
-def missing_extra(error: ModuleNotFoundError) -> CommandError | None:
-    """What to say about a failed import; None if no part of the `train` extra is missing."""
-    package = (error.name or "").partition(".")[0]
-    if package not in _EXTRA:
-        return None
-    return CommandError(
-        f'the command line needs {package}, which is not installed: pip install "jaxslowmo[train]"'
-    )

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe, missing_extra
+from .._extras import missing_extra
+from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
         code = run(argv)
     except ModuleNotFoundError as error:
-        missing = missing_extra(error)
+        missing = missing_extra("the command line", error)
         if missing is None:
             raise
-        code = _complain(missing)
+        code = _complain(CommandError(missing))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:

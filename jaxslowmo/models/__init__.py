@@ -1,4 +1,4 @@
-"""Models of the command line and the examples; needs flax (`pip install "jaxslowmo[train]"`)."""
+"""Models of the command line and the examples; need flax, which is in the extra `train`."""
 
 from ._gpt import GPT as GPT
 from ._gpt import GPTConfig as GPTConfig

@@ -7,7 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+
+from .._extras import needed_by
+
+with needed_by("jaxslowmo.models"):
+    from flax import nnx
 
 # float16 is left out: it would need loss scaling.
 COMPUTE_DTYPES = ("float32", "bfloat16")

@@ -16,6 +16,7 @@ FLOORS = {
     "_coordinator": -1,
     "_replacing": -1,
     "_os_errors": -1,
+    "_extras": -1,
     "tree": 0,
     "topology": 0,
     "mesh": 1,

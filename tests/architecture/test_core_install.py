@@ -1,4 +1,4 @@
-"""`pip install jaxslowmo` brings jax, optax and numpy; using all names needs no more."""
+"""`pip install .` brings jax, optax and numpy; using all names needs no more."""
 
 import importlib.metadata
 

@@ -1,0 +1,66 @@
+"""A module that needs an extra which is not installed says which, and how to get it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxslowmo._extras import INSTALL, missing_extra, needed_by
+
+ROOT = Path(__file__).parent.parent
+_TEXTS = {".ipynb", ".md", ".py", ".sh", ".yaml"}
+_FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)")
+# Say of an installed package how it gets an extra.
+_ADD_AN_EXTRA = {ROOT / "jaxslowmo/_extras.py", ROOT / "docs/start.md"}
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("checkpoint", "orbax"), ("checkpoint", "tensorstore"), ("models", "flax")],
+)
+def test_an_import_without_the_extra_says_what_to_install(module, package):
+    code = (
+        f"import sys\nsys.modules[{package!r}] = None\n"  # as if it were not installed
+        f"try:\n    import jaxslowmo.{module}\n"
+        "except ModuleNotFoundError as error:\n    print(error.name, error, sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    name, said = done.stdout.strip().split("|")
+    assert name.partition(".")[0] == package
+    assert said == (
+        f"jaxslowmo.{module} needs {package}, which is not installed; "
+        f"the extra `train` has it: {INSTALL}"
+    )
+
+
+def test_a_module_of_no_extra_is_a_bug_and_not_explained_away():
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"^No module named 'nonsense'$"),
+        needed_by("this"),
+    ):
+        import nonsense  # noqa: F401
+    assert missing_extra("this", ModuleNotFoundError(name="numpy.nonsense")) is None
+    assert missing_extra("this", ModuleNotFoundError()) is None
+
+
+def test_pip_adds_the_extra_to_what_is_installed_without_an_index_that_has_it():
+    """The hint works although no index has jaxslowmo."""
+    hint = re.search(r"pip install '([^']*)'", INSTALL)
+    assert hint
+    call = [sys.executable, "-m", "pip", "install", "--no-index", "--dry-run", hint[1]]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"Requirement already satisfied: {hint[1]}" in done.stdout
+
+
+def test_nothing_else_tells_to_install_from_an_index():
+    """Other texts name a checkout, a wheel or an address, from which a first install can come."""
+    texts = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
+    for folder in ("benchmarks", "colab", "docs", "examples", "jaxslowmo", "torch_compat"):
+        found = (path for path in (ROOT / folder).rglob("*") if path.suffix in _TEXTS)
+        texts += [path for path in found if path not in _ADD_AN_EXTRA]
+    assert len(texts) > 200
+    for path in texts:
+        assert not _FROM_AN_INDEX.search(path.read_text("utf-8")), path
