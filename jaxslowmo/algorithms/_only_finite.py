@@ -101,6 +101,7 @@ class _OnlyFinite:
             step=self.step,
             events=None,
             inner=inner,
+            packs=False,
             phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
             due=inner.due,
             schedules=inner.schedules,

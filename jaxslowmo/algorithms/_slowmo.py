@@ -70,8 +70,9 @@ def slowmo(
       nesterov: Nesterov form of the outer step.
       local_axis_name: axis of the devices inside a replica, which hold equal parameters: each then
         exchanges 1/L of them.
-      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; each device
-        exchanges its own block, and anchor and momentum are split likewise.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica, for a `base`
+        without any, too; each device exchanges its own block, and anchor and momentum are split
+        likewise.
       bucket_bytes: None exchanges one buffer (per exchange dtype), else buffers of about this size.
 
     Returns:
@@ -113,7 +114,7 @@ def slowmo(
         exchange,
         schedule,
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        base=base,
+        base=base if base is None or param_specs is None else base.with_specs(param_specs),
         exact_average=exact_average,
         shard_state=exact_average if shard_state is None else shard_state,
         rate=_outer_rate(learning_rate),

@@ -4,6 +4,7 @@ from ._blocks import BlockGroup as BlockGroup
 from ._checks import check_axis_argument as check_axis_argument
 from ._checks import check_weight as check_weight
 from ._checks import checked_exchange as checked_exchange
+from ._checks import layouts_known as layouts_known
 from ._checks import require_bound as require_bound
 from ._checks import unless_idle as unless_idle
 from ._due import Communicate as Communicate

@@ -1,12 +1,14 @@
 """What updates of transforms are checked for."""
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .._typing import AxisName, PyTree
 from ..mesh import (
@@ -93,6 +95,63 @@ def warn_if_alone(owner: str, over: Exchange, warn: Callable[[str], None]) -> No
         names = axis_names(over.axis_name)
         axis = repr(names[0] if len(names) == 1 else names)
         warn(f"{owner}: axis {axis} has size 1, so there is nothing to communicate.")
+
+
+_layouts_known: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "layouts_known", default=False
+)
+
+
+@contextlib.contextmanager
+def layouts_known() -> Iterator[None]:
+    """Around what reads layouts off the arrays itself, and says itself what it cannot mend."""
+    token = _layouts_known.set(True)
+    try:
+        yield
+    finally:
+        _layouts_known.reset(token)
+
+
+class LayoutNotice:
+    """A warning where exchanges gather leaves because nobody told how these are sharded.
+
+    Types do not tell over Auto axes. `js.init` leaves those to the compiler over which leaves are
+    sharded, and no others, so it shows; in a loop that made its state otherwise they may be whole.
+
+    Args:
+      owner: public name, for messages.
+      over: what is exchanged over.
+      warn: issues a warning once.
+    """
+
+    def __init__(self, owner: str, over: Exchange, warn: Callable[[str], None]) -> None:
+        self._owner, self._over, self._warn = owner, over, warn
+        self._seen_by_init = False
+
+    def at_init(self) -> None:
+        """Called where a state is made."""
+        if not _layouts_known.get():
+            self._seen_by_init |= bool(jax.sharding.get_abstract_mesh().manual_axes)
+            self._look()
+
+    def at_update(self) -> None:
+        """Called where an update is traced."""
+        if not (self._seen_by_init or _layouts_known.get()):
+            self._look()
+
+    def _look(self) -> None:
+        if self._over.param_specs is not None:
+            return
+        mesh = jax.sharding.get_abstract_mesh()
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        # Outside of shard_map, as under vmap, nothing is a block of one device.
+        automatic = [name for name, kind in types if kind == AxisType.Auto and mesh.manual_axes]
+        if wide := [name for name in automatic if mesh.shape[name] > 1]:
+            self._warn(
+                f"{self._owner}: no `param_specs` were given, and leaves that are sharded over "
+                f"{wide} inside a replica are gathered for each exchange, sharded anchors in local "
+                "steps too: pass `param_specs`, one PartitionSpec per leaf (P() for whole ones)."
+            )
 
 
 def check_update_arguments(

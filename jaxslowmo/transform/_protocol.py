@@ -15,6 +15,7 @@ from .._warn import warn_once
 from ..mesh import axis_names, match_varying
 from ..tree import check_floating
 from ._checks import (
+    LayoutNotice,
     StateCheck,
     check_update_arguments,
     check_varying,
@@ -252,6 +253,7 @@ def parameter_transform(
     events: tuple[str, ...] | None,
     inner: ParameterTransform | None = None,
     like_init: Callable[[PyTree], PyTree] | None = None,
+    packs: bool = True,
     **told: Any,
 ) -> ParameterTransform:
     """Assemble a `ParameterTransform` whose updates are checked.
@@ -267,9 +269,11 @@ def parameter_transform(
       events: names that a phase may hold; None leaves that to a transform inside.
       inner: a transform inside of it, which exchanges too.
       like_init: as `init`, of which only types matter, where that is sooner traced.
+      packs: whether it packs leaves into buffers, which wants to know how they are sharded.
       **told: what else it tells; see `TransformSpec`.
 
     Raises:
+      UserWarning: once, where leaves may be sharded inside a replica and no specs say how.
       ValueError: at trace time, from `update` and `exchange`: missing parameters, a phase or a
         state of something else, leaves that are not floating, an unbound axis, a weight that is no
         real scalar, parameters that are equal over an axis by their types.
@@ -278,6 +282,7 @@ def parameter_transform(
     """
     warn = warn_once()
     everyone = over[-1]
+    notice = LayoutNotice(owner, everyone, warn) if packs else None
     check_state = StateCheck(owner, init, like_init, everyone)
 
     def exchange(
@@ -299,6 +304,8 @@ def parameter_transform(
             require_bound(owner, group)
             if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
                 warn_if_alone(owner, group, warn)
+        if notice is not None:
+            notice.at_update()
         share = check_weight(owner, weight)
         # The one around it has looked at the whole state, and at updates of idle replicas.
         if outer is None:
@@ -310,6 +317,11 @@ def parameter_transform(
         # The types stay as they were, so that an update can be the body of a loop.
         return updates, others, match_varying(after, state)
 
+    def noticing_init(params: PyTree) -> PyTree:
+        if notice is not None:
+            notice.at_init()
+        return check_state.init(params)
+
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
@@ -319,7 +331,7 @@ def parameter_transform(
     if everyone.param_specs is not None and (inner is None or not inner.axes):
         told.pop("with_specs", None)  # specs that were given stay
     return ParameterTransform(
-        check_state.init,
+        noticing_init,
         update,
         exchange=exchange,
         # The largest group has all axes of the others.

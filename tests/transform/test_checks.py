@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.transform import check_weight, checked_exchange, unless_idle
@@ -83,3 +85,77 @@ def test_updates_of_weight_0_are_zeros_whatever_they_hold():
     assert unless_idle(updates, None) is updates
     assert unless_idle(updates, jnp.zeros([])) == {"nan": 0, "int": 0}
     assert unless_idle(updates, jnp.ones([]))["int"] == 3
+
+
+def sharded_inside(mesh):
+    placed = jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("fsdp")))
+    return js.replicate({"w": placed}, mesh=mesh)
+
+
+def traced_update(tx, mesh, state, params, **options):
+    """An update in a loop of one's own, in which the compiler has all axes but the replicas'."""
+
+    def one(params, state):
+        params, state = jax.tree.map(lambda x: x[0], (params, state))
+        out = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, **options)
+        return jax.tree.map(lambda x: x[None], out)
+
+    spec = P("replica")
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"replica"})
+    return jax.jit(mapped).trace(params, state)
+
+
+def of_own_loops(**options):
+    local = js.local_sgd("replica", sync_every=1, **options)
+    return {
+        "local_sgd": local,
+        "slowmo": js.slowmo("replica", base=local, sync_every=2, **options),
+        "sgp": js.sgp("replica", graph=js.topology.ring(2), **options),
+    }
+
+
+def test_leaves_that_exchanges_gather_are_told_of_once(mesh_of):
+    """In loops of one's own, where nobody reads layouts off the arrays."""
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    params, specs = sharded_inside(mesh), {"w": P("fsdp")}
+    for name, tx in of_own_loops().items():
+        said = rf"^{name}: no `param_specs` .* over \['fsdp'\] inside a replica are gathered"
+        with pytest.warns(UserWarning, match=said) as caught:
+            state = js.init(tx, params, mesh=mesh)
+        assert len(caught) == 1
+        traced_update(tx, mesh, state, params)  # another warning would be an error
+    for tx in of_own_loops(param_specs=specs).values():
+        traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
+
+
+def test_what_a_state_made_elsewhere_leaves_open_is_told_at_the_first_update(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    params, count = sharded_inside(mesh), jnp.zeros(2, jnp.int32)
+    tx = js.only_finite(js.local_sgd("replica", sync_every=1))
+    state = jax.vmap(tx.init)(params)
+    with pytest.warns(UserWarning, match="local_sgd: no `param_specs`"):
+        traced_update(tx, mesh, state, params)
+    traced_update(tx, mesh, state, params)
+    silent = js.local_sgd("replica", sync_every=1, param_specs=P())
+    traced_update(silent, mesh, js.LocalSGDState(count), params)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_whole_leaves_and_types_that_tell_are_not_warned_of(mesh_of, explicit):
+    mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=explicit)
+    params = sharded_inside(mesh) if explicit else js.replicate(SMALL, mesh=mesh)
+    for tx in of_own_loops().values():
+        traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
+
+
+def test_a_base_of_slowmo_has_its_specs(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    params = sharded_inside(mesh)
+    base = js.local_sgd("replica", sync_every=1)
+    tx = js.slowmo("replica", base=base, sync_every=2, param_specs={"w": P("fsdp")})
+    state = js.init(tx, params, mesh=mesh)
+    report = js.comm_report_of(
+        traced_update(tx, mesh, state, params, phase=("average",)).lower(), compile=False
+    )
+    (row,) = report.select(axis="replica")
+    assert (row.collective, row.bytes) == ("all-reduce", 8 * 3 * 4 / 4)  # a device's block

@@ -30,6 +30,7 @@ from ...transform import (
     increment,
     inside,
     is_due,
+    layouts_known,
     parameter_transform,
     phase_scope,
     replica_mean,
@@ -141,7 +142,7 @@ class Outer:
             shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
             wants_learning_rate=self.rate is not None and self.rate.is_told,
             carry=self.carry,
-            **({} if base is None else {"shares": lambda state: base.shares(state.base)}),
+            shares=None if base is None else (lambda state: base.shares(state.base)),
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
@@ -189,11 +190,13 @@ class Outer:
 
     def of_anchor(self, anchor: PyTree, params: PyTree) -> OuterState:
         """The state of a stored anchor."""
+        with layouts_known():  # a base has our specs
+            base = () if self.base is None else self.base.init(params)
         return OuterState(
             count=jnp.zeros([], jnp.int32),
             anchor=anchor,
             outer=self.anchor.pin(self.optimizer.init(anchor), params),
-            base=() if self.base is None else self.base.init(params),
+            base=base,
         )
 
     def step(
@@ -281,11 +284,11 @@ class OuterStep:
             return widen_updates(updates), others, state
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
-        # The base finds checked arguments, and need not warn of the same axes again.
+        # The base finds checked arguments, and need not warn of the same axes and layouts again.
         extra = dict(self.extra)
         if self.of.rate is not None and self.of.rate.is_told and not base.wants_learning_rate:
             extra.pop("learning_rate")  # a base of one's own need not know of it
-        with inside(axis_names(self.of.exchange.axis_name)):
+        with inside(axis_names(self.of.exchange.axis_name)), layouts_known():
             updates, others, base_state = base.exchange(
                 updates, others, state.base, self.params, **now, **extra
             )

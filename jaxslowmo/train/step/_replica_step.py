@@ -18,6 +18,7 @@ from ...transform import (
     following,
     holds_state,
     increment,
+    layouts_known,
     moved_copies,
     no_exchange,
     phase_scope,
@@ -53,7 +54,7 @@ class StepParts:
         first = self.gradients or optax.identity(), self.optimizer
         if self.sync is None:
             return optax.chain(*first, no_exchange())
-        return following(optax.chain(*first), self.sync)
+        return following(optax.chain(*first), _of_known_layout(self.sync))
 
     def per_replica(
         self,
@@ -217,14 +218,15 @@ class StepParts:
             with phase_scope(EVERY_PHASE):
                 return updates, statistics.averaged_over(self.axis_name, weight), state
         known = {"weight": weight, "learning_rate": rate}
-        updates, means, state = self.sync.exchange(
-            updates,
-            statistics.leaves,
-            state,
-            params,
-            phase=phase,
-            **{name: x for name, x in known.items() if x is not None},
-        )
+        with layouts_known():
+            updates, means, state = self.sync.exchange(
+                updates,
+                statistics.leaves,
+                state,
+                params,
+                phase=phase,
+                **{name: x for name, x in known.items() if x is not None},
+            )
         return updates, statistics.replaced(means), state
 
     def _ready_order(self, state: TrainState, batch: PyTree, key: jax.Array) -> tuple[int, ...]:
@@ -236,6 +238,16 @@ class StepParts:
             rng=key,
             model_state=jax.tree.map(_type_only, state.model_state),
         )
+
+
+def _of_known_layout(sync: ParameterTransform) -> ParameterTransform:
+    """`sync` for a step, which gives it the specs of the parameters once there are some."""
+
+    def init(params: PyTree) -> PyTree:
+        with layouts_known():
+            return sync.init(params)
+
+    return sync._replace(init=init, state=sync.state)
 
 
 def _kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
