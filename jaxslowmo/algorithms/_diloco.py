@@ -30,7 +30,8 @@ def diloco(
         sees flat shards, so it must be element-wise (SGD, Adam, ...; no global norm, no
         per-layer scaling, no masks by leaf).
       shard_state: True keeps 1/R of the anchor and of the outer state per replica; False keeps
-        trees like the parameters, for outer optimizers that are not element-wise.
+        trees like the parameters, for outer optimizers that are not element-wise. Of sharded
+        state one replica's is not all of it; see `js.slowmo`.
       local_axis_name: axis inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.

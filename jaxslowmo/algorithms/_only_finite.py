@@ -113,6 +113,7 @@ class _OnlyFinite:
             with_specs=lambda specs: only_finite(inner.with_specs(specs)),
             shards_whole_leaves=inner.shards_whole_leaves,
             wants_learning_rate=inner.wants_learning_rate,
+            shards=lambda state: inner.shards(state.inner),
             carry=carry_plainly if plain else self.carry,
             shares=lambda state: inner.shares(state.inner),
         )

@@ -64,7 +64,8 @@ def slowmo(
         of an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on; in a loop of
         your own, `update(..., learning_rate=rate)` does.
       shard_state: keep 1/R of anchor and momentum on each replica. None: True where the average is
-        exact.
+        exact. One replica's state is then not all of it (`flax.jax_utils.unreplicate`, `x[0]`):
+        save the stacked state, or by `jaxslowmo.checkpoint`.
       exact_average: True averages y over the replicas in the slow step and skips the base's own
         exchange; False takes what `base` left on this replica (implies `shard_state=False`).
       nesterov: Nesterov form of the outer step.

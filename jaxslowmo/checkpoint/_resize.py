@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._typing import PyTree
+from ..mesh import numbered_key
 from ..train import TrainState
 from ..transform import ParameterTransform, Placement, carry_leaf, stacked
+from ._record import is_key
 
 
 def resized(
@@ -49,6 +51,9 @@ def resized(
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: carry_leaf(x, old, new), tree)
 
+    def move_statistics(x: Any, struct: Any) -> Any:
+        return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
+
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), ()
     shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
@@ -56,7 +61,7 @@ def resized(
         step=move(state.step),
         params=_consensus(state.params, shares, old, new),
         opt_state=(*move(tuple(rest)), carried),
-        model_state=move(state.model_state),
+        model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
     )
     return moved, (*_notes(state, shares, old, new), *notes)
@@ -89,6 +94,13 @@ def _keys(step: int, seed: int, new: Placement) -> Any:
     return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
 
 
+def _numbered_keys(data: Any, struct: Any, new: Placement) -> Any:
+    """Data of keys of the model, each replica's own as in a fresh state, from replica 0's."""
+    keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
+    own = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
+    return np.asarray(jax.random.key_data(own))
+
+
 def _notes(
     state: TrainState, shares: list[tuple[Any, PyTree | None]], old: Placement, new: Placement
 ) -> tuple[str, ...]:
@@ -109,5 +121,5 @@ def _notes(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
         )
-    notes.append("PRNG keys were made anew from the seed and the step.")
+    notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
     return tuple(notes)

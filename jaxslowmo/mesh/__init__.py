@@ -36,6 +36,8 @@ from ._mapped import AnyMesh as AnyMesh
 from ._mapped import map_replicas as map_replicas
 from ._mapped import model_axes as model_axes
 from ._mapped import replica_count as replica_count
+from ._own_keys import numbered_key as numbered_key
+from ._own_keys import own_keys as own_keys
 from ._replicas import check_stacked as check_stacked
 from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate

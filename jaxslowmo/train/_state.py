@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas, replicate
+from ..mesh import AnyMesh, map_replicas, own_keys, replicate
 from ..transform import init
 
 
@@ -58,7 +58,7 @@ class TrainState(_Fields):
       opt_state: states of gradient transform, optimizer and parameter transform, as in
         `optax.chain(gradients, optimizer, sync)`.
       model_state: what the loss function carries from step to step, such as BatchNorm statistics;
-        {} without any.
+        {} without any. PRNG keys in it differ between replicas.
       rng: (replicas,) PRNG keys, different on every replica.
     """
 
@@ -87,7 +87,8 @@ class TrainState(_Fields):
           tx: the whole chain, `step.tx` of a step made by `make_train_step`.
           mesh: mesh with `axis_name`, or a `VirtualMesh`.
           axis_name: the replica axis.
-          model_state: one copy of the model state; None is {}.
+          model_state: one copy of the model state; None is {}. Typed PRNG keys in it, such as those
+            of nnx.Dropout, become each replica's own; replica 0 keeps those given.
           seed: of the replicas' PRNG keys.
 
         Returns:
@@ -103,11 +104,31 @@ class TrainState(_Fields):
             step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
             params=stacked,
             opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
-            model_state=replicate(
-                {} if model_state is None else model_state, mesh=mesh, axis_name=axis_name
+            model_state=_with_own_keys(
+                replicate(
+                    {} if model_state is None else model_state, mesh=mesh, axis_name=axis_name
+                ),
+                mesh,
+                axis_name,
             ),
             rng=_replica_keys(seed, mesh, axis_name),
         )
+
+
+def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+    """Keys in stacked model state as each replica's own: else all would drop the same units."""
+    leaves, structure = jax.tree.flatten(stacked)
+    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    if places:
+        own = map_replicas(
+            lambda keys: own_keys(keys, axis_name),
+            mesh=mesh,
+            axis_name=axis_name,
+            in_roles=("stacked",),
+        )
+        for i, keys in zip(places, jax.jit(own)([leaves[i] for i in places]), strict=True):
+            leaves[i] = keys
+    return structure.unflatten(leaves)
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:

@@ -51,6 +51,11 @@ def _own_parameters(state: PyTree) -> list[tuple[Any, PyTree | None]]:
     return [(1.0, None)]
 
 
+def _no_shards(state: PyTree) -> list[Any]:
+    del state
+    return []
+
+
 _UNKNOWN: Any = None  # until there is a transform, which is what they are made from
 
 
@@ -89,6 +94,7 @@ class TransformSpec:
       shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
         gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
       wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
+      shards: `shards(state)`: the leaves of which each replica keeps another part.
       carry: `carry(state, params, old, new)` on the host, for checkpoints: the state of all
         replicas, NumPy arrays stacked on placement `old`, as it is on `new` once all parameters are
         the consensus; where the number of replicas is the same, in another layout only. Given
@@ -113,6 +119,7 @@ class TransformSpec:
     with_specs: Callable[[PyTree], "ParameterTransform"] = _UNKNOWN
     shards_whole_leaves: bool = False
     wants_learning_rate: bool = False
+    shards: Callable[[PyTree], list[Any]] = _no_shards
     carry: Carry = carry_plainly
     shares: Shares = _own_parameters
 

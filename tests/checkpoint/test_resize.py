@@ -143,3 +143,16 @@ def test_another_bucket_size_is_said(tmp_path):
 
 def test_all_algorithms_are_here():
     assert {"sgp", "own anchors", "two levels"} < set(SYNCS)
+
+
+def test_keys_of_the_model_differ_on_other_replicas_too(tmp_path):
+    """Copies of replica 0's would make all replicas drop the same units."""
+    model_state = {**MODEL_STATE, "dropout": jax.random.key(3)}
+    few, more = (make_step("local_sgd", js.virtual_mesh({"replica": n})) for n in (2, 4))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, few.init(PARAMS, model_state=model_state))
+        found = checkpoints.restore(more, PARAMS, model_state=model_state)
+    fresh = more.init(PARAMS, model_state=model_state)
+    keys = [on_host(s.model_state["dropout"]) for s in (found.state, fresh)]
+    np.testing.assert_array_equal(*keys)
+    assert len(np.unique(keys[0], axis=0)) == 4

@@ -141,6 +141,7 @@ class Outer:
             with_specs=self.with_specs,
             shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
             wants_learning_rate=self.rate is not None and self.rate.is_told,
+            shards=self.shards,
             carry=self.carry,
             shares=None if base is None else (lambda state: base.shares(state.base)),
         )
@@ -168,6 +169,11 @@ class Outer:
         assert self.base.skipped is not None
         slow = self.schedule.times(int(state.count)) if self.exact_average else 0
         return self.base.skipped(state.base) - slow
+
+    def shards(self, state: OuterState) -> list[Any]:
+        """See `TransformSpec.shards`."""
+        inside = [] if self.base is None else self.base.shards(state.base)
+        return [*(jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []), *inside]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
         """See `TransformSpec.sized`."""

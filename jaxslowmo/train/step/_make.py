@@ -57,7 +57,8 @@ def make_train_step(
       accumulate: microbatches per update; gradients are averaged locally, then exchanged once.
       model_state: `"sync_mean"` averages it over replicas in updates that synchronise parameters
         (every one without `sync`), `"broadcast"` takes replica 0's before every forward pass,
-        `"local"` never exchanges it. Over inner axes it is averaged always.
+        `"local"` never exchanges it. Over inner axes it is averaged always. Typed PRNG keys in it
+        (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass.
       order: in which gradients go into buckets, where their transform does not say: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, found from the
         traced loss function.

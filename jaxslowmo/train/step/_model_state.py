@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._typing import AxisName, PyTree
-from ...mesh import from_first, vary_over
+from ...mesh import from_first, match_varying, vary_over
 from ...transform import Exchange, replica_mean
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
@@ -19,6 +19,19 @@ def _floating(x: jax.Array) -> bool:
 def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Mark floating leaves as varying over `axes`; counters and keys stay equal there."""
     return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
+
+
+def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Replica 0's values, but for PRNG keys: with equal ones all would draw alike.
+
+    Communication: one all-reduce of each other leaf over `axis_name`.
+    """
+
+    def first(x: jax.Array) -> jax.Array:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x if is_key else match_varying(from_first(x, axis_name), x)
+
+    return jax.tree.map(first, tree)
 
 
 class Statistics:

@@ -10,7 +10,7 @@ import optax
 
 from ..._scopes import EVERY_PHASE, METRICS, MODEL_STATE
 from ..._typing import AxisName, Phase, PyTree
-from ...mesh import axis_names, from_first, match_varying, vary_over, varying_axes
+from ...mesh import axis_names, match_varying, own_keys, vary_over, varying_axes
 from ...reducer import mean_gradients
 from ...tracing import FullLoss, ready_order
 from ...transform import (
@@ -27,7 +27,14 @@ from ...transform import (
 from ...tree import apply_exactly, leaf_names
 from .._state import TrainState
 from ._loss import value_and_gradients
-from ._model_state import ModelStateMode, Statistics, agree_inside, mean_over, vary_statistics
+from ._model_state import (
+    ModelStateMode,
+    Statistics,
+    agree_inside,
+    from_first_replica,
+    mean_over,
+    vary_statistics,
+)
 from ._told import Loss, TracedUpdate, as_value, update_told
 from ._transforms import optimizer_rate
 
@@ -114,11 +121,11 @@ class StepParts:
         before = state.model_state
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
-                before = match_varying(from_first(before, self.axis_name), before)
+                before = from_first_replica(before, self.axis_name)
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
         axes = (*axis_names(self.axis_name), *inner_axes)
-        seen = vary_statistics(before, axes)
+        seen = own_keys(vary_statistics(before, axes), inner_axes)
         metrics, model_state, grads = value_and_gradients(
             self.loss,
             vary_over(state.params, axes),

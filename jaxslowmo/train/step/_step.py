@@ -30,7 +30,7 @@ from ._in_flight import StepsInFlight
 from ._placed import placed_batch, placed_weight
 from ._probe import check_remembered
 from ._replica_step import Metrics, StepParts
-from ._transforms import check_transforms
+from ._transforms import check_shards, check_transforms
 
 Mode = Literal["traced", "host"]
 
@@ -277,6 +277,8 @@ class TrainStep:
         key = (phase, layout.axes, layout.key, is_pinned)
         if key not in self._programs:
             self._check_transforms(state)
+            if self.sync is not None:
+                check_shards(self.sync.shards(state.opt_state[-1]))
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
                 jax.eval_shape(self._build(phase, layout, _abstract(mesh)), state, batch, weight)

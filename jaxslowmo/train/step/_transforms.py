@@ -1,10 +1,13 @@
 """What a step refuses to do with transforms that exchange."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from ..._typing import AxisName, PyTree
 from ...mesh import AnyMesh, axis_names
@@ -89,6 +92,42 @@ def check_transforms(
             "gradients=optax.identity() where `optimizer` averages gradients by itself, or "
             'sync="none" to train them apart.'
         )
+
+
+def check_shards(shards: list[Any]) -> None:
+    """Raise `ValueError` for shards of which each replica has the same one.
+
+    Another library's `unreplicate` takes replica 0's, and the rest of the anchor is lost. The first
+    elements are compared of what this process holds: a glance, not a proof.
+
+    Args:
+      shards: stacked arrays (replicas, rows, lanes), on devices; others are not looked at.
+
+    Communication: device to host, a few elements per replica; none between replicas.
+    """
+    known = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    parts = [_glance(x) for x in known]
+    # Parameters that start as one number have such shards, too.
+    telling = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
+    if telling and all(np.all(x == x[:1]) for x in parts):
+        raise ValueError(
+            "`state`: every replica keeps another part of the anchor and of what goes with it, and "
+            "here all have replica 0's: the state was made from one replica's, as "
+            "`flax.jax_utils.unreplicate` and `x[0]` give it, and the rest is lost. Save all of "
+            "it, by jaxslowmo.checkpoint or stacked as it is; for one copy of the parameters take "
+            "`js.consensus`."
+        )
+
+
+_GLANCE = 64
+
+
+def _glance(x: jax.Array) -> np.ndarray:
+    """(replicas here, n) first elements of (replicas, rows, lanes), as this process holds them."""
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    rows = math.ceil(_GLANCE / max(x.shape[-1], 1))
+    found = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
+    return np.concatenate([part.reshape(len(part), -1) for part in found])
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:

@@ -173,3 +173,31 @@ def test_parameter_transforms_elsewhere_are_not_host_scheduled(wrapped):
     js.make_train_step(loss, chain, mesh=mesh).init(PARAMS)
     with pytest.raises(ValueError, match='`mode`="host" schedules `sync` alone'):
         js.make_train_step(loss, chain, mesh=mesh, mode="host").init(PARAMS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_one_replicas_state_for_all(kind, wrapped):
+    """`flax.jax_utils.unreplicate` keeps replica 0's part of the anchor, and loses the others."""
+    mesh = KINDS[kind]({"replica": 4})
+    slow = js.slowmo("replica", base=local, sync_every=6)
+    sync = js.only_finite(slow) if wrapped else slow
+
+    def fresh():
+        return step_of(mesh=mesh, sync=sync, donate=False)
+
+    start = {**PARAMS, "w": np.arange(24.0, dtype=np.float32).reshape(8, 3)}
+    state = fresh().init(start)
+
+    def of_the_first(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.device_put(np.stack([np.asarray(x)[0]] * 4), x.sharding)
+
+    lost = jax.tree.map(of_the_first, state)
+    with pytest.raises(ValueError, match=r"`state`: .*replica 0's.*unreplicate.*js\.consensus"):
+        fresh()(lost, BATCHES[0])
+    fresh()(state, BATCHES[0])
+    # Parameters that start as one number have equal parts.
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
+    fresh()(fresh().init(zeros), BATCHES[0])

@@ -1,0 +1,99 @@
+"""PRNG keys in model state, as of nnx.Dropout: no two devices drop the same units."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxslowmo as js
+from support.meshes import MESHES
+
+PARAMS = {"w": np.ones(64, np.float32)}
+BATCH = np.ones((8, 1), np.float32)
+
+
+def loss(params, batch, *, model_state):
+    """Draws as nnx does: from a key and how often it was used."""
+    key = jax.random.fold_in(model_state["key"], model_state["count"])
+    mask = jax.random.bernoulli(key, 0.5, params["w"].shape)
+    after = {**model_state, "count": model_state["count"] + 1}
+    # Which units this device has kept, as one number of 24 bits.
+    kept = jnp.sum(jnp.where(mask[:24], 2.0 ** jnp.arange(24), 0.0))
+    return jnp.mean(mask * params["w"]) * batch.mean(), ({"kept": kept}, after)
+
+
+def start(seed=5):
+    return {"key": jax.random.key(seed), "count": jnp.uint32(0)}
+
+
+AVERAGE = js.local_sgd("replica")
+
+
+def trained(mesh, mode="local", sync=AVERAGE, steps=3):
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, model_state=mode)
+    state = step.init(PARAMS, model_state=start())
+    kept = []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        kept.append(np.asarray(metrics["kept"]))
+    return state, np.array(kept)
+
+
+@functools.cache
+def trained_alone():
+    return trained(js.virtual_mesh({"replica": 1}), sync="none")[1]
+
+
+@pytest.mark.parametrize("mode", ["sync_mean", "broadcast", "local"])
+@pytest.mark.parametrize("kind", MESHES)
+def test_masks_differ_between_replicas_and_steps(kind, mode):
+    state, kept = trained(MESHES[kind]({"replica": 4}), mode)
+    assert len(np.unique(kept)) == kept.size
+    assert np.array_equal(state.model_state["count"], [3] * 4)
+    # Replica 0 draws what one replica would.
+    alone = trained_alone()
+    assert np.array_equal(kept[:, 0], alone[:, 0])
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_masks_differ_inside_a_replica(kind):
+    """A metric is the mean over a replica's devices: of equal masks it would be one of them."""
+    mesh = MESHES[kind]({"replica": 2, "device": 2})
+    state, kept = trained(mesh, "sync_mean")
+    alone = trained_alone()
+    assert not np.isin(kept, alone).any()
+    keys = np.asarray(jax.random.key_data(state.model_state["key"]))
+    # They are what they were, however often they were used.
+    assert np.array_equal(keys[0], jax.random.key_data(jax.random.key(5)))
+    assert not np.array_equal(keys[0], keys[1])
+
+
+def test_dropout_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.ones(64))
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self):
+            return self.dropout(self.scale.get_value())
+
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, batch, *, model_state):
+        model = nnx.merge(graph, params, model_state, copy=True)
+        out = model()
+        _, _, after = nnx.split(model, nnx.Param, ...)
+        return out.mean() * batch.mean(), ({"out": out}, after)
+
+    mesh = js.virtual_mesh({"replica": 4})
+    step = js.make_train_step(loss, optax.sgd(0.0), sync=js.local_sgd("replica"), mesh=mesh)
+    state = step.init(params, model_state=rest)
+    seen = []
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        seen += [tuple(row) for row in np.asarray(metrics["out"])]
+    assert len(set(seen)) == 8
