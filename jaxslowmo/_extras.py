@@ -4,7 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 # What the `train` extra installs and jaxslowmo imports.
-_TRAIN = frozenset({"etils", "flax", "matplotlib", "orbax", "rich", "tensorstore", "typer"})
+_TRAIN = frozenset(
+    {"etils", "flax", "matplotlib", "orbax", "rich", "tensorboardX", "tensorstore", "typer"}
+)
 # pip adds an extra to a package that is installed without asking an index for the package.
 INSTALL = "pip install 'jaxslowmo[train]' (in a checkout: '.[train]')"
 

@@ -119,7 +119,7 @@ def _launch(
 
 
 _ONLY_TRAIN = {
-    *("algorithm", "seed", "statistics", "statistics_rate"),
+    *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
     *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
 }
 app.command("train")(with_options(_train, train=train_options().keys()))

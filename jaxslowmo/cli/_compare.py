@@ -17,9 +17,9 @@ from .run._devices import Placement, choose_mesh
 from .run._job import Job, RunResult
 from .run._leftovers import refuse_leftovers, sweep
 from .run._opening import locked_folder
-from .run._progress import Reporter
 from .run._recipes import describe_exchanges
 from .run._text import divide_text
+from .run.records._progress import Reporter
 
 
 def compare(config: CompareConfig, out: Path | None) -> int:

@@ -15,7 +15,7 @@ from jaxslowmo.data import read_corpus
 from ._errors import EXIT_CODES, CommandError, usage_errors
 from ._output import say
 from ._tables import run_table
-from ._units import format_count
+from ._units import format_count, format_loss
 from .config._train import TrainConfig
 from .processes._join import join_cluster
 from .processes._launchers import ALONE, Cluster, is_one_of_several, known_processes
@@ -25,8 +25,8 @@ from .processes._watch import Watch
 from .run._devices import ask_for_devices, choose_mesh
 from .run._job import Job, RunResult
 from .run._opening import Opening, opened
-from .run._progress import Reporter
 from .run._text import divide_text
+from .run.records._progress import Reporter
 
 
 def train(config: TrainConfig, out: Path | None) -> int:
@@ -91,6 +91,11 @@ def _conclude(console: Console, result: RunResult, folder: Path) -> None:
         step = result.summary["steps"]
         advice = "lower --learning-rate or lengthen --warmup"
         say(console, f"The loss is not finite at step {step}: {advice}.")
+    if result.summary["stopped_early"]:
+        step = result.summary["best_step"]
+        loss = format_loss(result.summary["best_validation_loss"])
+        best = f"the smallest validation loss, {loss}, was that of step {step}"
+        say(console, f"Stopped early: {best}. --resume with a larger --patience goes on.")
     if result.was_stopped and result.saved is not None:
         say(console, f"Saved at step {result.saved}; --resume goes on from there.")
     say(console, f"Results in {folder}")

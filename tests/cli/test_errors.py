@@ -104,13 +104,22 @@ def test_a_folder_for_results_that_cannot_be_made_is_refused(call, tmp_path, tex
         (
             "rich",
             "train",
-            ["_app", "_output", "_train", "_tables", "run._job", "run._recorder", "run._progress"],
+            [
+                "_app",
+                "_output",
+                "_train",
+                "_tables",
+                "run._job",
+                "run.records._recorder",
+                "run.records._progress",
+            ],
         ),
-        ("flax", "train", ["_app", "_train", "run._job", "run._recorder", "run._text"]),
+        ("flax", "train", ["_app", "_train", "run._job", "run.records._recorder", "run._text"]),
+        ("tensorboardX", "train", ["_app", "_train", "run._job", "run.records._tensorboard"]),
         ("matplotlib", "compare", ["_app", "_compare", "figures._comparison", "figures._style"]),
     ],
 )
-def test_a_missing_extra_is_named(call, monkeypatch, package, command, modules):
+def test_a_missing_extra_is_named(call, monkeypatch, text, package, command, modules):
     # As if it was never imported, nor what imports it.
     for name in list(sys.modules):
         if name.partition(".")[0] == package:
@@ -121,7 +130,8 @@ def test_a_missing_extra_is_named(call, monkeypatch, package, command, modules):
     if package == "flax":
         for module in ("jaxslowmo.models", "jaxslowmo.models._gpt", "jaxslowmo.models._presets"):
             monkeypatch.delitem(sys.modules, module, raising=False)
-    outcome = call(command)
+    needs_it = {"tensorboardX": ("--tensorboard", "--preset", "tiny", "--data", text)}
+    outcome = call(command, *needs_it.get(package, ()))
     assert_one_line(outcome, f"the command line needs {package}", INSTALL)
 
 

@@ -89,7 +89,16 @@ class TrainConfig(Checked):
         least=1,
         below=2**20,
     )
+    patience: int = option(
+        0,
+        "Evaluations in a row without a smaller validation loss after which the run ends; 0: none.",
+        panel="Training",
+        least=0,
+    )
     log_every: int = option(10, "Steps between lines of metrics.", panel="Training", least=1)
+    tensorboard: bool = option(
+        False, "Write the metrics to OUT/tensorboard, too, for TensorBoard.", panel="Training"
+    )
     statistics: bool = option(
         False,
         "Measure what steps spend their time on: a table, and statistics.json beside the metrics.",

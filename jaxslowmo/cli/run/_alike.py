@@ -19,8 +19,9 @@ from ..config._train import KEPT, TrainConfig, train_options, with_values
 _FREE_OF_A_RUN = frozenset(
     {
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
-        "execution", "mode", "eval_every", "eval_batches", "log_every", "statistics",
-        "statistics_rate", *options_of(CheckpointConfig), *options_of(ClusterConfig),
+        "execution", "mode", "eval_every", "eval_batches", "log_every", "patience",
+        "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointConfig),
+        *options_of(ClusterConfig),
     }
 )  # fmt: skip
 # Processes of a run may have other values of these. Of the text the content is compared; what is

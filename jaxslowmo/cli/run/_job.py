@@ -1,10 +1,12 @@
 """One training run: everything between a configuration and its metrics."""
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 import jaxslowmo as js
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
@@ -12,15 +14,15 @@ from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
 from ..config._train import TrainConfig
 from ..processes._launchers import ALONE, Cluster
 from ..processes._stop import StopOnSignal
-from ._bytes import ByteLedger
 from ._devices import Placement
-from ._files import RunFiles
 from ._keeper import Keeper, Progress
-from ._progress import Reporter
 from ._recipes import build_algorithm
-from ._recorder import Recorder
 from ._session import Session
 from ._text import RunBatches, Text
+from .records._bytes import ByteLedger
+from .records._files import RunFiles
+from .records._progress import Reporter
+from .records._recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Job:
         self.placement, self.text = placement, text
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
+        if config.tensorboard:
+            importlib.import_module(f"{__package__}.records._tensorboard")  # or it is missing
         self._model = gpt_preset(config.preset, dtype=config.dtype)
         self.num_parameters = num_parameters(self._model)
         loss_fn = gpt_loss_fn(self._model)
@@ -93,11 +97,18 @@ class Job:
         )
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
-        """Loss of one copy of the parameters on the held-out text, nats per byte."""
+        """Loss of one copy of the parameters on the held-out text, nats per byte.
+
+        Communication: with several processes process 0 tells the others what it found, 4 bytes.
+        """
         del model_state
         # On one device: all would compute the same, and CPU devices share their cores.
         one = jax.tree.map(lambda x: x.addressable_data(0), params)
-        return {"validation_loss": float(self._mean_loss(one, self.text.validation))}
+        loss = self._mean_loss(one, self.text.validation)
+        if self._cluster.count > 1:
+            # Processors of other kinds round otherwise, and all must stop at the same evaluation.
+            loss = multihost_utils.broadcast_one_to_all(loss)
+        return {"validation_loss": float(loss)}
 
     def run(
         self, config: TrainConfig, out: Path, reporter: Reporter, *, saves: bool = False
@@ -131,6 +142,7 @@ class Job:
             measured = js.measured(self.step, rate=rate) if rate else None
             with RunFiles(out, config, writes=self._cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
+                recorder.best = done.best
                 if found:
                     reporter.say(f"Resumed at step {done.step}.", *notes)
                     recorder.note(done.step, resumed=list(notes))

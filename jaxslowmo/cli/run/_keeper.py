@@ -14,6 +14,7 @@ from ..processes._launchers import Cluster
 from ..processes._peers import lost_a_peer
 from ..processes._restarts import last_saved
 from ._alike import refuse_to_resume
+from .records._best import Best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,24 @@ class Progress:
       step: steps done.
       next_batch: index of the next batch; more than `step` after batches were left out.
       bytes_sent: per replica.
+      best: evaluation.
     """
 
     step: int = 0
     next_batch: int = 0
     bytes_sent: int = 0
+    best: Best = dataclasses.field(default_factory=Best)
+
+    @classmethod
+    def of(cls, extra: dict[str, Any]) -> "Progress":
+        """What `extra` gave; of a checkpoint of before 0.2 without the best evaluation."""
+        return cls(**extra["progress"], best=Best(**extra.get("best", {})))
+
+    def extra(self) -> dict[str, Any]:
+        """As plain JSON. The best evaluation stands beside the rest, which older versions read."""
+        progress = dataclasses.asdict(self)
+        best = progress.pop("best")
+        return {"progress": progress, "best": best}
 
 
 class Keeper:
@@ -88,10 +102,10 @@ class Keeper:
             # It must not take the place of the error that came first.
             print(f"warning: {failed}", file=sys.stderr, flush=True)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether the run is to be saved after this step."""
         every = self._options.checkpoint_every
-        return bool(every) and (step % every == 0 or step == self._config.steps)
+        return bool(every) and (step % every == 0 or is_last)
 
     def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
         """Saves the run; in the background, unless `wait`.
@@ -103,8 +117,8 @@ class Keeper:
             self._settle()  # what became of the one before
             extra = {
                 "config": dataclasses.asdict(self._config),
-                "progress": dataclasses.asdict(progress),
                 "corpus": self._corpus,
+                **progress.extra(),
             }
             try:
                 self._open().save(progress.step, state, extra=extra)
@@ -186,7 +200,7 @@ class Keeper:
         except CheckpointError as error:
             refuse_to_resume(error)
         self.last = found.step
-        return found.state, Progress(**found.extra["progress"]), found.notes
+        return found.state, Progress.of(found.extra), found.notes
 
     def _open(self) -> Any:
         if self._checkpoints is None:

@@ -20,6 +20,7 @@ _FILES = frozenset({*_SIGNS, CORPUS, "statistics.json", "compare.png"})
 _LOCK_OF_THE_PAST = re.compile(r"lock\.[0-9a-f]+")
 _CHECKPOINT = re.compile(r"\d+(\..+)?")  # with an ending: set aside, or not complete
 _LOG = re.compile(r"process-\d+\.txt")
+_EVENTS = re.compile(r"events\.out\.tfevents\..+")
 _RUN_OF_A_COMPARISON = re.compile(r".+-seed\d+")
 
 
@@ -77,6 +78,7 @@ def sweep(folder: Path, *, keep: Collection[str] = ()) -> None:
     if (model / "record").is_dir() and (model / "state").is_dir():
         shutil.rmtree(model)
     _sweep_folder(folder / "logs", _LOG)
+    _sweep_folder(folder / "tensorboard", _EVENTS)
     # Elsewhere a folder of such a name is a run of its own.
     for path in sorted(folder.iterdir()) if _is_comparison(folder) else ():
         if path.is_dir() and _RUN_OF_A_COMPARISON.fullmatch(path.name):

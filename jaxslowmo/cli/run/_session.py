@@ -14,8 +14,8 @@ import jaxslowmo as js
 from ..config._train import TrainConfig
 from ..processes._stop import StopOnSignal
 from ._keeper import Keeper, Progress
-from ._recorder import Recorder
 from ._text import RunBatches
+from .records._recorder import Recorder
 
 Evaluation = Callable[[js.StepResult], Mapping[str, float]]
 
@@ -57,6 +57,8 @@ class Session:
         Communication: that of the steps; evaluations and checkpoints bring the parameters together
           and look whether all are finite.
         """
+        if self.recorder.is_patience_over:  # it had ended so
+            return "finished", state
         options = self.config.checkpoint
         rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
         while True:
@@ -70,6 +72,7 @@ class Session:
             # The batches since then are left out: with them it would end like this again.
             state, before, _ = found
             self.recorder.note(before.step, rolled_back_from=done)
+            self.recorder.best = before.best
             done = before.step
 
     def _until_something(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
@@ -98,7 +101,6 @@ class Session:
             self.keeper.look()
         asked = None if is_last else self.stop.after_step(result.phase)
         evaluates = is_last or result.step % config.eval_every == 0
-        saves = self.keeper is not None and (bool(asked) or self.keeper.is_due(result.step))
         if not self.recorder.step(
             result,
             evaluate=functools.partial(self._evaluate, result) if evaluates else None,
@@ -107,12 +109,18 @@ class Session:
             return "diverged"
         if config.checkpoint.check_parameters and result.phase and _was_refused(result.state):
             return "diverged"
-        if saves and self.keeper is not None:
-            if not all_finite(result.state.params):
-                return "diverged"
-            progress = Progress(result.step, self.batches.position, self.recorder.bytes_sent)
-            self.keeper.save(result.state, progress, wait=bool(asked))
-        return asked
+        is_early = evaluates and self.recorder.is_patience_over
+        if self.keeper is not None:
+            is_due = self.keeper.is_due(result.step, is_last=is_last or is_early)
+            if asked or is_due:
+                if not all_finite(result.state.params):
+                    return "diverged"
+                self.keeper.save(result.state, self._progress(result.step), wait=bool(asked))
+        return asked or ("finished" if is_early else None)
+
+    def _progress(self, step: int) -> Progress:
+        recorder = self.recorder
+        return Progress(step, self.batches.position, recorder.bytes_sent, recorder.best)
 
     def _evaluate(self, result: js.StepResult) -> Mapping[str, float]:
         with self.stop.besides_steps():

@@ -33,7 +33,7 @@ def test_compare_leaves_out_what_it_decides_and_what_is_of_one_run():
     alone = {*options_of(CheckpointConfig), *options_of(ClusterConfig)}
     assert missing == {
         *map(flag_of, alone),
-        *("--algorithm", "--seed", "--statistics", "--statistics-rate"),
+        *("--algorithm", "--seed", "--patience", "--statistics", "--statistics-rate"),
     }
 
 

@@ -1,6 +1,6 @@
 """Bytes of steps whose events no kind holds together."""
 
-from jaxslowmo.cli.run._bytes import ByteLedger
+from jaxslowmo.cli.run.records._bytes import ByteLedger
 
 
 def test_bytes_of_events_that_no_kind_holds_together_add_up():

@@ -13,8 +13,9 @@ import pytest
 
 from jaxslowmo.cli._errors import code_of
 from jaxslowmo.cli.config._train import TrainConfig
-from jaxslowmo.cli.run import _files
-from jaxslowmo.cli.run._files import RunFiles
+from jaxslowmo.cli.run.records import _growing
+from jaxslowmo.cli.run.records._files import RunFiles
+from jaxslowmo.cli.run.records._growing import GrowingFile
 
 
 def steps(metrics):
@@ -53,7 +54,7 @@ def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path):
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from jaxslowmo.cli.config._train import TrainConfig\n"
-        "from jaxslowmo.cli.run import _files\n"
+        "from jaxslowmo.cli.run.records import _files\n"
         "lines = []\n"
         "def json_line(record, usual=_files.json_line):\n"
         "    lines.append(record)\n"
@@ -102,17 +103,17 @@ def test_records_come_back_when_the_file_is_deleted(tmp_path, what):
 
 def test_a_folder_that_is_just_being_deleted_comes_back_with_a_later_record(tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    write_anew = _files.write_anew
+    replacing = _growing.replacing
 
-    def meets_the_deletion(path, text):
+    def meets_the_deletion(path):
         shutil.rmtree(folder)
         monkeypatch.undo()
-        write_anew(path, text)
+        return replacing(path)
 
     with RunFiles(folder, TrainConfig(), writes=True, after=0) as files:
         files.write_record({"step": 0})
         shutil.rmtree(folder)
-        monkeypatch.setattr(_files, "write_anew", meets_the_deletion)
+        monkeypatch.setattr(_growing, "replacing", meets_the_deletion)
         with pytest.warns(UserWarning, match=r"does not grow: No such file or directory"):
             files.write_record({"step": 1})
         assert not folder.exists()
@@ -167,7 +168,7 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_another_error_of_the_disk_ends_it_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunFiles, "_is_there", stale)
+    monkeypatch.setattr(GrowingFile, "_is_there", stale)
     with (
         pytest.raises(OSError, match="Stale") as raised,
         RunFiles(tmp_path, TrainConfig(), writes=True, after=0) as files,
@@ -176,5 +177,5 @@ def test_another_error_of_the_disk_ends_it_at_once(tmp_path, monkeypatch):
     assert code_of(raised.value) == 75
 
 
-def stale(files, metrics):
+def stale(file):
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 import jaxslowmo as js
 from jaxslowmo.models import GPT_PRESETS
 
-from ..config._train import TrainConfig
+from ...config._train import TrainConfig
+from ._best import Best
 from ._bytes import ByteLedger
 from ._files import RunFiles
 from ._progress import Reporter
@@ -33,6 +34,10 @@ class Recorder:
       schedule: learning rate of the 0-based update count.
       files: take each record, and may hold those of before the run was resumed.
       reporter: shows the progress.
+
+    Attributes:
+      records: those of before and those of this run.
+      best: evaluation so far; of a resumed run it is to be set.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class Recorder:
         files: RunFiles,
         reporter: Reporter,
     ):
-        self.records = files.records
+        self.records, self.best = files.records, Best()
         self._config, self._ledger, self._schedule = config, ledger, schedule
         self._files, self._reporter = files, reporter
         context = GPT_PRESETS[config.preset].context_length
@@ -63,6 +68,7 @@ class Recorder:
     def start(self, reports: Mapping[str, float]) -> None:
         """Records the evaluation before the first step."""
         self._keep({"step": 0, "bytes_sent": 0, **reports})
+        self.best = self.best.after(0, reports["validation_loss"])
         self._restart_clock()
 
     def step(
@@ -97,9 +103,15 @@ class Recorder:
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
             record.update(evaluate())
+            self.best = self.best.after(result.step, record["validation_loss"])
         self._keep(record)
         self._restart_clock()
         return go_on
+
+    @property
+    def is_patience_over(self) -> bool:
+        """Whether the validation loss has not improved for as long as the run has patience."""
+        return self.best.has_lasted(self._config.patience)
 
     def summary(self, status: str) -> dict[str, Any]:
         """The run in a few numbers, as summary.json has them."""
@@ -115,6 +127,9 @@ class Recorder:
             "steps": last.get("step", 0),
             "loss": losses[-1] if losses else None,
             "validation_loss": validations[-1] if validations else None,
+            "best_validation_loss": self.best.validation_loss,
+            "best_step": self.best.step,
+            "stopped_early": status == "finished" and self.is_patience_over,
             "bytes_sent": self._ledger.sent,
             "tokens_per_second": speed,
             "seconds": time.perf_counter() - self._began,

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .._output import say
-from .._units import format_bytes, format_count, format_loss
+from ..._output import say
+from ..._units import format_bytes, format_count, format_loss
 
 _LINES = 10  # of a run without a terminal
 
@@ -26,6 +26,7 @@ class Reporter:
         self._console, self._label, self._steps = console, label, steps
         self._verb = "would send" if would else "sent"
         self._latest: dict[str, Any] = {}
+        self._evaluated = 0  # the last step with an evaluation
         self._next_line = 0.0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -63,17 +64,23 @@ class Reporter:
         known = {name: value for name, value in record.items() if value is not None}
         self._latest.update(known)
         step = record["step"]
-        self._progress.update(self._task, completed=step, status=self._status())
+        if "validation_loss" in record:
+            self._evaluated = step
+        self._progress.update(self._task, completed=step, status=self._status(step))
         if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
             self._next_line = step + self._steps / _LINES
             width = len(str(self._steps))
-            say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status()}")
+            say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status(step)}")
 
-    def _status(self) -> str:
+    def _status(self, step: int) -> str:
         latest = self._latest
+        # An evaluation of some steps ago must not look like one of now.
+        when = "" if step == self._evaluated else f" (step {self._evaluated})"
         parts = [
             f"loss {format_loss(latest['loss'])}" if "loss" in latest else "",
-            f"validation {format_loss(latest.get('validation_loss'))}",
+            f"validation {format_loss(latest['validation_loss'])}{when}"
+            if "validation_loss" in latest
+            else "",
             f"{format_count(latest['tokens_per_second'])} tokens/s"
             if "tokens_per_second" in latest
             else "",
