@@ -2,12 +2,20 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 # `<!-- cells of colab/slowmo_on_tpu.ipynb -->`
 MARK = re.compile(r"^<!-- cells of (colab/\w+\.ipynb) -->$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs before anything is read: links pages to the repository."""
+    address = runpy.run_path(str(ROOT / "tools/address.py"))["read"]()
+    config.repo_url = address.repository or None
+    return config
 
 
 def on_page_markdown(markdown: str, **kwargs: object) -> str:
