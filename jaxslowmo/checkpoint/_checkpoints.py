@@ -149,7 +149,8 @@ class Checkpoints:
         try:
             writing = Writing(
                 self._folder / str(step),
-                dict(zip(keys, stored, strict=True)),
+                # What holds nothing has no file: its shape stands in the record.
+                {key: x for key, x in zip(keys, stored, strict=True) if x.size},
                 record.to_json(),
                 seconds=self._patience,
                 before=lambda: self._make_way(step),

@@ -49,13 +49,19 @@ def export_consensus(
       patience: seconds that a process waits for the others while nothing is being written.
 
     Raises:
-      ValueError: as `js.consensus`, and `extra` that is no JSON.
+      ValueError: as `js.consensus`, `extra` that is no JSON, or a leaf of size 0.
       CheckpointError: the folder holds something else, or cannot be written.
 
     Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, with
       weights one of 4 bytes besides; some messages through the coordinator.
     """
     quiet_orbax()
+    leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    if empty := [name for name, x in leaves if not np.size(x)]:
+        raise ValueError(
+            "export_consensus: `params` must hold something in every leaf, which orbax asks for, "
+            f"got leaves of size 0: {', '.join(empty)}. Leave them out."
+        )
     path, beside = resolved(folder), checked_json("export_consensus", extra)
     placed = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
     if path.exists():

@@ -56,8 +56,8 @@ def _words(x: Any) -> np.ndarray:
     if jnp.finfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.floating) else False:
         x = x.astype(np.float32)
     x = np.ascontiguousarray(x)
-    words = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
-    return x.reshape(-1).view(words).reshape(*x.shape, -1)
+    words = np.dtype({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32))
+    return x.reshape(-1).view(words).reshape(*x.shape, x.dtype.itemsize // words.itemsize)
 
 
 def check_prints(

@@ -1,9 +1,12 @@
 """A stored state on the replicas of a training step."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._typing import PyTree
 from ..mesh import model_axes
@@ -13,7 +16,7 @@ from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
 from ._orbax import epath
 from ._prints import check_prints, host_print, prints_of
-from ._record import Record, as_stored, read_record, record_of
+from ._record import LeafRecord, Record, as_stored, read_record, record_of
 from ._resize import resized
 
 NUM_LISTED = 5  # differences in a message
@@ -90,12 +93,12 @@ def read(path: epath.Path, template: Template) -> Reading:
     """
     record = read_record(path)
     old, new = record.placement(template.placement), template.placement
-    keys, names = [x.key for x in record.leaves], [x.name for x in record.leaves]
+    names = [x.name for x in record.leaves]
     same_shapes = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     same_inside = _same_inside(old, new) if old.is_certain else same_shapes
     if old.replicas == new.replicas and same_inside:
         _check_leaves(path, record, template.record, skip=())
-        return Reading(path, record, read_arrays(path / ARRAYS, keys, template.stored), True)
+        return Reading(path, record, _read(path, record, template.stored), True)
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
@@ -104,9 +107,25 @@ def read(path: epath.Path, template: Template) -> Reading:
         )
     # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
     _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
-    arrays = read_arrays(path / ARRAYS, keys, None)
+    arrays = _read(path, record, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
     return Reading(path, record, arrays, False)
+
+
+def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
+    """`read_arrays` of what is in files, and what holds nothing, of which none were written."""
+    full = [i for i, leaf in enumerate(record.leaves) if math.prod(leaf.shape)]
+    keys = [record.leaves[i].key for i in full]
+    found = read_arrays(path / ARRAYS, keys, None if like is None else [like[i] for i in full])
+    files = dict(zip(full, found, strict=True))
+
+    def array(i: int, leaf: LeafRecord) -> Any:
+        if i in files:
+            return files[i]
+        nothing = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
+        return nothing if like is None else _placed(nothing, like[i])
+
+    return [array(i, leaf) for i, leaf in enumerate(record.leaves)]
 
 
 def finished(reading: Reading, template: Template) -> Found:

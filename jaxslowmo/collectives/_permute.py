@@ -38,14 +38,27 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
         if x.nbytes > _PIECE_BYTES and between_cpu_processes(axis_name):
             return _in_pieces(lambda piece: lax.ppermute(piece, axis, pairs), x)
         return lax.ppermute(x, axis, pairs)
-    # vmap permutes whole axes only: the others swap places, and what they get is dropped.
     size = axis_size(axis_name)
-    arrived = lax.ppermute(x, axis_name, complete_permutation(permutation, size))
+    me = lax.axis_index(axis_name)
+    # vmap permutes whole axes only: the others swap places, and what they get is dropped.
+    whole = complete_permutation(permutation, size)
+    if len(axis_names(axis_name)) == 1:
+        arrived = lax.ppermute(x, axis_name, whole)
+    else:  # and one axis at a time; on one device nothing needs to go anywhere
+        source_of = np.array([source for source, _ in sorted(whole, key=lambda pair: pair[1])])
+        arrived = _of_all(x, axis_name)[jnp.asarray(source_of)[me]]
     if len(permutation) == size:
         return arrived
     receives = np.zeros(size, bool)
     receives[[destination for _, destination in permutation]] = True
-    return jnp.where(jnp.asarray(receives)[lax.axis_index(axis_name)], arrived, 0)
+    return jnp.where(jnp.asarray(receives)[me], arrived, 0)
+
+
+def _of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`(nodes, *s)` under vmap: what all have, in the order in which the axes are named."""
+    for name in reversed(axis_names(axis_name)):
+        x = lax.all_gather(x, name)
+    return x.reshape(-1, *x.shape[len(axis_names(axis_name)) :])
 
 
 def _in_pieces(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -70,3 +70,10 @@ def test_what_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match="damaged"):
         load_consensus(path)
+
+
+def test_leaves_without_elements_are_named(tmp_path):
+    """Orbax cannot store them, and the disk is not to blame."""
+    params = {**PARAMS, "head": {"b": np.zeros((2, 0, 3), np.float32)}}
+    with pytest.raises(ValueError, match=r"leaves of size 0: head/b\. Leave them out"):
+        export_consensus(tmp_path / "model", params, mesh=js.virtual_mesh({"replica": 2}))

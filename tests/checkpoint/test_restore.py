@@ -74,3 +74,18 @@ def test_a_saved_state_may_be_donated_at_once(mesh_of, tmp_path):
             state, _ = step(state, batch(t, 2))
         found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
     assert bits(found.state) == before
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_leaves_without_elements(replicas, mesh_of, tmp_path):
+    """Orbax refuses to store them: on the same replicas and on others they are made anew."""
+    params = {**PARAMS, "none": np.zeros((0, 3), np.float32)}
+    few, other = (make_step("local_sgd", mesh_of({"replica": n})) for n in (2, replicas))
+    state = few.init(params, model_state=MODEL_STATE)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        found = checkpoints.restore(other, params, model_state=MODEL_STATE).state
+    assert found.params["none"].shape == (replicas, 0, 3)
+    if replicas == 2:
+        assert bits(found) == bits(state)
+    other(found, batch(1, replicas))

@@ -47,6 +47,23 @@ def test_receives_what_the_source_sends_or_zeros(execution, name, dtype, strict_
     np.testing.assert_array_equal(found, expected(x, permutation))
 
 
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("name", PERMUTATIONS)
+def test_over_two_axes_of_vmap(name, axes):
+    """Nodes count in the order in which the axes are named."""
+    x = np.arange(1, 19, dtype=np.float32).reshape(2, 3, 3)  # axes a and b
+
+    def exchange(v):
+        return permute(v, axes, PERMUTATIONS[name])
+
+    found = jax.vmap(jax.vmap(exchange, axis_name="b"), axis_name="a")(x)
+    order = (0, 1, 2) if axes == ("a", "b") else (1, 0, 2)
+    nodes = x.transpose(order).reshape(6, 3)
+    np.testing.assert_array_equal(
+        np.asarray(found).transpose(order).reshape(6, 3), expected(nodes, PERMUTATIONS[name])
+    )
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_nothing_of_nodes_that_do_not_send_leaks(execution):
     """Not even NaN, where whole permutations take the place of partial ones."""
