@@ -299,7 +299,7 @@ class Checkpoints:
             kind = UnreadableError if all_unreadable else CheckpointError
             number = next((n for _, n in failures if n is not None), None)
             raise kind(f"{path} could not be read on another process.", number) from error
-        return finished(found, template)
+        return finished(found)
 
     def _chosen(self, found: list[int], step: int | None, fallback: bool) -> list[int]:
         """Which checkpoints to try, in order."""

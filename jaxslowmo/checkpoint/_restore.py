@@ -1,5 +1,7 @@
 """A stored state on the replicas of a training step."""
 
+import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,7 @@ from ._prints import check_prints, host_print, prints_of
 from ._record import LeafRecord, Record, as_stored, read_record, record_of
 from ._resize import resized
 
+_OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
 Found = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
 """State, extra, whether it is exact, notes."""
@@ -61,6 +64,41 @@ class Template:
             ]
         )
 
+    def with_dtypes_of(self, saved: Record) -> "Template":
+        """The template of a state whose optimizer has been at work.
+
+        Its first update may widen what it keeps: `optax.inject_hyperparams(hyperparam_dtype=...)`
+        multiplies moments of half precision by hyperparameters of float32.
+        """
+        dtypes = {x.name: x.dtype for x in saved.leaves}
+        leaves = tuple(_widened(x, dtypes.get(x.name)) for x in self.record.leaves)
+
+        def like(structs: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+            return [
+                struct if now == before else struct.update(dtype=jnp.dtype(now.dtype))
+                for struct, before, now in zip(structs, self.record.leaves, leaves, strict=True)
+            ]
+
+        new = copy.copy(self)
+        new.record = dataclasses.replace(self.record, leaves=leaves)
+        new.stored = like(self.stored)
+        new.structs = jax.tree.structure(self.structs).unflatten(
+            like(jax.tree.leaves(self.structs))
+        )
+        return new
+
+
+def _widened(leaf: LeafRecord, dtype: str | None) -> LeafRecord:
+    """A leaf as it may have been saved: one of the optimizer in a wider floating dtype."""
+    if dtype in (None, leaf.dtype) or not leaf.name.startswith(_OPTIMIZER):
+        return leaf
+    before, now = jnp.dtype(leaf.dtype), jnp.dtype(dtype)
+    wider = (
+        all(jnp.issubdtype(x, jnp.floating) for x in (before, now))
+        and now.itemsize > before.itemsize
+    )
+    return dataclasses.replace(leaf, dtype=now.name) if wider else leaf
+
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -75,12 +113,14 @@ class Reading:
       record: its record.
       arrays: as they are stored; on the devices where they shall be, or whole on the host.
       is_placed: whether they are on the devices.
+      template: of the state that they make.
     """
 
     path: epath.Path
     record: Record
     arrays: list[Any]
     is_placed: bool
+    template: Template
 
 
 def read(path: epath.Path, template: Template) -> Reading:
@@ -92,13 +132,14 @@ def read(path: epath.Path, template: Template) -> Reading:
     Communication: none.
     """
     record = read_record(path)
+    template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement), template.placement
     names = [x.name for x in record.leaves]
     same_shapes = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     same_inside = _same_inside(old, new) if old.is_certain else same_shapes
     if old.replicas == new.replicas and same_inside:
         _check_leaves(path, record, template.record, skip=())
-        return Reading(path, record, _read(path, record, template.stored), True)
+        return Reading(path, record, _read(path, record, template.stored), True, template)
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
@@ -109,7 +150,7 @@ def read(path: epath.Path, template: Template) -> Reading:
     _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
     arrays = _read(path, record, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
-    return Reading(path, record, arrays, False)
+    return Reading(path, record, arrays, False, template)
 
 
 def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
@@ -128,7 +169,7 @@ def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | N
     return [array(i, leaf) for i, leaf in enumerate(record.leaves)]
 
 
-def finished(reading: Reading, template: Template) -> Found:
+def finished(reading: Reading) -> Found:
     """The state on the replicas of the training step, from what all processes have read.
 
     Raises:
@@ -137,7 +178,7 @@ def finished(reading: Reading, template: Template) -> Found:
 
     Communication: where arrays are placed, that of `prints_of`.
     """
-    path, record = reading.path, reading.record
+    path, record, template = reading.path, reading.record, reading.template
     if reading.is_placed:
         names = [leaf.name for leaf in record.leaves]
         check_prints(path, names, prints_of(reading.arrays), record.prints)

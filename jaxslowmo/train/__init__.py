@@ -5,6 +5,7 @@ from ._hooks import Hook as Hook
 from ._hooks import Log as Log
 from ._hooks import StepResult as StepResult
 from ._hooks import host_mean as host_mean
+from ._hyperparams import set_hyperparams as set_hyperparams
 from ._loop import train_loop as train_loop
 from ._state import TrainState as TrainState
 from ._uneven import WeightedBatch as WeightedBatch

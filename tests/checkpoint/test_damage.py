@@ -56,7 +56,7 @@ def test_no_damage_passes_for_a_checkpoint(saved, replicas):
         step = make_step("diloco", js.virtual_mesh({"replica": replicas}))
     template = Template(step, PARAMS, MODEL_STATE, 0)
     path = epath.Path(folder / "3")
-    undamaged = bits(finished(read(path, template), template)[0])
+    undamaged = bits(finished(read(path, template))[0])
     assert (undamaged == states[3]) == (replicas == 2)
     errors = 0
     for file in files_of(folder / "3"):
@@ -64,7 +64,7 @@ def test_no_damage_passes_for_a_checkpoint(saved, replicas):
             before = file.read_bytes()
             damage(file, how)
             try:
-                found = finished(read(path, template), template)
+                found = finished(read(path, template))
             except CheckpointError:
                 errors += 1
             else:

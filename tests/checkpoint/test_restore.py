@@ -1,11 +1,12 @@
 """Resumed runs are undisturbed runs, bit by bit, from any step of a period."""
 
 import numpy as np
+import optax
 import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, PERIOD, SYNCS, batch, bits, make_step
-from jaxslowmo.checkpoint import Checkpoints
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from support.exhaustive import sweep
 
 LAST = PERIOD + 1
@@ -89,3 +90,36 @@ def test_leaves_without_elements(replicas, mesh_of, tmp_path):
     if replicas == 2:
         assert bits(found) == bits(state)
     other(found, batch(1, replicas))
+
+
+@pytest.mark.parametrize("replicas", [4, 2])
+def test_moments_that_the_first_update_widens(replicas, tmp_path):
+    """The optimizer multiplies moments in half precision by hyperparameters in float32."""
+    injected = optax.inject_hyperparams(optax.adam, hyperparam_dtype=np.float32)(0.1)
+    steps = [
+        make_step("local_sgd", js.virtual_mesh({"replica": n}), optimizer=injected)
+        for n in (4, replicas)
+    ]
+    fresh = state = steps[0].init(PARAMS, model_state=MODEL_STATE)
+    widths = [fresh.opt_state[1].inner_state[0].mu["b"].dtype.itemsize]
+    with Checkpoints(tmp_path) as checkpoints:
+        for t in (1, 2):
+            state, _ = steps[0](state, batch(t, 4))
+            checkpoints.save(t, state)
+        found = checkpoints.restore(steps[1], PARAMS, model_state=MODEL_STATE)
+    moment = found.state.opt_state[1].inner_state[0].mu["b"]
+    assert [*widths, moment.dtype.itemsize] == [2, 4]
+    if replicas == 4:
+        assert bits(found.state) == bits(state)
+    resumed, _ = steps[1](found.state, batch(3, replicas))
+    assert resumed.opt_state[1].inner_state[0].mu["b"].dtype == moment.dtype
+
+
+def test_parameters_of_another_width_are_refused(tmp_path):
+    mesh = js.virtual_mesh({"replica": 2})
+    step = make_step("local_sgd", mesh)
+    wide = {**PARAMS, "b": PARAMS["b"].astype(np.float32)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, step.init(wide, model_state=MODEL_STATE))
+        with pytest.raises(CheckpointError, match=r"params/b is float32\[40\] in the checkpoint"):
+            checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)

@@ -24,6 +24,7 @@ from ...mesh import (
 )
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
+from .._hyperparams import Numbers
 from .._state import KnownLayout, Layout, TrainState
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
@@ -55,6 +56,7 @@ class TrainStep:
         self.sync = parts.sync
         self._warn = warn_once()
         self._is_probed = False
+        self._numbers: Numbers | None = None
         self._programs: dict[Any, Any] = {}
         self._counts = HostCounts()
         self._layout_seen = Layout()
@@ -193,6 +195,7 @@ class TrainStep:
 
     def _check_transforms(self, state: TrainState) -> None:
         """What could not be seen before there was a state: which transforms chains consist of."""
+        self._note_numbers(state)
         parts = self._parts
         check_transforms(
             state.opt_state,
@@ -205,6 +208,12 @@ class TrainStep:
             self._is_probed = True
             optimizer, opt_state = parts.optimizer, state.opt_state[1]
             check_remembered(optimizer, opt_state, state.params, parts.sync, self._warn)
+
+    def _note_numbers(self, state: TrainState) -> Numbers:
+        """Where the optimizer keeps hyperparameters that one may set."""
+        if self._numbers is None:
+            self._numbers = Numbers(state.opt_state)
+        return self._numbers
 
     def _layout(self, state: TrainState) -> Layout:
         """How parameters lie inside a replica."""
@@ -254,6 +263,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
+        self._note_numbers(state).replace(state.opt_state)
         layout = self._layout(state)
         batch = placed_batch(batch, self.mesh, self._data_axes(layout.axes))
         weight = placed_weight(weight, self.mesh, self.axis_name)

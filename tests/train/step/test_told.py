@@ -16,10 +16,14 @@ BATCHES = RNG.normal(size=(4, 16, 5)).astype(np.float32)
 KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
 PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1, rtol=0.5)
 SEARCH = optax.scale_by_zoom_linesearch(max_linesearch_steps=5)
+BACKTRACKING = optax.chain(
+    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
+)
 TOLD = {
     "reduce_on_plateau": optax.chain(optax.sgd(0.1), PLATEAU),
     "polyak_sgd": optax.polyak_sgd(),
     "momo": optax.contrib.momo(),
+    "momo_adam": optax.contrib.momo_adam(learning_rate=0.1),
     "schedule_free_sgd": optax.contrib.schedule_free_sgd(0.1),
 }
 average = js.all_reduce_gradients("replica")
@@ -95,14 +99,15 @@ def test_averaged_gradients_equal_one_big_batch(kind, name):
         [
             (*run, name)
             for run in [("devices", 1), ("virtual", 2)]
-            for name in ["reduce_on_plateau", "lbfgs", "momo"]
+            for name in ["reduce_on_plateau", "lbfgs", "backtracking", "momo"]
         ],
-        lambda kind, accumulate, name: (kind == "devices") == (name == "lbfgs"),
+        lambda kind, accumulate, name: (kind == "devices") == (name in ("lbfgs", "backtracking")),
     ),
 )
 def test_replicas_that_train_locally_equal_separate_runs(kind, accumulate, name):
-    optimizer = {**TOLD, "lbfgs": optax.lbfgs(linesearch=SEARCH)}[name]
-    fn = loss if name == "lbfgs" else noisy  # the search needs one function in all its steps
+    searching = {"lbfgs": optax.lbfgs(linesearch=SEARCH), "backtracking": BACKTRACKING}
+    optimizer = {**TOLD, **searching}[name]
+    fn = loss if name in searching else noisy  # a search needs one function in all its steps
     mesh = KINDS[kind]({"replica": 2})
     step = js.make_train_step(fn, optimizer, mesh=mesh, accumulate=accumulate, **local())
     state = train(step)
