@@ -1,8 +1,11 @@
 """Fills in the API pages: a table of names and an entry each, where a page names a package."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
-from names import PublicName, public_names
+from names import PublicName, public_names, search_boost
 
 # `<!-- names of jaxslowmo.algorithms -->`
 MARK = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
@@ -13,6 +16,17 @@ def on_page_markdown(markdown: str, **kwargs: object) -> str:
     # Under a heading per package where the page has several.
     level = 3 if len(MARK.findall(markdown)) > 1 else 2
     return MARK.sub(lambda match: _entries(public_names()[match[1]], level), markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Called by mkdocs when the site is written: weighs the entries of the API in its search."""
+    path = Path(config.site_dir, "search", "search_index.json")
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for section in index["docs"]:
+        page, _, anchor = section["location"].partition("#")
+        if page.startswith("api/") and "." in anchor:
+            section["boost"] = search_boost(anchor)
+    path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
 def _entries(names: list[PublicName], level: int) -> str:

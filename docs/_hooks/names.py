@@ -96,6 +96,19 @@ def _names_in(folder: Path, prefix: str) -> list[PublicName]:
     ]
 
 
+def search_boost(anchor: str) -> float:
+    """How much an entry of the API counts in the site's search.
+
+    A function counts before the class of its state, whose longer name the search takes for a rarer
+    and better find, and the shorter of two names before the longer: `local_sgd` before
+    `hierarchical_local_sgd`. Members of classes count least.
+    """
+    if anchor not in {name.path for names in public_names().values() for name in names}:
+        return 0.5
+    last = anchor.rpartition(".")[2]
+    return 1 if last[0].isupper() else max(8 / len(last.split("_")), 3)
+
+
 def _is_class(name: PublicName) -> bool:
     last = name.path.rpartition(".")[2]
     return last[0].isupper() and not last.isupper()
