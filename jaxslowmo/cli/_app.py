@@ -23,6 +23,7 @@ from .inspect._commands import inspect_app
 from .processes._launch import launch
 from .processes._launchers import is_child, is_one_of_several, started_by
 from .processes._supervise import end_with_parent, supervise
+from .sample._config import SampleConfig
 from .tune._commands import tune_app
 
 app = typer.Typer(
@@ -100,6 +101,26 @@ def _compare(
     raise typer.Exit(compare(config, out))
 
 
+def _sample(
+    *,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder of a run with checkpoints, or of an exported model.",
+            show_default=False,
+        ),
+    ],
+    **given: Any,
+) -> None:
+    """Writes text from the trained model of a run."""
+    with usage_errors():
+        config = SampleConfig(**given)
+    from .sample._sample import sample
+
+    raise typer.Exit(sample(config, run))
+
+
 def _launch(
     context: typer.Context,
     processes: Annotated[int, typer.Option(help="Processes to start on this machine.")],
@@ -130,6 +151,7 @@ app.command(
     "launch",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(_launch)
+app.command("sample")(with_options(_sample, SampleConfig))
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")
 

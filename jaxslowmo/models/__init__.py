@@ -2,6 +2,7 @@
 
 from ._gpt import GPT as GPT
 from ._gpt import GPTConfig as GPTConfig
+from ._gpt import gpt_logits_fn as gpt_logits_fn
 from ._gpt import gpt_loss_fn as gpt_loss_fn
 from ._gpt import init_gpt as init_gpt
 from ._gpt import num_parameters as num_parameters

@@ -144,6 +144,22 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(make, _abstract_parameters(config))
 
 
+def gpt_logits_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
+    """`logits_fn(params, tokens) -> logits`, of every next byte.
+
+    `params` is what `init_gpt` returns; `tokens` are bytes (batch, time) of any integer dtype, with
+    time <= `context_length`; the logits are float32 (batch, time, vocab_size). A pure function.
+    """
+    graph, template = nnx.split(_abstract(config))
+
+    def logits_fn(params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
+        state = jax.tree.map(lambda x: x, template)
+        nnx.replace_by_pure_dict(state, dict(params))
+        return nnx.merge(graph, state)(tokens)
+
+    return logits_fn
+
+
 def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
     """The loss of the model as a pure function: mean cross-entropy in nats per byte.
 
@@ -159,7 +175,7 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
     Raises:
       ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
     """
-    graph, template = nnx.split(_abstract(config))
+    logits_fn = gpt_logits_fn(config)
 
     def loss_fn(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
         if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
@@ -167,9 +183,7 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
                 "`batch` must have the shape (local_batch, context_length + 1) = "
                 f"(local_batch, {config.context_length + 1}), got {batch.shape}."
             )
-        state = jax.tree.map(lambda x: x, template)
-        nnx.replace_by_pure_dict(state, dict(params))
-        logits = nnx.merge(graph, state)(batch[:, :-1])
+        logits = logits_fn(params, batch[:, :-1])
         target = jax.nn.one_hot(batch[:, 1:], config.vocab_size, dtype=jnp.float32)
         # A masked sum instead of take_along_axis, whose gradient is a scatter.
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * target, axis=-1))

@@ -102,7 +102,7 @@ def _check(flag: str, rule: Rule, value: Any) -> None:
         raise ValueError(
             f"{flag} must be one of {', '.join(rule.choices)}, got {value or 'nothing'}"
         )
-    if not str(value).strip():
+    if value == "":
         raise ValueError(f"{flag} must not be empty")
     # Written so that NaN fails, too.
     if rule.least is not None and not value >= rule.least:

@@ -138,6 +138,12 @@ class TrainConfig(Checked):
         return {name: values[name] for name in train_options()}
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes of its mesh, by name."""
+        inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
+        return {"replica": self.replicas, **inner}
+
+    @property
     def schedule_length(self) -> int:
         """Steps that the schedule of the learning rate spans."""
         return self.optimizer.schedule_steps or self.steps

@@ -57,7 +57,7 @@ def as_it_was(config: TrainConfig, folder: Path, corpus: Contents) -> TrainConfi
     extra = _newest_extra(config, folder / "checkpoints")
     if extra is None:
         return config
-    saved = _saved_values(extra["config"])
+    saved = saved_values(extra["config"])
     changed = [
         f"{flag_of(name)} was {saved[name]}, is {value}"
         for name, value in option_values(config).items()
@@ -107,7 +107,7 @@ def refuse_to_resume(error: Exception) -> NoReturn:
     raise CommandError(f"--resume: {words}", code) from error
 
 
-def _saved_values(config: Mapping[str, Any]) -> dict[str, Any]:
+def saved_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a checkpoint: an option that it lacks had its default; one unknown today is out."""
     parts = [value for value in config.values() if isinstance(value, dict)]
     flat = dict(config) | {name: value for part in parts for name, value in part.items()}

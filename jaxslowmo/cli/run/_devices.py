@@ -57,9 +57,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")
-    axes = {"replica": config.replicas}
-    if config.devices_per_replica > 1:
-        axes["device"] = config.devices_per_replica
+    axes = config.axes
     needed = config.replicas * config.devices_per_replica
     ask_for_devices(config, cluster.count)
     devices = jax.devices()

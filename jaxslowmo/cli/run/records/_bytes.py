@@ -60,7 +60,13 @@ class ByteLedger:
         # Events in separate conditionals of one program are no kind of their own; each kind holds
         # what all steps send ("local") and its event's part.
         always = self.by_kind.get("local", 0)
-        return always + sum(self.by_kind[event] - always for event in events)
+        return always + sum(self._of_event(event) - always for event in events)
+
+    def _of_event(self, event: str) -> int:
+        if event in self.by_kind:
+            return self.by_kind[event]
+        # "any round": which one, only the state tells, since one that was refused comes again.
+        return max(sent for kind, sent in self.by_kind.items() if kind.startswith("round "))
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,0 +1,1 @@
+"""`jaxslowmo sample`: text from the model of a run."""
