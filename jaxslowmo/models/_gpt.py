@@ -147,8 +147,12 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
 def gpt_logits_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
     """`logits_fn(params, tokens) -> logits`, of every next byte.
 
-    `params` is what `init_gpt` returns; `tokens` are bytes (batch, time) of any integer dtype, with
-    time <= `context_length`; the logits are float32 (batch, time, vocab_size). A pure function.
+    Args:
+      config: shape of the model.
+
+    Returns:
+      A pure function: of what `init_gpt` returns and bytes (batch, time) of any integer dtype, with
+      time <= `context_length`, it gives float32 logits (batch, time, vocab_size).
     """
     graph, template = nnx.split(_abstract(config))
 

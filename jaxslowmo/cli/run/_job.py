@@ -144,7 +144,8 @@ class Job:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best = done.best
                 if found:
-                    reporter.say(f"Resumed at step {done.step}.", *notes)
+                    beyond = self._algorithm.beyond(config, done.step)
+                    reporter.say(f"Resumed at step {done.step}.", *notes, *beyond)
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if resumes:

@@ -35,7 +35,7 @@ def refuse_leftovers(folder: Path, *, may_resume: bool, resumes: bool = False) -
     Raises:
       CommandError: what lies there, and what can be done.
     """
-    can_go_on = may_resume and not _is_comparison(folder)
+    can_go_on = may_resume and not _is_comparison(folder) and not _has_nothing_left(folder)
     found = None if can_go_on and resumes else describe_leftovers(folder)
     if found:
         resume = "--resume to go on with it, " if can_go_on else ""
@@ -59,6 +59,12 @@ def describe_leftovers(folder: Path) -> str | None:
     counted = "1 checkpoint" if num_checkpoints == 1 else counted
     status = summary.get("status") or "not finished"
     return f"a run of {of} (last step {_last_step(folder, summary)}, {status}, {counted})"
+
+
+def _has_nothing_left(folder: Path) -> bool:
+    """Whether a run is finished and kept nothing to go on from: a start would be another run."""
+    summary = _facts(folder / "summary.json")
+    return summary.get("status") == "finished" and not saved_steps(folder)
 
 
 def _is_comparison(folder: Path) -> bool:

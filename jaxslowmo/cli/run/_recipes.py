@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import optax
 
 import jaxslowmo as js
@@ -138,6 +139,15 @@ class Algorithm:
     optimizer: optax.GradientTransformation
     gradients: optax.GradientTransformation | None
     sync: js.ParameterTransform | None
+
+    def beyond(self, config: TrainConfig, step: int) -> tuple[str, ...]:
+        """What to say of a run that goes on from a step to one beyond the end of its schedule."""
+        end, has_end = config.schedule_length, config.optimizer.schedule == "cosine"
+        if not has_end or not end < config.steps or step >= config.steps:
+            return ()
+        rate = np.asarray(self.schedule(end)).item()
+        stretch = f"--schedule-steps {config.steps} stretches it."
+        return (f"The schedule ends at step {end}; then the rate stays {rate:.3g}. {stretch}",)
 
 
 def build_algorithm(config: TrainConfig) -> Algorithm:

@@ -68,6 +68,10 @@ def test_a_longer_run_keeps_the_length_of_the_schedule(resume, saved, finished):
     assert rates(finished / "out") == rates_of(range(1, 21), 20, 2)
     outcome = resume("--steps", 24)
     assert (outcome.code, outcome.err) == (0, "")
+    said = (
+        "The schedule ends at step 20; then the rate stays 0.02. --schedule-steps 24 stretches it."
+    )
+    assert said in outcome.out
     found = rates(saved / "out")
     # Warm-up and length are those of 20 steps; then it stays at a tenth of the peak.
     assert found == rates_of(range(1, 25), 20, 2)

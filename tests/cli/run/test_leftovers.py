@@ -64,12 +64,21 @@ def test_what_lies_there(tmp_path, files, words):
     for may_resume in (True, False):
         with pytest.raises(CommandError) as raised:
             refuse_leftovers(tmp_path, may_resume=may_resume)
-        is_run = "comparison" not in words
-        resume = "--resume to go on with it, " if may_resume and is_run else ""
+        goes_on = words.startswith("a run") and ", finished, no checkpoint" not in words
+        resume = "--resume to go on with it, " if may_resume and goes_on else ""
         assert str(raised.value) == (
             f"--out {tmp_path} holds {words}: give {resume}another folder, or --overwrite to "
             "delete it first"
         )
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_trained_again(tmp_path):
+    write(tmp_path, {"config.json": CONFIG, "summary.json": '{"status": "finished"}'})
+    with pytest.raises(CommandError, match=r"holds a run of sgp .*: give another folder, or"):
+        refuse_leftovers(tmp_path, may_resume=True, resumes=True)
+    for left in ({"summary.json": '{"status": "preempted"}'}, {"checkpoints/5/x": ""}):
+        write(tmp_path, {"summary.json": '{"status": "finished"}', **left})
+        refuse_leftovers(tmp_path, may_resume=True, resumes=True)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
@@ -80,12 +89,13 @@ OURS = (
     "config.json", "corpus.json", "metrics.jsonl", "summary.json", "statistics.json",
     "compare.json", "compare.png", "checkpoints/5/state/d/x", "checkpoints/6.set-aside/x",
     "checkpoints/7.orbax-checkpoint-tmp/x", "model/record/metadata", "model/state/d/x",
-    "logs/process-1.txt", "sgp+graph=ring-seed0/config.json", "sgp+graph=ring-seed0/summary.json",
+    "logs/process-1.txt", "tensorboard/events.out.tfevents.1.host.2",
+    "sgp+graph=ring-seed0/config.json", "sgp+graph=ring-seed0/summary.json",
     "lock.0123456789ab", ".writing-01234567-config.json",
 )  # fmt: skip
 OTHERS = (
     "lock", "notes.txt", "config.json.bak", "checkpoints/notes.txt",
-    "logs/mine.txt", "data-seed/a.txt", "diloco-seed1/notes.txt",
+    "logs/mine.txt", "tensorboard/mine.txt", "data-seed/a.txt", "diloco-seed1/notes.txt",
 )  # fmt: skip
 
 

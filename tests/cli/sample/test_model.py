@@ -146,4 +146,4 @@ def test_a_model_of_no_preset(monkeypatch, call, gossip):
         monkeypatch.setitem(GPT_PRESETS, name, GPT_PRESETS["1m"])
     outcome = call("sample", gossip / "model")
     assert outcome.code == 2
-    assert "is no model of jaxslowmo train: no preset has 11808 parameters" in outcome.err
+    assert "is no model of jaxslowmo train: no preset has 11760 parameters" in outcome.err
