@@ -103,9 +103,9 @@ def not_described() -> Iterator[str]:
 
 
 def boxes() -> Iterator[str]:
-    """Sections of docstrings that griffe took for boxes, titled with half a sentence."""
+    """Sections of docstrings that griffe does not know and makes boxes of."""
     for page in SITE.glob("api/*/index.html"):
-        for kind in re.findall(r'<details class="(communication|source)"', page.read_text("utf-8")):
+        for kind in re.findall(r'<details class="(\w+)"', page.read_text("utf-8")):
             yield f"{page.parent.name}: a docstring's `{kind.title()}:` became a box"
 
 

@@ -31,7 +31,7 @@ def on_post_build(config: Any) -> None:
 
 def _entries(names: list[PublicName], level: int) -> str:
     lines = ["| name | what it is |", "|---|---|"]
-    lines += [f"| [`{name.short}`][{name.path}] | {_cell(name.summary)} |" for name in names]
+    lines += [f"| [`{name.listed}`][{name.path}] | {_cell(name.summary)} |" for name in names]
     for name in names:
         lines += ["", f"::: {name.path}", "    options:", f"      heading_level: {level}"]
     return "\n".join(lines)

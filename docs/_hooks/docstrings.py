@@ -1,25 +1,33 @@
-"""Shows `Communication: ...` in docstrings as a paragraph of that name, for griffe.
+"""Says sections of docstrings as griffe knows them, whose Google style has neither of two.
 
-Its Google style knows no such section and would make a box of it, titled with half a sentence.
+`Communication: ...` would become a box titled with half a sentence, and `Example:` a quotation.
 """
 
 import re
+import textwrap
 
 import griffe
 
 # A name and the beginning of its text in one line; lines that go on are indented.
 _SECTION = re.compile(r"^([A-Z]\w+): +(\S.*(?:\n +\S.*)*)$", re.MULTILINE)
+# What is indented under the word, with empty lines inside.
+_EXAMPLE = re.compile(r"^Example:\n((?:(?: +\S.*|\n(?= ))\n?)+)", re.MULTILINE)
 
 
-def as_paragraphs(docstring: str) -> str:
-    """`docstring` with one-line sections as paragraphs that begin with the name in bold."""
+def _code(indented: str) -> str:
+    return textwrap.dedent(indented).strip("\n")
+
+
+def as_known(docstring: str) -> str:
+    """`docstring` with code as code, and one-line sections as paragraphs of that name."""
+    docstring = _EXAMPLE.sub(lambda m: f"**Example:**\n\n```py\n{_code(m[1])}\n```\n", docstring)
     return _SECTION.sub(lambda m: f"**{m[1]}:** {' '.join(m[2].split())}", docstring)
 
 
-class NamedParagraphs(griffe.Extension):
+class KnownSections(griffe.Extension):
     """Rewrites every docstring that is loaded."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         """Called by griffe for every module, class, function and attribute."""
         if obj.docstring:
-            obj.docstring.value = as_paragraphs(obj.docstring.value)
+            obj.docstring.value = as_known(obj.docstring.value)

@@ -39,6 +39,11 @@ class PublicName(NamedTuple):
         """As the guides write it: `js.hooks.int8`."""
         return self.path.replace("jaxslowmo.", "js.", 1)
 
+    @property
+    def listed(self) -> str:
+        """As a page of its package lists it, so narrow that it fits: `js.slowmo`, `int8`."""
+        return self.short if self.path.count(".") == 1 else self.path.rpartition(".")[2]
+
 
 @functools.cache
 def public_names() -> dict[str, list[PublicName]]:

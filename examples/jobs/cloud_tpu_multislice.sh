@@ -19,7 +19,6 @@ TYPE=${TYPE:-v5litepod-16}
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite}
 HOSTS_PER_SLICE=${HOSTS_PER_SLICE:-4}
 CHIPS_PER_HOST=${CHIPS_PER_HOST:-4}
-SOURCE=${SOURCE:-"jaxslowmo[train]"}
 OUT=${OUT:-/mnt/shared/runs/multislice}
 
 where=(--project "$PROJECT" --zone "$ZONE")
@@ -40,6 +39,7 @@ create)
   echo "Wait until ACTIVE: gcloud compute tpus queued-resources describe $NAME ${where[*]}"
   ;;
 install)
+  : "${SOURCE:?what pip installs: /shared/WHEEL[train], or jaxslowmo[train] @ git+https://ADDRESS}"
   everywhere "python3 -m venv ~/venv && ~/venv/bin/pip install '$SOURCE' 'jax[tpu]'"
   ;;
 train)
