@@ -41,4 +41,8 @@ from ._own_keys import own_keys as own_keys
 from ._replicas import check_stacked as check_stacked
 from ._replicas import on_mesh as on_mesh
 from ._replicas import replicate as replicate
+from ._same_tree import Description as Description
 from ._same_tree import check_same_tree as check_same_tree
+from ._same_tree import describe as describe
+from ._same_tree import differences as differences
+from ._same_tree import name_processes as name_processes

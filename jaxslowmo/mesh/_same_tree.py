@@ -27,27 +27,41 @@ def describe(tree: PyTree) -> Description:
     return lines
 
 
-def differences(descriptions: Sequence[Description]) -> list[str]:
-    """One line for each leaf that is not the same everywhere: what it is on which processes."""
-    by_process = [dict(description) for description in descriptions]
-    names = dict.fromkeys(name for types in by_process for name in types)
+def differences(
+    descriptions: Sequence[Description], processes: Sequence[int] | None = None
+) -> list[str]:
+    """One line for each leaf that is not the same everywhere: what it is on which processes.
+
+    Args:
+      descriptions: one per process.
+      processes: their numbers; None: 0, 1, ...
+    """
+    numbers = range(len(descriptions)) if processes is None else processes
+    by_process = dict(zip(numbers, map(dict, descriptions), strict=True))
+    names = dict.fromkeys(name for types in by_process.values() for name in types)
     found = []
     for name in names:
         groups: dict[str, list[int]] = {}
-        for process, types in enumerate(by_process):
+        for process, types in by_process.items():
             groups.setdefault(types.get(name, "missing"), []).append(process)
         if len(groups) > 1:
-            parts = [f"{what} on {_processes(where)}" for what, where in groups.items()]
+            parts = [f"{what} on {name_processes(where)}" for what, where in groups.items()]
             found.append(f"{name}: {', '.join(parts)}")
     if not found:
         orders = [[name for name, _ in description] for description in descriptions]
-        other = [process for process, order in enumerate(orders) if order != orders[0]]
+        other = [
+            process for process, order in zip(numbers, orders, strict=True) if order != orders[0]
+        ]
         if other:
-            found.append(f"the same leaves in another order than process 0 on {_processes(other)}")
+            found.append(
+                f"the same leaves in another order than process {numbers[0]} on "
+                f"{name_processes(other)}"
+            )
     return found
 
 
-def _processes(which: list[int]) -> str:
+def name_processes(which: Sequence[int]) -> str:
+    """Such as "processes 0, 3"."""
     return f"process{'es' if len(which) > 1 else ''} {', '.join(map(str, which))}"
 
 

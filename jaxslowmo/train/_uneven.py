@@ -1,27 +1,29 @@
 """Batches of replicas that have different amounts of data."""
 
+import functools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..mesh import AnyMesh, VirtualMesh, axis_names, replica_count
+from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
+from .step import from_parts, is_of_processes, own_parts
 
 _OWNER = "uneven_batches"
+_ELSEWHERE = -1  # what a process gathers for replicas of which it has no device
 
 
 class WeightedBatch(NamedTuple):
     """A batch with each replica's weight in it; `js.train_loop` hands both to the step.
 
     Attributes:
-      batch: leaves with leading dimension replicas * local batch, replica-major.
+      batch: leaves with leading dimension replicas * local batch, replica-major; of all replicas,
+        in several processes as arrays over all of them.
       weight: (replicas,) float32, samples of each replica; 0 for one that has run out.
     """
 
@@ -45,22 +47,25 @@ def uneven_batches(
         for result in js.train_loop(step, state, js.uneven_batches(shares, mesh=mesh)): ...
 
     Args:
-      shares: for each replica of this process, its batches: trees of arrays (samples, ...) of the
-        same shapes throughout. One may be empty, if another of this process is not.
+      shares: for each replica of which this process has devices, its batches: trees of arrays
+        (samples, ...) of the same shapes throughout. One may be empty, if another of this process
+        is not. Processes that share a replica give the same batches for it, all of its samples.
       mesh: the step's mesh.
       axis_name: the replica axis.
       on_exhausted: `"follow"`, or `"raise"` when one replica runs out before another.
 
     Yields:
-      A `WeightedBatch`: weight is the number of samples of each replica.
+      A `WeightedBatch`: weight is the number of samples of each replica. In several processes both
+      are arrays over all of them, which a step takes as they are, whatever its `host_batch`.
 
     Raises:
       ValueError: another number of shares than replicas here, another `on_exhausted`; on all
-        processes: shapes or structures that differ between batches, no batch at all.
+        processes: shapes or structures that differ between batches, no batch at all, a replica for
+        which the processes that share it give different numbers of samples.
       RuntimeError: `on_exhausted="raise"` and some replicas have run out; says which.
 
-    Communication: with several processes, before each batch one gather of 8 bytes per replica
-      between hosts; none with one process.
+    Communication: with several processes, before each batch one gather of 8 bytes per replica and
+      process between hosts; none with one process.
 
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
@@ -69,17 +74,14 @@ def uneven_batches(
             f'{_OWNER}: `on_exhausted` must be "follow" or "raise", got {on_exhausted!r}.'
         )
     replicas = replica_count(_OWNER, mesh, axis_name)
-    here, place = list(range(replicas)), None
-    if not isinstance(mesh, VirtualMesh):
-        split = NamedSharding(mesh, P(axis_names(axis_name)))
-        held = split.addressable_devices_indices_map((replicas,)).values()
-        here = sorted({index[0].indices(replicas)[0] for index in held if index})
-        place = split if jax.process_count() > 1 else None
+    axes = axis_names(axis_name)
+    here = list(own_parts(mesh, axes))
     if len(shares) != len(here):
         raise ValueError(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(here)} of {replicas}, got {len(shares)} shares."
         )
+    place = functools.partial(from_parts, mesh=mesh, axes=axes) if is_of_processes(mesh) else None
     return _joined([iter(share) for share in shares], here, replicas, place, on_exhausted)
 
 
@@ -87,7 +89,7 @@ def _joined(
     shares: list[Iterator[PyTree]],
     here: list[int],
     replicas: int,
-    place: NamedSharding | None,
+    place: Callable[[Any], jax.Array] | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
     last: list[PyTree | None] = [None] * len(shares)
@@ -97,17 +99,16 @@ def _joined(
         last = [old if new is None else new for new, old in zip(fresh, last, strict=True)]
         reference = reference or _describe(next((b for b in last if b is not None), {}))
         problem = _problem(last, here, reference)
-        samples, marks = np.zeros((2, replicas), np.int32)
+        samples, marks = np.full((2, replicas), _ELSEWHERE, np.int32)
         samples[here] = [0 if b is None or problem else _samples(b) for b in fresh]
         marks[here] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
+        known = np.stack([samples, marks])[None]
         if place is not None:
-            samples, marks = _sum_of_processes(np.stack([samples, marks]))
-        if (marks == 0).any() or (marks != marks[0]).any():
-            others = f"marks {marks.tolist()} of the replicas' shapes, 0 where they change"
-            raise ValueError(
-                f"{_OWNER}: `shares`: "
-                f"{problem or f'batches have other shapes on another process ({others})'}."
-            )
+            known = multihost_utils.process_allgather(known[0])
+        samples, marks = known.max(axis=0)
+        problem = problem or _problem_between(known)
+        if problem:
+            raise ValueError(f"{_OWNER}: `shares`: {problem}.")
         if not samples.any():
             return
         if on_exhausted == "raise" and not samples.all():
@@ -123,16 +124,28 @@ def _joined(
         if place is None:
             yield WeightedBatch(batch, weight)
         else:
-            yield WeightedBatch(*_across_processes((batch, weight[here]), place))
+            yield WeightedBatch(jax.tree.map(place, batch), place(weight[here]))
 
 
-def _sum_of_processes(own: np.ndarray) -> np.ndarray:
-    return np.sum(multihost_utils.process_allgather(own), axis=0)
-
-
-def _across_processes(own: PyTree, place: NamedSharding) -> PyTree:
-    """Arrays over all processes, of which each gives its part."""
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, x), own)
+def _problem_between(known: np.ndarray) -> str | None:
+    """What is wrong with what processes tell, (processes, 2, replicas): samples and marks."""
+    held = known != _ELSEWHERE
+    samples, marks = np.moveaxis(known, 1, 0)
+    found = sorted(set(marks[held[:, 1]].tolist()))
+    if found[0] == 0 or len(found) > 1:
+        by_replica = marks.max(axis=0).tolist()
+        return (
+            "batches have other shapes on another process "
+            f"(marks {by_replica} of the replicas' shapes, 0 where they change)"
+        )
+    least = np.where(held[:, 0], samples, np.iinfo(samples.dtype).max).min(axis=0)
+    differ = np.flatnonzero(least != samples.max(axis=0)).tolist()
+    if differ:
+        return (
+            f"processes that share replicas {differ} must give the same batches for them, and give "
+            f"{least[differ].tolist()} samples and {samples.max(axis=0)[differ].tolist()}"
+        )
+    return None
 
 
 def _samples(batch: PyTree) -> int:

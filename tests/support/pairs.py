@@ -1,4 +1,4 @@
-"""A program in several real processes that are joined, each with one CPU device."""
+"""A program in two real processes that are joined, with CPU devices."""
 
 import contextlib
 import os
@@ -15,13 +15,15 @@ import sys
 import jax
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_num_cpu_devices", int(sys.argv[3]))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
 """
 
 
-def two_processes(program: str, folder: Path, seconds: float = 120, code: int = 0) -> list[str]:
+def two_processes(
+    program: str, folder: Path, seconds: float = 120, code: int = 0, devices: int = 1
+) -> list[str]:
     """What both print, without the runtime's lines; both must leave with `code` within `seconds`.
 
     Args:
@@ -29,6 +31,7 @@ def two_processes(program: str, folder: Path, seconds: float = 120, code: int = 
       folder: for what they print.
       seconds: at most.
       code: of both.
+      devices: of each.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -39,7 +42,7 @@ def two_processes(program: str, folder: Path, seconds: float = 120, code: int = 
     with contextlib.ExitStack() as files:
         started = [
             subprocess.Popen(
-                [sys.executable, str(script), str(rank), str(port)],
+                [sys.executable, str(script), str(rank), str(port), str(devices)],
                 stdout=files.enter_context(out.open("w")),
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"XLA_FLAGS": ""},

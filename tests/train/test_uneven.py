@@ -1,5 +1,7 @@
 """Replicas with different amounts of data: weights in the step, and the loop that gives them."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.pairs import two_processes
 
 REPLICAS = 4
 SHAPE = (2, 3)  # a local batch
@@ -137,6 +140,67 @@ def test_the_end_may_be_an_error():
 def test_shares_that_do_not_fit(shares, said):
     with pytest.raises(ValueError, match=said):
         list(js.uneven_batches(shares, mesh=js.virtual_mesh({"replica": 2})))
+
+
+# Two processes with two devices each, on each of which lies a part of both replicas.
+PROGRAM = """
+import json
+import numpy as np
+import optax
+import jaxslowmo as js
+
+devices = sorted(jax.devices(), key=lambda d: d.id)
+spans = jax.sharding.Mesh(np.array([[devices[i] for i in row] for row in ((0, 2), (1, 3))]),
+    ("replica", "device"))
+apart = jax.sharding.Mesh(np.array([devices[i] for i in (0, 2, 1, 3)]), ("replica",))
+rows = np.random.default_rng(0).normal(size=(2, 3, 4, 3)).astype(np.float32)
+said = {}
+
+def train(mesh, shares, **options):
+    step = js.make_train_step(
+        lambda p, b: ((b @ p["w"]) ** 2).mean(), optax.sgd(0.1),
+        gradients=js.all_reduce_gradients(("replica", *mesh.axis_names[1:]), divide_by="active"),
+        mesh=mesh, **options,
+    )
+    state, weights = step.init({"w": np.ones(3, np.float32)}), []
+    for batch, weight in js.uneven_batches(shares, mesh=mesh):
+        state, metrics = step(state, batch, weight)
+        weights.append(metrics["weight"].addressable_data(0).tolist())
+    return state.params["w"].addressable_data(0)[0].tolist(), weights
+
+for host_batch in ("local", "global"):
+    said[host_batch] = train(spans, [list(rows[0][:3]), list(rows[1][:1])], host_batch=host_batch)
+# Replicas 0 and 2 are the first process', 1 and 3 the second's; each has one batch of its own.
+said["apart"] = train(apart, [[rows[0][i][:2]] for i in [[0, 1], [1, 2]][rank]])
+try:
+    train(spans, [list(rows[0][: 2 + rank]), list(rows[1])])
+except ValueError as error:
+    said["error"] = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_several_processes(tmp_path):
+    """Replicas that two processes share count once; those of one process need not be neighbours."""
+    printed = two_processes(PROGRAM, tmp_path, devices=2)
+    rows = np.random.default_rng(0).normal(size=(2, 3, 4, 3)).astype(np.float32)
+
+    def trained(*batches):
+        w = np.ones(3)
+        for replicas in batches:
+            w = w - 0.1 * np.mean([2 * x.T @ (x @ w) / len(x) for x in replicas], axis=0)
+        return w
+
+    wanted = trained([rows[0][0], rows[1][0]], [rows[0][1]], [rows[0][2]])
+    for text in printed:
+        said = json.loads(text.splitlines()[-1])
+        for host_batch in ("local", "global"):
+            np.testing.assert_allclose(said[host_batch][0], wanted, rtol=1e-5)
+            assert said[host_batch][1] == [[4], [4], [4]]
+        np.testing.assert_allclose(
+            said["apart"][0], trained([rows[0][i][:2] for i in (0, 1, 1, 2)]), rtol=1e-5
+        )
+        assert "processes that share replicas [0] must give the same batches" in said["error"]
 
 
 def test_another_way_to_end():

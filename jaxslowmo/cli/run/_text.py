@@ -1,17 +1,16 @@
-"""What a run reads, and its batches on the devices."""
+"""What a run reads, and its batches."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jaxslowmo as js
 from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
+from jaxslowmo.train.step import own_parts
 
 from ..config._train import TrainConfig
 
@@ -57,7 +56,7 @@ def divide_text(
     # Made only for its checks: every replica must hold a batch.
     TextBatches(split.shares, batch_size=config.batch, window=context + 1, seed=config.seed)
     skipped = f", {len(corpus.skipped)} skipped" if corpus.skipped else ""
-    own = _own_replicas(mesh) if isinstance(mesh, Mesh) else range(config.replicas)
+    own = range(config.replicas) if mesh is None else own_parts(mesh, mesh.axis_names[:1])
     return Text(
         # Copies, so that the text of the others can be forgotten.
         shares=tuple(split.shares[replica].copy() for replica in own),
@@ -76,17 +75,7 @@ def divide_text(
     )
 
 
-def _own_replicas(mesh: Mesh) -> list[int]:
-    """Those with a device of this process."""
-    here = jax.process_index()
-    return [
-        replica
-        for replica, devices in enumerate(mesh.devices)
-        if any(device.process_index == here for device in np.ravel(devices))
-    ]
-
-
-class RunBatches(Iterator[jax.Array | np.ndarray]):
+class RunBatches(Iterator[np.ndarray]):
     """The batches of a run, each process making those of the replicas that it has a part of.
 
     Args:
@@ -111,33 +100,22 @@ class RunBatches(Iterator[jax.Array | np.ndarray]):
             seed=config.seed,
             replicas=text.replicas,
         )
-        # With one process the step places what it gets.
-        self._sharding = (
-            NamedSharding(mesh, P(mesh.axis_names))
-            if isinstance(mesh, Mesh) and mesh.is_multi_process
-            else None
-        )
-        # Of the replicas that this process makes: where the rows of each begin.
-        self._begin = {replica: i * config.batch for i, replica in enumerate(text.replicas)}
-        self._size, self._rows = config.batch, config.batch * config.replicas
+        # Processes may share a replica: each trains on the rows of its own devices.
+        axes = tuple(mesh.axis_names)
+        devices = math.prod(mesh.shape[name] for name in axes[1:])
+        begins = [
+            text.replicas.index(part // devices) * devices + part % devices
+            for part in own_parts(mesh, axes)
+        ]
+        rows = np.arange(config.batch * len(text.replicas)).reshape(-1, config.batch // devices)
+        self._rows = rows[begins].ravel()
         self.position = 0
 
-    def batch(self, index: int) -> jax.Array | np.ndarray:
-        """Batch `index` of all replicas: (replicas * batch, window) uint8, replica-major."""
-        own = self._batches.batch(index)
-        if self._sharding is None:
-            return own
+    def batch(self, index: int) -> np.ndarray:
+        """This process' part of batch `index`: (rows, window) uint8, replica-major."""
+        return self._batches.batch(index)[self._rows]
 
-        def of_device(where: Any) -> np.ndarray:
-            start, stop, _ = where[0].indices(self._rows)
-            # A device has a part of one replica's rows.
-            begin = self._begin[start // self._size] + start % self._size
-            return own[begin : begin + stop - start]
-
-        shape = (self._rows, own.shape[1])
-        return jax.make_array_from_callback(shape, self._sharding, of_device)
-
-    def __next__(self) -> jax.Array | np.ndarray:
+    def __next__(self) -> np.ndarray:
         batch = self.batch(self.position)
         self.position += 1
         return batch

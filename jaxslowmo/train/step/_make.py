@@ -10,6 +10,7 @@ from ...mesh import AnyMesh, replica_count
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from ._model_state import ModelStateMode
+from ._parts import HostBatch
 from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
 from ._transforms import check_gradients, check_sync_axes, checked_gradients
@@ -27,6 +28,7 @@ def make_train_step(
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
     order: GradientOrder = "reverse",
+    host_batch: HostBatch = "local",
     donate: bool = True,
 ) -> TrainStep:
     """A data-parallel training step over replicas.
@@ -62,19 +64,24 @@ def make_train_step(
       order: in which gradients go into buckets, where their transform does not say: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, found from the
         traced loss function.
+      host_batch: what a batch of the host is, and its weight, in several processes: `"local"`, this
+        process' part of it, the rows for its own devices in their order along the axes over which
+        the batch is split; or `"global"`, the same whole batch on every process, which cuts its
+        part out. Either way nothing is sent. Processes whose devices hold the same part, such as
+        those of a model axis over processes, give the same. In one process both are equal.
       donate: reuse the state's buffers for the new state.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state or order; accumulate < 1; `sync` that is neither a
-        `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`; a parameter
-        transform as `gradients`. At `init`, or at the first step, one inside `gradients` or,
-        host-scheduled, inside `optimizer`; replicas that would train apart. At trace time batches
-        that do not split evenly, gradients that were not averaged over the inner axes, a line
-        search where they are averaged over any, `js.slowmo(learning_rate="optimizer")` and an
-        `optimizer` whose state does not hold one learning rate.
+      ValueError: unknown axis, mode, model_state, order or host_batch; accumulate < 1; `sync` that
+        is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
+        a parameter transform as `gradients`. At `init`, or at the first step, one inside
+        `gradients` or, host-scheduled, inside `optimizer`; replicas that would train apart. At
+        trace time batches that do not split evenly, gradients that were not averaged over the inner
+        axes, a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")`
+        and an `optimizer` whose state does not hold one learning rate.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
@@ -88,6 +95,8 @@ def make_train_step(
         raise ValueError(
             f'`model_state` must be "sync_mean", "broadcast" or "local", got {model_state!r}.'
         )
+    if host_batch not in ("local", "global"):
+        raise ValueError(f'`host_batch` must be "local" or "global", got {host_batch!r}.')
     if order not in ("reverse", "ready"):
         raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -119,4 +128,4 @@ def make_train_step(
         model_state="local" if apart else model_state,
         order=order,
     )
-    return TrainStep(parts, mesh, mode, donate)
+    return TrainStep(parts, mesh, mode, host_batch, donate)

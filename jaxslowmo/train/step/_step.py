@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
@@ -26,9 +25,11 @@ from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
 from .._hyperparams import Numbers
 from .._state import KnownLayout, Layout, TrainState
+from ._compared import Comparison
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
-from ._placed import placed_batch, placed_weight
+from ._parts import HostBatch, parts_given
+from ._placed import as_arrays, placed_batch, placed_weight
 from ._probe import check_remembered
 from ._replica_step import Metrics, StepParts
 from ._transforms import check_shards, check_transforms
@@ -44,13 +45,17 @@ class TrainStep:
       mesh: the mesh it runs on.
       axis_name: the replica axis.
       mode: `"traced"` or `"host"`.
+      host_batch: `"local"` or `"global"`.
       sync: the parameter transform, sized for the mesh; None without one. Programs use it
         `with_specs` of the parameters that they are for.
     """
 
-    def __init__(self, parts: StepParts, mesh: AnyMesh, mode: Mode, donate: bool) -> None:
+    def __init__(
+        self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
+    ) -> None:
         self._parts = parts
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
+        self.host_batch: HostBatch = host_batch
         self._donate = donate
         self.tx = parts.chain()
         self.sync = parts.sync
@@ -61,6 +66,7 @@ class TrainStep:
         self._counts = HostCounts()
         self._layout_seen = Layout()
         self._in_flight = StepsInFlight()
+        self._compare = Comparison(mesh, host_batch)
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
@@ -95,10 +101,14 @@ class TrainStep:
 
         Args:
           state: a `TrainState`; its buffers are donated where the step was made so.
-          batch: leaves with leading dimension replicas * local batch, replica-major.
+          batch: leaves with leading dimension replicas * local batch, replica-major. In several
+            processes NumPy arrays, arrays of other libraries on the CPU and jax arrays of this
+            process are what `host_batch` says; an array over all processes is the whole batch.
           weight: (replicas,) each replica's share in averages >= 0, such as its number of samples;
             0 for one that has run out and follows the others, whatever its batch holds. None: all
-            alike. See `js.uneven_batches`.
+            alike. See `js.uneven_batches`. With `host_batch="local"` in several processes one
+            number for each replica of which this process has devices; processes that share a
+            replica give the same.
 
         Returns:
           `(state, metrics)`: metrics are stacked per replica, (replicas,), "loss" among them; with
@@ -106,9 +116,15 @@ class TrainStep:
 
         Raises:
           ValueError: a batch that does not split evenly, a weight of another shape, a state whose
-            buffers were donated; host-scheduled, a call inside of jax.jit or the like.
+            buffers were donated; host-scheduled, a call inside of jax.jit or the like. On all
+            processes: batches that do not fit together.
+
+        Communication: the transforms'. In several processes, for batches of the host: none, but for
+          a note of some bytes to the coordinator, and one back, at the first batch of a shape.
         """
         _refuse_deleted(state)
+        batch = as_arrays(batch)
+        self._compare(batch, self._data_axes(self._layout(state).axes))
         program, arguments = self._prepared(state, batch, weight)
         so_far = self._counts.get(_counter(state, self._parts.sync))
         layout = self._layout(state)
@@ -122,7 +138,11 @@ class TrainStep:
         return new_state, metrics
 
     def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
-        """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs."""
+        """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs.
+
+        The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
+        batch, here and wherever nothing runs; processes are not compared.
+        """
         program, arguments = self._prepared(state, batch, weight)
         return program.lower(*arguments).compile()
 
@@ -131,12 +151,11 @@ class TrainStep:
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        layout = self._layout(state)
-        parts = math.prod(self.mesh.shape[name] for name in self._data_axes(layout.axes))
+        axes = self._data_axes(self._layout(state).axes)
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
-            shape = np.shape(x)
-            return jax.ShapeDtypeStruct((shape[0] // parts, *shape[1:]), jnp.result_type(x))
+            parts = parts_given(x, self.mesh, axes, self.host_batch)
+            return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), jnp.result_type(x))
 
         def own(x: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -145,7 +164,7 @@ class TrainStep:
             return ready_order(
                 self._parts.loss,
                 jax.tree.map(own, state.params),
-                jax.tree.map(share, batch),
+                jax.tree.map(share, as_arrays(batch)),
                 model_state=jax.tree.map(own, state.model_state),
             )
         except NameError:  # unbound axis name
@@ -158,12 +177,13 @@ class TrainStep:
 
         On a `VirtualMesh` they are traced for as many devices as it has replicas: what would be
         sent. Arguments may be `ShapeDtypeStruct`s; nothing runs. On a `Mesh` the step's own
-        programs are traced, which its first updates then need not do again.
+        programs are traced, which its first updates then need not do again. A batch of arrays is
+        as the step takes it, one of shapes is whole, also in several processes.
         """
         self._check_transforms(state)
         layout = self._layout(state)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        batch = placed_batch(batch, self.mesh, self._data_axes(layout.axes))
+        batch = self._placed_batch(batch, layout)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
@@ -259,14 +279,17 @@ class TrainStep:
         """All axes over which the batch is split, replicas first."""
         return (*axis_names(self.axis_name), *self._inner_axes(automatic))
 
+    def _placed_batch(self, batch: PyTree, layout: Layout) -> PyTree:
+        return placed_batch(batch, self.mesh, self._data_axes(layout.axes), self.host_batch)
+
     def _prepared(
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
         self._note_numbers(state).replace(state.opt_state)
         layout = self._layout(state)
-        batch = placed_batch(batch, self.mesh, self._data_axes(layout.axes))
-        weight = placed_weight(weight, self.mesh, self.axis_name)
+        batch = self._placed_batch(batch, layout)
+        weight = placed_weight(weight, self.mesh, self.axis_name, self.host_batch)
         phase = self.next_phase(state) if self.mode == "host" else None
         program = self._program(phase, layout, state, batch, weight)
         return program, (state, batch, weight)

@@ -43,7 +43,20 @@ CASES = {
         lambda: {"sync": js.local_sgd(R, sync_every=999), "mode": "traced"},
         1,
     ),
+    # With 2 MiB of a NumPy batch on every host.
+    "batches, local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
+    "batches, slowmo": (
+        lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=99), sync_every=990)},
+        1,
+    ),
+    "batches, global": (
+        lambda: {"sync": js.local_sgd(R, sync_every=999), "host_batch": "global"},
+        1,
+    ),
 }
+OWN = np.random.default_rng(RANK).normal(size=2**19).astype(np.float32)
+BATCHES = {"batches, local_sgd": OWN, "batches, slowmo": OWN}
+BATCHES["batches, global"] = np.linspace(0, 1, COUNT * 2**19, dtype=np.float32)
 
 
 def main() -> None:
@@ -69,13 +82,14 @@ def main() -> None:
             **({"mode": "host"} | options()),
         )
         state = step.init(params)
+        batch = BATCHES.get(name, ones)
         for _ in range(EVERY):  # compiles every program
-            state, _ = step(state, ones)
+            state, _ = step(state, batch)
         jax.block_until_ready(state)
         meet()
         before = int(COUNTER.read_text())
         for _ in range(UPDATES):
-            state, _ = step(state, ones)
+            state, _ = step(state, batch)
         jax.block_until_ready(state)
         meet()
         found[name] = (int(COUNTER.read_text()) - before) / times

@@ -1,0 +1,102 @@
+"""What several processes give of one array: which parts are this process', and how they join."""
+
+import functools
+import hashlib
+import math
+from typing import Any, Literal, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...mesh import AnyMesh, VirtualMesh
+
+HostBatch = Literal["local", "global"]
+
+
+@functools.lru_cache(maxsize=64)
+def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Of a dimension that is split over `axes`, the parts that devices of this process hold.
+
+    Args:
+      mesh: in several processes or in one; a `VirtualMesh` has all parts.
+      axes: of the mesh, outermost first.
+
+    Returns:
+      Numbers in 0 .. parts - 1, ascending. They need not follow each other, and where devices
+      differ along another axis several processes hold the same part.
+
+    Communication: none.
+    """
+    count = num_parts(mesh, axes)
+    if isinstance(mesh, VirtualMesh):
+        return tuple(range(count))
+    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({index[0].indices(count)[0] for index in held if index}))
+
+
+def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
+    """Into how many parts a dimension is split over `axes`."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
+    """Whether devices of several processes form the mesh."""
+    return isinstance(mesh, Mesh) and mesh.is_multi_process
+
+
+def is_of_host(x: Any) -> bool:
+    """Whether this process alone knows `x`.
+
+    Not arrays over several processes, nor shapes without values or values under a trace, which are
+    all of the whole.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct | Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
+    """Of how many parts `x` holds the rows: of all, or of those of this process."""
+    if host_batch == "local" and is_of_processes(mesh) and is_of_host(x):
+        return len(own_parts(mesh, axes))
+    return num_parts(mesh, axes)
+
+
+def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """The array over all processes of which this one gives its own parts.
+
+    Args:
+      x: NumPy or jax array (own parts * rows, ...): the rows of `own_parts`, one part after the
+        other; as many rows in every part, on every process. Processes that hold the same part
+        must give the same.
+      mesh: of several processes.
+      axes: over which the leading dimension is split.
+
+    Communication: none.
+    """
+    own = own_parts(mesh, axes)
+    rows = x.shape[0] // len(own)
+    whole = rows * num_parts(mesh, axes)
+    begins = {part: i * rows for i, part in enumerate(own)}
+
+    def of_device(where: Any) -> Any:
+        begin = begins[where[0].indices(whole)[0] // rows]
+        return x[begin : begin + rows]
+
+    shape = (whole, *x.shape[1:])
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
+
+
+def digest(arrays: list[Any], begin: float, end: float) -> str:
+    """16 letters that stand for the bits of these arrays between two fractions of their rows."""
+    found = hashlib.blake2b(digest_size=8)
+    for x in arrays:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        rows = np.asarray(x)[round(begin * x.shape[0]) : round(end * x.shape[0])]
+        found.update(np.ascontiguousarray(rows).tobytes())
+    return found.hexdigest()

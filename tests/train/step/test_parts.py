@@ -1,0 +1,173 @@
+"""What several processes give of one array."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+from jaxslowmo.train.step._parts import digest, own_parts, parts_given
+from support.pairs import two_processes
+
+
+def test_one_process_has_all_parts(mesh_of):
+    mesh = mesh_of({"replica": 2, "device": 2})
+    for where in (mesh, js.virtual_mesh({"replica": 2, "device": 2})):
+        assert own_parts(where, ("replica", "device")) == (0, 1, 2, 3)
+        assert own_parts(where, ("replica",)) == (0, 1)
+        for host_batch in ("local", "global"):
+            assert parts_given(np.ones(8), where, ("replica", "device"), host_batch) == 4
+
+
+def test_a_digest_is_of_the_rows_in_all_arrays():
+    x, y = np.arange(8.0).reshape(4, 2), jax.random.split(jax.random.key(0), 4)
+    whole = digest([x, y], 0, 1)
+    assert whole == digest([np.asfortranarray(x), y], 0, 1)
+    assert len({whole, digest([x, y], 0, 0.5), digest([x, y], 0.5, 1), digest([y], 0, 1)}) == 4
+    assert digest([x[2:]], 0, 1) == digest([x], 0.5, 1)
+
+
+# Two processes with two devices each: 0 and 1 are the first's.
+PROGRAM = """
+import functools
+import json
+import math
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxslowmo as js
+from jaxslowmo._coordinator import tell, wait_for
+from jaxslowmo.train.step._parts import own_parts
+
+devices = sorted(jax.devices(), key=lambda d: d.id)
+rng = np.random.default_rng(0)
+WHOLE = rng.normal(size=(4, 8, 3)).astype(np.float32)
+WEIGHT = np.array([1, 3], np.float32)
+START = {"w": np.ones((3, 2), np.float32)}
+said = {}
+
+def loss(params, batch):
+    return ((batch @ params["w"]) ** 2).mean()
+
+def values(tree):
+    shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
+    return [np.asarray(shard.data).tolist() for shard in shards]
+
+def train(step, params, give, weight=None):
+    state = step.init(params)
+    for batch in WHOLE:
+        state, metrics = step(state, give(batch), weight)
+    return values((state.params, metrics))
+
+def over(mesh, *axes):
+    sharding = NamedSharding(mesh, P(*axes))
+    return lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
+    own, here = own_parts(mesh, axes), list(own_parts(mesh, ("replica",)))
+    count = math.prod(mesh.shape[a] for a in axes)
+    mine = lambda x: np.concatenate([np.split(x, count)[i] for i in own])
+    weight = WEIGHT if weighted else None
+    part = None if weight is None else weight[here]
+    params = jax.tree.map(over(mesh, *spec), START) if spec else START
+    make = functools.partial(
+        js.make_train_step, loss, optax.sgd(0.1), sync=js.local_sgd("replica", sync_every=2),
+        mesh=mesh, mode="host",
+    )
+    step = make()
+    known = None if weight is None else over(mesh, "replica")(weight)
+    wanted = train(step, params, over(mesh, axes), known)
+    one = lambda x: jax.device_put(mine(x), jax.local_devices()[0])
+    found = [train(step, params, mine, part), train(step, params, one, part)]
+    if globally:
+        found.append(train(make(host_batch="global"), params, lambda x: x, weight))
+    said[name] = [own, all(x == wanted for x in found)]
+
+grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
+one_axis = lambda *row: jax.sharding.Mesh(grid(row)[0], ("replica",))
+compare("contiguous", one_axis(0, 1, 2, 3), ("replica",))
+compare("apart", one_axis(0, 2, 1, 3), ("replica",))
+two = jax.sharding.Mesh(grid([0, 1], [2, 3]), ("replica", "device"))
+compare("whole replicas", two, ("replica", "device"), weighted=True)
+spans = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "device"))
+compare("replicas over processes", spans, ("replica", "device"), weighted=True, globally=True)
+model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
+compare("same parts", model, ("replica",), spec=(None, "model"), globally=True)
+
+# Nothing waits for the other process: process 0 does its local steps before process 1 begins.
+sync = js.local_sgd("replica", sync_every=99)
+for mode, host_batch in (("host", "local"), ("traced", "global")):
+    step = js.make_train_step(
+        loss, optax.sgd(0.1), sync=sync, mesh=one_axis(0, 1, 2, 3), mode=mode, host_batch=host_batch
+    )
+    state = step.init(START)
+    is_whole = host_batch == "global"
+    batch = WHOLE[0] if is_whole else WHOLE[0][4 * rank:][:4]
+    weight = np.arange(4.0) if is_whole else np.ones(2)
+    state, _ = step(state, batch, weight)
+    if rank == 1:
+        wait_for(f"go {mode}", 60)
+    for _ in range(10):
+        state, metrics = step(state, batch, weight)
+    jax.block_until_ready((state, metrics))
+    if rank == 0:
+        tell(f"go {mode}", "")
+
+# What is looked at without running is of the whole, whichever way it is given.
+step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=two)
+state = step.init(START)
+shape = jax.ShapeDtypeStruct((8, 3), np.float32)
+mine = WHOLE[0][4 * rank:][:4]
+traced = [step.traced_by_phase(state, x)[None] for x in (shape, mine)]
+said["traced"] = len({str(t.jaxpr) for t in traced}) == 1
+said["report"] = js.comm_report(step, state, mine) == js.comm_report(step, state, shape)
+said["compiled"] = step.compiled(state, mine).as_text() == step.compiled(state, shape).as_text()
+said["order"] = [step.ready_order(state, x) for x in (shape, mine)] == [(0,)] * 2
+for name, call in {
+    "rows": lambda: step(state, WHOLE[0][:3]),
+    "weight": lambda: step(state, mine, np.ones(2)),
+}.items():
+    try:
+        call()
+    except ValueError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    printed = two_processes(PROGRAM, tmp_path_factory.mktemp("parts"), devices=2)
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    {
+        "contiguous": [[0, 1], [2, 3]],
+        "apart": [[0, 2], [1, 3]],
+        "whole replicas": [[0, 1], [2, 3]],
+        "replicas over processes": [[0, 2], [1, 3]],
+        "same parts": [[0, 1], [0, 1]],
+    }.items(),
+)
+def test_parts_make_the_batch(said, name, parts):
+    """From NumPy and from one device; the same as an array over all, and as `"global"`."""
+    for process, own in zip(said, parts, strict=True):
+        assert process[name] == [own, True]
+
+
+@pytest.mark.parametrize("name", ["traced", "report", "compiled", "order"])
+def test_what_does_not_run_takes_parts_and_whole_shapes(said, name):
+    assert [process[name] for process in said] == [True, True]
+
+
+def test_what_does_not_fit_this_process_names_its_share(said):
+    for process in said:
+        assert "a positive multiple of 2, this process' share of 4, the size" in process["rows"]
+        assert "got (root) (3, 3)" in process["rows"]
+        assert process["weight"] == (
+            "`weight` must hold one number per replica of this process, which has 1 of 2, shape "
+            "(1,), got shape (2,)."
+        )
