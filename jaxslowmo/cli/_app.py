@@ -17,10 +17,10 @@ from .config._checkpoint import CheckpointConfig
 from .config._cluster import ClusterConfig
 from .config._compare import CompareConfig
 from .config._options import folder_option, same_option, with_options
-from .config._train import PRESET_DEFAULTS, train_config, train_options
+from .config._train import PRESET_DEFAULTS, TrainConfig, train_config, train_options
 from .config._unused import refuse_unused
 from .inspect._commands import inspect_app
-from .processes._launch import launch
+from .processes._launch import folder_of, launch
 from .processes._launchers import is_child, is_one_of_several, started_by
 from .processes._supervise import end_with_parent, supervise
 from .sample._config import SampleConfig
@@ -66,16 +66,22 @@ def _train(
         # From the start: its parent passes Ctrl-C on as SIGTERM, which ends all processes. An
         # exception in one of them would leave the others waiting.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with usage_errors():
-        config = train_config(train)
-        refuse_unused(train, config)
-        _check_folder(out, train)
+    config = _checked(out, train)
     if is_one_of_several(config.cluster) and not is_child():
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train as run_train
 
     raise typer.Exit(run_train(config, out))
+
+
+def _checked(out: Path | None, given: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run, if nothing speaks against its options."""
+    with usage_errors():
+        config = train_config(given)
+        refuse_unused(given, config)
+        _check_folder(out, given)
+    return config
 
 
 def _check_folder(out: Path | None, given: Mapping[str, Any]) -> None:
@@ -136,7 +142,13 @@ def _launch(
     ] = ClusterConfig.heartbeat_timeout,
 ) -> None:
     """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
-    raise typer.Exit(launch(processes, restarts, heartbeat_timeout, context.args))
+    command, arguments = context.args, context.args[1:]
+    out = folder_of(processes, command)
+    # Here, and not in every process.
+    train: Any = typer.main.get_command(app)
+    with train.commands["train"].make_context("train", list(arguments)) as parsed:
+        _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
+    raise typer.Exit(launch(processes, restarts, heartbeat_timeout, command, out))
 
 
 _ONLY_TRAIN = {

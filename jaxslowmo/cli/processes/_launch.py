@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,15 +15,22 @@ from pathlib import Path
 from .._errors import LOST_A_PROCESS, TERMINATED, CommandError
 from ._children import Children
 from ._launchers import LAUNCHED
-from ._restarts import Ended, keep_running
+from ._restarts import Ended, keep_running, pass_on
 
 # Beyond the heartbeat: what survivors need to notice that a process is gone, and to end.
 _GRACE_SECONDS = 10
 _OWN = ("--coordinator", "--coordinator-bind", "--num-processes", "--process-id", "--restarts")
 _HOST = "127.0.0.1"
+_MOST_PROCESSES = 1024  # of one machine
+# What all processes find out at once, each of them would say.
+_TOLD_ONCE = ("error: ", "warning: ")
+# With what others tell why one of them has ended.
+_OF_ANOTHER = re.compile(r"process \d+ has ended: ")
 
 
-def launch(processes: int, restarts: int, heartbeat_timeout: int, command: Sequence[str]) -> int:
+def launch(
+    processes: int, restarts: int, heartbeat_timeout: int, command: Sequence[str], out: Path
+) -> int:
     """Runs `jaxslowmo train` in so many processes; 0 once all have ended well.
 
     When one fails in a way that can pass, waits until the others have noticed and ended (kills
@@ -32,16 +41,13 @@ def launch(processes: int, restarts: int, heartbeat_timeout: int, command: Seque
       processes: how many.
       restarts: how often to start again before there is a newer checkpoint.
       heartbeat_timeout: of the processes, in seconds.
-      command: "train" and its arguments; `--out` must be among them.
+      command: "train" and its arguments, which `folder_of` has looked at.
+      out: folder of the run.
 
     Returns:
       0; or the code of the process that failed first, where it is not started again; 130 after
       Ctrl-C; 143 after SIGTERM that came too early for something to be saved.
-
-    Raises:
-      CommandError: for a command that cannot be launched.
     """
-    out = _checked(processes, command)
 
     def attempt(children: Children, arguments: list[str]) -> Ended:
         with _own_port() as port:
@@ -52,9 +58,14 @@ def launch(processes: int, restarts: int, heartbeat_timeout: int, command: Seque
     return keep_running(attempt, arguments, out, restarts=restarts, speaker="launch")
 
 
-def _checked(processes: int, command: Sequence[str]) -> Path:
-    if processes < 1:
-        raise CommandError(f"--processes must be >= 1, got {processes}")
+def folder_of(processes: int, command: Sequence[str]) -> Path:
+    """The folder of the run, which stands in its command.
+
+    Raises:
+      CommandError: for a command that cannot be launched.
+    """
+    if not 1 <= processes <= _MOST_PROCESSES:
+        raise CommandError(f"--processes must be 1 to {_MOST_PROCESSES}, got {processes}")
     if not command or command[0] != "train":
         given = " ".join(command) or "nothing"
         raise CommandError(f"launch runs: jaxslowmo launch ... -- train ...; got {given}")
@@ -78,7 +89,8 @@ class _Group:
         self, children: Children, processes: int, port: int, arguments: Sequence[str]
     ) -> None:
         self._children, self._wanted = children, processes
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._voices = _Voices()
         for index in range(processes):
             if children.asked is not None:
                 break
@@ -92,8 +104,12 @@ class _Group:
                     {**os.environ, LAUNCHED: str(os.getpid())},
                     # Ctrl-C reaches them through this process alone, once.
                     start_new_session=True,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
                 )
             )
+            self._voices.pass_on(self._processes[-1])
 
     def wait(self, patience: float) -> Ended:
         """How the process that failed first ended, once all have; code 0 if none failed.
@@ -109,6 +125,7 @@ class _Group:
                 deadline = time.monotonic() + patience
             elif deadline is not None and time.monotonic() > deadline:
                 self._children.send(signal.SIGKILL)
+        self._voices.end()
         if len(self._processes) < self._wanted:
             return Ended(TERMINATED, "not all processes were started")
         return failed or self._failure() or Ended(0, "all processes ended", is_told=True)
@@ -121,6 +138,40 @@ class _Group:
         index, code = min(failed, key=lambda pair: pair[1] == LOST_A_PROCESS)
         is_told, code = code > 0, 128 - code if code < 0 else code
         return Ended(code, f"process {index} ended with code {code}", is_told=is_told)
+
+
+class _Voices:
+    """What the processes of one start say on stderr; an error or a warning of several once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+
+    def pass_on(self, process: "subprocess.Popen[str]") -> None:
+        """Passes on what this process says from now on."""
+        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._readers.append(reader)
+        reader.start()
+
+    def end(self) -> None:
+        """Waits until all is passed on that processes which have ended said."""
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stderr is not None
+        with process.stderr as said:
+            for line in said:
+                if not (line.startswith(_TOLD_ONCE) and self._was_told(line)):
+                    pass_on(line)
+
+    def _was_told(self, line: str) -> bool:
+        what = _OF_ANOTHER.sub("", line)
+        with self._lock:
+            before = what in self._told
+            self._told.add(what)
+            return before
 
 
 @contextlib.contextmanager

@@ -20,10 +20,19 @@ from support.fake_children import ended_together, pids_with, wait_for
         (["--processes", 2], "got nothing"),
         (["--processes", 2, "--", "train"], "train needs --out"),
         (["--processes", 2, "--", "train", "--out="], "train needs --out"),
-        (["--processes", 0, "--", "train", "--out", "x"], "--processes must be >= 1, got 0"),
+        (["--processes", 0, "--", "train", "--out", "x"], "--processes must be 1 to 1024, got 0"),
         (
             ["--processes", 2, "--", "train", "--out", "x", "--process-id=1", "--restarts", 2],
             "--process-id, --restarts of train: launch decides it",
+        ),
+        (
+            ["--processes", 2, "--", "train", "--out", "x", "--steps", 0],
+            "--steps must be >= 1",
+        ),
+        (["--processes", 2, "--", "train", "--out", "x", "--stps", 0], "No such option: --stps"),
+        (
+            ["--processes", 2, "--", "train", "--out", "x", "--graph", "ring"],
+            "not with slowmo; got",
         ),
         (
             ["--processes", 2, "--", "train", "--out", "x", "--coordinator-bind", "0.0.0.0"],
@@ -33,7 +42,7 @@ from support.fake_children import ended_together, pids_with, wait_for
 )
 def test_what_cannot_be_launched(call, argv, words):
     outcome = call("launch", *argv)
-    assert outcome.code == 2
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert words in outcome.err
 
 
@@ -51,7 +60,7 @@ def test_which_ends_of_processes_are_followed_by_a_start(
 ):
     monkeypatch.setattr(Children, "pause", lambda self, seconds: None)
     child = fake(script)
-    assert launch(2, 2, 10, ["train", "--out", str(tmp_path)]) == code
+    assert launch(2, 2, 10, ["train", "--out", str(tmp_path)], tmp_path) == code
     given = child.starts()
     assert len(given) == 2 * starts
     assert [("--resume" in line) for line in given] == [False] * 2 + [True] * (2 * starts - 2)
@@ -59,6 +68,15 @@ def test_which_ends_of_processes_are_followed_by_a_start(
     assert len(lines) == (starts if starts > 1 else 0)
     assert all(line.startswith("launch: process ") for line in lines)
     assert all(f" ended with code {code}; no checkpoint in " in line for line in lines)
+
+
+def test_what_several_processes_say_is_told_once(fake, tmp_path, capfd):
+    said = ("error: no text", "error: process 0 has ended: no text", "warning: slow", "more")
+    child = fake("".join(f"echo '{line}' >&2; " for line in said) + "exit 2")
+    assert launch(3, 2, 10, ["train", "--out", str(tmp_path)], tmp_path) == 2
+    assert len(child.starts()) == 3
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == ["error: no text", "more", "more", "more", "warning: slow"]
 
 
 def test_a_signal_between_two_starts_prevents_the_second(fake, monkeypatch, tmp_path, capsys):
@@ -71,7 +89,7 @@ def test_a_signal_between_two_starts_prevents_the_second(fake, monkeypatch, tmp_
         return process
 
     monkeypatch.setattr(Children, "start", start_and_signal)
-    assert launch(3, 2, 10, ["train", "--out", str(tmp_path)]) == 143
+    assert launch(3, 2, 10, ["train", "--out", str(tmp_path)], tmp_path) == 143
     assert len(child.starts()) <= 1  # it may have ended before it wrote
     assert capsys.readouterr().err.startswith("launch: ended by SIGTERM; no checkpoint in ")
 
@@ -127,5 +145,5 @@ def test_no_process_outlives_a_launcher_that_is_killed_at_once(launched, process
     run, out = launched
     wait_for(lambda: len(pids_with(out)) >= processes)
     run.kill()
-    run.communicate(timeout=120)  # all that hold the end of its pipe are gone
-    assert not pids_with(out)
+    run.communicate(timeout=120)
+    wait_for(lambda: not pids_with(out), seconds=20)
