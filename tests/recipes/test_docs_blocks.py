@@ -2,6 +2,8 @@
 
 import pytest
 
+import jaxslowmo as js
+
 from recipes.doc_blocks import (
     DOCS,
     LOOP,
@@ -46,3 +48,15 @@ def test_page_runs(page):
 def test_mixing_prints_what_the_page_shows(capsys):
     fresh("graphs", "Mixing")
     assert [capsys.readouterr().out] == outputs("graphs", "Mixing")
+
+
+def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_without():
+    names = run("choosing", *[title for title, blocks in sections("choosing").items() if blocks])
+    sent = {}
+    for name, step in names["steps"].items():
+        report = js.comm_report(step, names["states"][name], names["batch"])
+        kinds = set(report.kinds) & {"every", "local"}
+        sent[name] = {kind: report.bytes(kind=kind) for kind in kinds}
+    size = sum(leaf.nbytes for leaf in names["params"].values())
+    assert sent == {"every update": {"every": size}, "never": {"local": 0}}
+    assert names["computation"] > 0
