@@ -1,0 +1,53 @@
+"""All of optax under `sync=`: what the page says of each, and that an average stays."""
+
+import numpy as np
+import pytest
+
+from recipes.doc_blocks import DOCS
+from recipes.optax_cases import CASES, EVALUATE, MOVES, NOISE, names_of
+from recipes.optax_measured import BATCHES, is_known, measured, table, trained
+from support.exhaustive import sweep
+
+# Those whose copies move are measured in tests/train/step/test_copies_follow.py, too.
+USUAL = {"adam", "dog", "dpsgd", "fromage", "lookahead", "mechanize", "monitor", "sam"}
+ALIKE = np.concatenate([BATCHES[:, :8]] * 2, axis=1)
+EVERY = [(module, name) for module, cases in CASES.items() for name in cases]
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_no_name_is_missing(module):
+    assert not set(names_of(module)) - set(CASES[module])
+
+
+def test_the_page_has_the_table():
+    page = (DOCS / "recipes" / "optimizers.md").read_text(encoding="utf-8")
+    assert table() in page, "run `python tools/optimizers.py`, which writes it"
+
+
+@pytest.mark.parametrize(("module", "name"), sweep(EVERY, lambda module, name: name in USUAL))
+def test_an_average_stays(module, name):
+    """Of what it moved, updates with gradients that are equal on all replicas take nothing back."""
+    case = CASES[module][name]
+    if not is_known(module, name):
+        return  # of another version of optax
+    if case.refused:
+        with pytest.raises(ValueError, match=case.refused):
+            measured(case)
+        return
+    found = measured(case)
+    assert found.spread > 2e-4
+    assert found.together < 1e-6
+    # Some make longer steps where parameters are larger, or farther away from the first ones.
+    is_known_to_differ = bool(case.note or case.condition)
+    assert found.left == pytest.approx(1, abs=0.1 if is_known_to_differ else 0.02)
+    assert bool(found.moved) == case.condition.startswith((MOVES, EVALUATE))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, case in CASES["optax"].items() if case.condition == NOISE]
+)
+def test_noise_is_the_same_on_all_replicas(name):
+    """Of equal data they make equal parameters, other ones than without noise."""
+    state, other = (trained(CASES["optax"][x], ALIKE) for x in (name, "sgd"))
+    assert np.ptp(state.params["w"], axis=0).max() == 0
+    assert np.abs(state.params["w"] - other.params["w"]).max() > 1e-4
