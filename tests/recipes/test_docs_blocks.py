@@ -3,7 +3,6 @@
 import pytest
 
 import jaxslowmo as js
-
 from recipes.doc_blocks import (
     DOCS,
     LOOP,
