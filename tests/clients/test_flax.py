@@ -1,0 +1,177 @@
+"""Training programs in the way of flax's examples, for one device, moved to replicas.
+
+A convolution, BatchNorm and Dropout, whose variables are of four kinds: what is trained, statistics,
+keys, and counters.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxslowmo as js
+
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(4, size=(13, 32))
+# A bright quarter tells the label.
+IMAGES = RNG.normal(scale=0.3, size=(13, 32, 8, 8, 1)).astype(np.float32)
+for quarter in range(4):
+    row, column = divmod(quarter, 2)
+    patch = (slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4))
+    IMAGES[:, :, *patch, 0] += (quarter == LABELS)[..., None, None]
+BATCHES = [{"image": x, "label": y} for x, y in zip(IMAGES[:12], LABELS[:12], strict=True)]
+UNSEEN = {"image": IMAGES[12], "label": LABELS[12]}
+
+
+def slow():
+    base = js.local_sgd("replica", sync_every=2)
+    return js.slowmo("replica", base=base, sync_every=4, momentum=0.2, learning_rate=0.01)
+
+
+def cross_entropy(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def accuracy(logits):
+    return np.mean(np.argmax(logits, -1) == UNSEEN["label"])
+
+
+class CNN(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(4 * 4 * 8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x)))
+        x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
+        return self.head(self.dropout(x.reshape(x.shape[0], -1)))
+
+
+def nnx_loss(model, batch):
+    logits = model(batch["image"])
+    return cross_entropy(logits, batch), logits
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """The example as it is written: `nnx.jit`, `nnx.Optimizer`, metrics that count."""
+    model = CNN(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+
+    @nnx.jit
+    def train_step(model, optimizer, metrics, batch):
+        (loss, logits), grads = nnx.value_and_grad(nnx_loss, has_aux=True)(model, batch)
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+        optimizer.update(model, grads)
+
+    for batch in BATCHES:
+        train_step(model, optimizer, metrics, batch)
+    model.eval()
+    return accuracy(model(UNSEEN["image"])), metrics.compute()
+
+
+def test_nnx_with_the_training_step(one_device):
+    alone, alone_metrics = one_device
+    mesh = js.make_mesh({"replica": 4})
+    graphdef, params, rest = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch, *, model_state):
+        model = nnx.merge(graphdef, params, model_state, copy=True)
+        loss, logits = nnx_loss(model, batch)
+        hits = jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+        return loss, ({"accuracy": hits}, nnx.state(model, nnx.Not(nnx.Param)))
+
+    step = js.make_train_step(loss_fn, optax.adam(0.01), sync=slow(), mesh=mesh)
+    state = step.init(params, model_state=rest)
+    metrics = nnx.MultiMetric(
+        accuracy=nnx.metrics.Average("accuracy"), loss=nnx.metrics.Average("loss")
+    )
+    for result in js.train_loop(step, state, BATCHES):
+        metrics.update(**result.metrics)
+        state = result.state
+    keys = jax.random.key_data(state.model_state["dropout"]["rngs"]["key"][...])
+    assert len(np.unique(np.asarray(keys), axis=0)) == 4
+    np.testing.assert_array_equal(state.model_state["dropout"]["rngs"]["count"][...], [12] * 4)
+    model = nnx.merge(graphdef, *js.consensus((state.params, state.model_state), mesh=mesh))
+    model.eval()
+    assert accuracy(model(UNSEEN["image"])) > 0.9
+    assert alone > 0.9
+    seen = metrics.compute()
+    for name, value in alone_metrics.items():
+        assert abs(seen[name] - value) < 0.2, name
+
+
+class LinenCNN(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(8, (3, 3))(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.8)(x))
+        x = nn.avg_pool(x, (2, 2), strides=(2, 2)).reshape(x.shape[0], -1)
+        return nn.Dense(4)(nn.Dropout(0.1, deterministic=not train)(x))
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+    key: jax.Array
+
+
+def linen_step(state, batch):
+    """As in flax's guides on BatchNorm and Dropout, which know of one device."""
+
+    def loss_fn(params):
+        logits, updated = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats},
+            batch["image"],
+            train=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": jax.random.fold_in(state.key, state.step)},
+        )
+        return cross_entropy(logits, batch), updated
+
+    (loss, updated), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    state = state.apply_gradients(grads=grads)
+    return state.replace(batch_stats=updated["batch_stats"]), loss
+
+
+def test_linen_in_a_loop_of_its_own():
+    mesh = js.make_mesh({"replica": 4})
+    model = LinenCNN()
+    variables = js.replicate(model.init(jax.random.key(0), IMAGES[0], train=False), mesh=mesh)
+    tx = optax.chain(optax.adam(0.01), slow())
+    state = TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=optax.GradientTransformationExtraArgs(
+            functools.partial(js.init, tx, mesh=mesh), tx.update
+        ),
+        batch_stats=variables["batch_stats"],
+        key=jax.random.split(jax.random.key(1), 4),  # one per replica
+    ).replace(step=jnp.zeros(4, jnp.int32))
+
+    def device_step(state, batch):
+        out = linen_step(jax.tree.map(lambda leaf: leaf[0], state), batch)
+        return jax.tree.map(lambda leaf: leaf[None], out)
+
+    spec = jax.sharding.PartitionSpec("replica")
+    mapped = jax.shard_map(device_step, mesh=mesh, in_specs=spec, out_specs=spec)
+    step = js.bounded(jax.jit(mapped))
+    losses = []
+    for batch in BATCHES:
+        state, loss = step(state, batch)
+        losses.append(loss)
+    assert np.mean(losses[-1]) < 0.5 * np.mean(losses[0])
+    params, statistics = js.consensus((state.params, state.batch_stats), mesh=mesh)
+    logits = model.apply(
+        {"params": params, "batch_stats": statistics}, UNSEEN["image"], train=False
+    )
+    assert accuracy(logits) > 0.9
