@@ -15,9 +15,9 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = ["checkpoints", "choosing", "ddp", "graphs", "index", "reading-state", "start"]
-# tests/torch_compat runs the one, in an environment of its own; the other's mesh has 64 chips.
-ELSEWHERE = {"torch": None, "tpu": "Several slices"}
+PAGES = ["checkpoints", "choosing", "ddp", "graphs", "index", "reading-state", "start", "your-data"]
+# tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
+ELSEWHERE = {"torch": None, "tpu": "Several slices", "your-data": "DataLoader of torch"}
 
 
 def test_every_page_with_code_is_run():
