@@ -13,6 +13,7 @@ import typer
 import jaxslowmo
 
 from ._errors import CommandError, in_options, usage_errors
+from ._help import Command, Group
 from .config._checkpoint import CheckpointConfig
 from .config._cluster import ClusterConfig
 from .config._compare import CompareConfig
@@ -27,10 +28,11 @@ from .sample._config import SampleConfig
 from .tune._commands import tune_app
 
 app = typer.Typer(
+    cls=Group,
     help="Data-parallel training whose replicas rarely talk.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 
 
@@ -50,7 +52,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-        if not message:  # no arguments: the help has been printed
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message)
             return 0
         raise CommandError(f"{message.rstrip('.')}; see jaxslowmo --help") from error
     return int(result or 0)
@@ -155,15 +158,16 @@ _ONLY_TRAIN = {
     *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
     *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
 }
-app.command("train")(with_options(_train, train=train_options().keys()))
-app.command("compare")(
+app.command("train", cls=Command)(with_options(_train, train=train_options().keys()))
+app.command("compare", cls=Command)(
     with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN)
 )
 app.command(
     "launch",
+    cls=Command,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(_launch)
-app.command("sample")(with_options(_sample, SampleConfig))
+app.command("sample", cls=Command)(with_options(_sample, SampleConfig))
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")
 

@@ -13,6 +13,7 @@ from ._train import PRESET_DEFAULTS, train_options
 
 # The parameter of a command that takes the options of a `TrainConfig`.
 TRAIN = "train"
+_CHOICE = "<choice>"
 
 
 def with_options(
@@ -89,16 +90,16 @@ def _parameter(name: str, kind: Any, field: Any, rule: Rule) -> inspect.Paramete
     option = typer.Option(
         shown if rule.shows_default else None,
         flag,
-        help=rule.help,
+        help=_help(rule),
         show_default=rule.shows_default and shown is not None,
-        metavar="|".join(rule.choices) or None,
+        metavar=_CHOICE if rule.choices else None,
     )
     return _optional(name, str if rule.parse else kind, option)
 
 
 def _train_parameter(name: str, kind: Any, field: Any, rule: Rule) -> inspect.Parameter:
     """Of training: whether it was given decides between its value and the preset's."""
-    flag, help = flag_of(name, rule), rule.help
+    flag, help = flag_of(name, rule), _help(rule)
     if field.default is not None:
         default = str(field.default).lower() if kind is bool else field.default
         by_preset = any(name in values for values in PRESET_DEFAULTS.values())
@@ -109,9 +110,14 @@ def _train_parameter(name: str, kind: Any, field: Any, rule: Rule) -> inspect.Pa
         help=help,
         show_default=False,
         rich_help_panel=rule.panel,
-        metavar="|".join(rule.choices) or None,
+        metavar=_CHOICE if rule.choices else None,
     )
     return _optional(name, kind, option)
+
+
+def _help(rule: Rule) -> str:
+    """With the choices as words between which lines can break, and not in one piece as the type."""
+    return f"{rule.help} One of {', '.join(rule.choices)}." if rule.choices else rule.help
 
 
 def _optional(name: str, kind: Any, option: Any) -> inspect.Parameter:

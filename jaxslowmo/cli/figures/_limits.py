@@ -83,5 +83,5 @@ def _limit(axes: Axes, rows: Sequence[Measured]) -> None:
     shown = [1e3 * t for row in rows for t in row.seconds]
     bottom = max(min(shown), 1e3 * (low - 0.8 * span))
     top = min(max(shown), 1e3 * (high + 0.8 * span))
-    margin = 0.06 * (top - bottom)
+    margin = 0.06 * (top - bottom) or 0.06 * top  # one measurement has no span
     axes.set_ylim(bottom - margin, top + margin)

@@ -8,13 +8,18 @@ import typer
 from jaxslowmo.topology import GRAPHS
 
 from .._errors import usage_errors
+from .._help import Command, Group
 from ..config._options import folder_option, path_option, with_options
 from ._config import InspectGraphConfig, InspectGraphsConfig
 
 _EPILOG = f"Graphs: {', '.join(GRAPHS)}."
 
 inspect_app = typer.Typer(
-    help="Shows what graphs cost and how fast they mix.", no_args_is_help=True, add_completion=False
+    cls=Group,
+    help="Shows what graphs cost and how fast they mix.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -56,5 +61,7 @@ def _graphs(
     raise typer.Exit(inspect_graphs(config, out, page))
 
 
-inspect_app.command("graph", epilog=_EPILOG)(with_options(_graph, InspectGraphConfig))
-inspect_app.command("graphs", epilog=_EPILOG)(with_options(_graphs, InspectGraphsConfig))
+inspect_app.command("graph", cls=Command, epilog=_EPILOG)(with_options(_graph, InspectGraphConfig))
+inspect_app.command("graphs", cls=Command, epilog=_EPILOG)(
+    with_options(_graphs, InspectGraphsConfig)
+)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from .._errors import usage_errors
+from .._help import Command, Group
 from ..config._options import folder_option, with_options
 from ..config._train import train_config
 from ._config import TuneBucketsConfig
@@ -17,7 +18,11 @@ _OPTIONS = {
 }  # fmt: skip
 
 tune_app = typer.Typer(
-    help="Measures settings on the devices at hand.", no_args_is_help=True, add_completion=False
+    cls=Group,
+    help="Measures settings on the devices at hand.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -39,4 +44,4 @@ def _buckets(
     raise typer.Exit(tune_buckets(config, out))
 
 
-tune_app.command("buckets")(with_options(_buckets, TuneBucketsConfig, train=_OPTIONS))
+tune_app.command("buckets", cls=Command)(with_options(_buckets, TuneBucketsConfig, train=_OPTIONS))

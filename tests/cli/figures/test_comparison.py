@@ -2,6 +2,8 @@
 
 from jaxslowmo.cli.config._algorithms import ALGORITHMS
 from jaxslowmo.cli.figures._comparison import draw_comparison
+from jaxslowmo.cli.figures._limits import draw_limits
+from jaxslowmo.cli.tune._buckets import make_rows
 
 
 def test_a_figure_of_runs_that_all_diverged_is_empty_and_not_an_error(tmp_path):
@@ -16,3 +18,9 @@ def test_every_algorithm_has_a_line(tmp_path):
         tmp_path / "all.png", title="All", subtitle="of them",
     )  # fmt: skip
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_round_of_one_limit_is_drawn_without_a_warning(tmp_path):
+    rows = make_rows({0: ((("a",), 4),)}, {0: [0.5]})
+    draw_limits(rows, 0, tmp_path / "tune.png", subtitle="one measurement")
+    assert (tmp_path / "tune.png").stat().st_size > 10_000
