@@ -1,7 +1,7 @@
 """Training programs in the way of flax's examples, for one device, moved to replicas.
 
-A convolution, BatchNorm and Dropout, whose variables are of four kinds: what is trained, statistics,
-keys, and counters.
+A convolution, BatchNorm and Dropout, whose variables are of four kinds: what is trained,
+statistics, keys, and counters.
 """
 
 import functools
