@@ -1,8 +1,10 @@
 """Links what a page writes as code, such as `js.slowmo(...)`, to its entry in the API.
 
 The pages stay plain: read in the repository, they have no links that only the site could follow.
+Options of the command line (`--resume`) get a class, by which the style keeps them on one line.
 """
 
+import re
 import xml.etree.ElementTree as etree
 from typing import Any
 
@@ -11,6 +13,7 @@ from markdown.extensions import Extension
 from markdown.treeprocessors import Treeprocessor
 from names import target, targets
 
+_OPTION = re.compile(r"--[\w-]{1,24}")  # a longer one may have to break
 # Where a link would be in the way, or a second one.
 _NOT_INSIDE = {"a", "autoref", "pre", *(f"h{level}" for level in range(1, 7))}
 
@@ -24,6 +27,8 @@ class CodeLinks(Treeprocessor):
         """Called by markdown with every page and docstring, and by itself with what they hold."""
         for place, child in enumerate(list(root)):
             if child.tag == "code":
+                if _OPTION.fullmatch(child.text or ""):
+                    child.set("class", "option")
                 path = target(child.text or "", self.known)
                 if path:
                     root[place] = _reference(child, path)
