@@ -29,6 +29,27 @@ def test_a_batch_is_split_and_what_is_split_so_stays(mesh_of):
     assert placed_batch(batch, js.virtual_mesh(dict(mesh.shape)), axes) is batch
 
 
+class Tensor:
+    """Of another library, on the CPU."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype)
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+def test_arrays_of_other_libraries_are_numpys(mesh_of, kind):
+    mesh = mesh_of({"replica": 4}) if kind == "devices" else VIRTUAL
+    step = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=False)
+    state, batch = step.init(PARAMS), np.arange(64, dtype=np.float32).reshape(8, 8)
+    wanted, _ = step(state, batch)
+    found, _ = step(state, Tensor(batch.tolist()))
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.params, wanted.params))
+    assert step.ready_order(state, Tensor(batch)) == step.ready_order(state, batch)
+
+
 def test_a_weight_stands_with_its_replica(mesh_of):
     mesh = mesh_of({"replica": 4})
     assert placed_weight(None, mesh, "replica") is None
