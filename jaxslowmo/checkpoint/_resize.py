@@ -9,7 +9,7 @@ import numpy as np
 from .._typing import PyTree
 from ..mesh import numbered_key
 from ..train import TrainState
-from ..transform import ParameterTransform, Placement, carry_leaf, stacked
+from ..transform import ParameterTransform, Placement, carry_leaf, shifted_copies, stacked
 from ._record import is_key
 
 
@@ -57,10 +57,14 @@ def resized(
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), ()
     shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
+    params_then = _consensus(state.params, shares, old, new)
+    # Copies of parameters that an optimizer keeps are averaged plainly, as the parameters are
+    # unless replicas weigh: what those are apart from their plain mean, the copies must be too.
+    weighed = jax.tree.map(lambda a, b: a - b, params_then, move(state.params))
     moved = TrainState(
         step=move(state.step),
-        params=_consensus(state.params, shares, old, new),
-        opt_state=(*move(tuple(rest)), carried),
+        params=params_then,
+        opt_state=(*shifted_copies(move(tuple(rest)), weighed), carried),
         model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
     )

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxslowmo as js
@@ -156,3 +157,25 @@ def test_keys_of_the_model_differ_on_other_replicas_too(tmp_path):
     keys = [on_host(s.model_state["dropout"]) for s in (found.state, fresh)]
     np.testing.assert_array_equal(*keys)
     assert len(np.unique(keys[0], axis=0)) == 4
+
+
+def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
+    """Replicas weigh, so the consensus is not the plain mean, of which the optimizer has copies."""
+    graph = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
+    free = optax.contrib.schedule_free_sgd(0.1)
+    steps = [
+        make_step("sgp", js.virtual_mesh({"replica": n}), sync=sync, optimizer=free, mode="traced")
+        for n, sync in ((4, js.sgp("replica", graph=graph)), (2, js.sgp("replica")))
+    ]
+    state = trained(steps[0], 4, 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, wait=True)
+        found = checkpoints.restore(steps[1], PARAMS, model_state=MODEL_STATE).state
+    weight = np.float64(state.opt_state[-1].weight)
+    assert np.ptp(weight) > 0.1
+    before = state.opt_state[1].z["w"] - state.params["w"]
+    wanted = np.mean(np.float64(before), axis=0)  # what the optimizer has in store stays a mean
+    after = found.opt_state[1].z["w"] - found.params["w"]
+    np.testing.assert_allclose(after, [wanted] * 2, atol=1e-6)
+    plain = np.mean(np.float64(state.params["w"]), axis=0)
+    assert np.abs(found.params["w"] - plain).max() > 1e-4

@@ -9,7 +9,7 @@ from recipes.optax_measured import BATCHES, is_known, measured, table, trained
 from support.exhaustive import sweep
 
 # Those whose copies move are measured in tests/train/step/test_copies_follow.py, too.
-USUAL = {"adam", "dog", "dpsgd", "fromage", "lookahead", "mechanize", "monitor", "sam"}
+USUAL = {"adam", "dog", "dpsgd", "fromage", "lookahead", "madgrad", "mechanize", "monitor", "sam"}
 ALIKE = np.concatenate([BATCHES[:, :8]] * 2, axis=1)
 EVERY = [(module, name) for module, cases in CASES.items() for name in cases]
 

@@ -46,6 +46,8 @@ SYNCS = {
 }
 KINDS = {"virtual": js.virtual_mesh, "devices": js.make_mesh}
 
+pytestmark = pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")
+
 
 def linear(params, batch):
     return sum(jnp.sum(params[name] * jnp.mean(batch, 0)[i]) for i, name in enumerate(PARAMS))
@@ -84,7 +86,6 @@ def is_usual(sync, kind, mode, accumulate, weighted):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:`optimizer` holds optax.contrib.sam:UserWarning")
 @pytest.mark.parametrize(
     ("sync", "kind", "mode", "accumulate", "weighted"),
     sweep(
@@ -154,3 +155,25 @@ def test_schedule_free_at_every_update_is_one_run_on_all_data():
     evaluated = jax.vmap(contrib.schedule_free_eval_params)
     both = [evaluated(state.opt_state[1], state.params)["a"] for state in states]
     np.testing.assert_allclose(both[0].mean(0), both[1][0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_nothing_more_is_sent(mode):
+    """The same collectives by kind of step as with an optimizer that remembers no parameters."""
+
+    def sent(optimizer):
+        mesh = js.make_mesh({"replica": 3})
+        sync = js.local_sgd("replica", sync_every=3)
+        step = js.make_train_step(linear, optimizer, sync=sync, mesh=mesh, mode=mode)
+        state = jax.eval_shape(step.init, PARAMS)
+        found = {}
+        for phase, traced in step.traced_by_phase(state, BATCHES[0]).items():
+            report = js.comm_report_of(traced.lower(), compile=False)
+            for kind in report.kinds:
+                rows = report.select(axis="replica", kind=kind)
+                found[phase, kind] = sum(r.count for r in rows), sum(r.bytes for r in rows)
+        return found
+
+    wanted = sent(optax.sgd(0.1))
+    assert sorted(wanted.values()) == [(0, 0), (1, 4 * 6 * len(PARAMS))]
+    assert sent(OPTIMIZER) == wanted
