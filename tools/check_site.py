@@ -37,6 +37,7 @@ FOUND_FIRST = {
     "TPUManager": "torch/#a-model-on-the-host-tpumanager",
     "dropout": "recipes/regularisation/#dropout",
     "ema": "recipes/regularisation/#ema",
+    "weight decay": "recipes/regularisation/#weight-decay",
     "frozen layers": "recipes/regularisation/#frozen-layers",
     "equinox": "recipes/models/#equinox",
     "haiku": "recipes/models/#haiku",

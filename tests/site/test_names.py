@@ -38,10 +38,10 @@ def spans(path: Path) -> list[str]:
     return re.findall(r"`(js\.[^`]+)`", text)
 
 
-@pytest.mark.parametrize("page", sorted(p.stem for p in DOCS.glob("*.md")))
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
 def test_what_pages_write_of_js_exists(page):
     modules = {"js.topology", "js.hooks", "js.checkpoint", "js.data", "js.models"}
-    for code in spans(DOCS / f"{page}.md"):
+    for code in spans(DOCS / page):
         assert code in modules or names.target(code, KNOWN), code
 
 
