@@ -94,7 +94,7 @@ def test_it_takes_what_is_set(install, source):
 
 def test_it_says_in_one_line_what_to_do_where_there_is_nothing(install):
     with pytest.raises(Exception, match="upload a wheel of jaxslowmo") as error:
-        install()
+        install(REPOSITORY="")
     assert type(error.value).__name__ == "Missing"
     (line,) = error.value._render_traceback_()
     assert "\n" not in line
