@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipes.doc_blocks import DOCS
+from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, run
 from recipes.optax_cases import CASES, EVALUATE, MOVES, NOISE, names_of
 from recipes.optax_measured import BATCHES, is_known, measured, table, trained
 from support.exhaustive import sweep
@@ -22,6 +22,21 @@ def test_no_name_is_missing(module):
 def test_the_page_has_the_table():
     page = (DOCS / "recipes" / "optimizers.md").read_text(encoding="utf-8")
     assert table() in page, "run `python tools/optimizers.py`, which writes it"
+
+
+def test_recipes_do_what_they_say():
+    """A run of the very blocks that test_docs_blocks.py runs, so they cost nothing here."""
+    finder, plateau = (
+        run("recipes", SETTING, LOOP, MAPPED, title)
+        for title in ("Learning rate finder", "Lower the rate on a plateau")
+    )
+    losses = [loss for _, loss in finder["found"]]
+    assert min(losses) < losses[0] / 10
+    assert 0.05 < finder["best"] < 5
+    assert plateau["rate"] < 0.1
+    np.testing.assert_allclose(
+        plateau["state"].opt_state[1].hyperparams["learning_rate"], plateau["rate"]
+    )
 
 
 @pytest.mark.parametrize(("module", "name"), sweep(EVERY, lambda module, name: name in USUAL))

@@ -42,7 +42,8 @@ def make_train_step(
         loss, averaged in at least float32 over the replicas, with their weights, in the updates in
         which gradients were; `grad`, the gradients that it is given; and where these are not
         averaged over anything also `value_fn`, the replica's own loss on its batch (line searches).
-        An optimizer that averages gradients by itself is told the replica's own loss.
+        An optimizer that averages gradients by itself is told the replica's own loss. Copies of
+        the parameters in its state move with what `sync` moves; see `js.remembers_parameters`.
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
         None where gradients are averaged over the replicas. Several replicas that are given
         neither, here, as `gradients` or in a chain of ours as `optimizer`, are refused; `"none"`
@@ -82,6 +83,8 @@ def make_train_step(
         trace time batches that do not split evenly, gradients that were not averaged over the inner
         axes, a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")`
         and an `optimizer` whose state does not hold one learning rate.
+      UserWarning: once, for an `optimizer` that takes back what `sync` does (one that nobody knows
+        is tried on few numbers), and for `optax.contrib.sam` with a period that `sync` cuts.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics

@@ -82,3 +82,20 @@ def test_the_chain_of_a_step_carries_outside_of_the_step_too():
     for grads, expected in zip(GRADS, found, strict=True):
         state, _ = step(state, grads)
         np.testing.assert_allclose(state.params["w"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("chain", [js.chain, optax.chain])
+def test_a_chain_as_the_optimizer_of_a_step(chain):
+    """Ours carries, and is not warned of."""
+    mesh = js.virtual_mesh({"replica": 2})
+    optimizer = chain(optax.contrib.cocob(), sync())
+    step = js.make_train_step(lambda p, b: jnp.sum(p["w"] * b), optimizer, mesh=mesh)
+    if chain is optax.chain:
+        with pytest.warns(UserWarning, match=r"COCOBState.*js\.chain"):
+            step.init(PARAMS)
+        return
+    state = step.init(PARAMS)
+    found, _ = run(optimizer)
+    for grads, expected in zip(GRADS, found, strict=True):
+        state, _ = step(state, grads)
+        np.testing.assert_allclose(state.params["w"], expected, atol=1e-6)
