@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..tree import leaf_names
+from ..tree import check_arrays, leaf_names
 from ._axes import axis_names, vary_over
 from ._build import VirtualMesh
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
@@ -82,9 +82,9 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       all replicas, and never an alias of `params`.
 
     Raises:
-      ValueError: `axis_name` is not an axis of `mesh`, `params` are stacked already, or trees
-        differ between processes in names, shapes or dtypes (every difference listed). Values must
-        be equal on all processes, too.
+      ValueError: `axis_name` is not an axis of `mesh`, leaves are no arrays (named), `params` are
+        stacked already, or trees differ between processes in names, shapes or dtypes (every
+        difference listed). Values must be equal on all processes, too.
 
     Communication: none between replicas; host to device, each device receives one copy. With
       several processes one exchange of names, shapes and dtypes through the host.
@@ -96,6 +96,7 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
             f"{replicas} replicas already: pass what was given to `js.replicate` before, or one "
             "copy of what was trained, `js.consensus(...)`."
         )
+    check_arrays("replicate", params)
     check_same_tree(params)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)

@@ -21,6 +21,7 @@ from ._buffers import note_buffers as note_buffers
 from ._buffers import noted_buffers as noted_buffers
 from ._buffers import plan_buffers as plan_buffers
 from ._leaves import at_least_float32 as at_least_float32
+from ._leaves import check_arrays as check_arrays
 from ._leaves import check_floating as check_floating
 from ._leaves import leaf_names as leaf_names
 from ._leaves import tree_bytes as tree_bytes

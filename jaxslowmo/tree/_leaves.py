@@ -15,6 +15,30 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 
+def check_arrays(owner: str, tree: PyTree) -> None:
+    """Raise `ValueError` naming every leaf of `tree` that is no array or number.
+
+    Args:
+      owner: the public name that needs arrays, for the message.
+      tree: arrays, numbers, anything with `dtype`; or what a model holds besides.
+
+    Raises:
+      ValueError: a leaf is a function, a string or the like.
+    """
+    leaves = jax.tree.leaves(tree)
+    if not all(map(_is_array, leaves)):
+        named = zip(leaf_names(tree), leaves, strict=True)
+        wrong = [f"{name} ({type(x).__name__})" for name, x in named if not _is_array(x)]
+        raise ValueError(
+            f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a model out of "
+            "the tree, as `eqx.partition(model, eqx.is_inexact_array)` does for Equinox."
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+
+
 def check_floating(owner: str, tree: PyTree) -> None:
     """Raise `ValueError` naming every leaf of `tree` that is not real floating point.
 

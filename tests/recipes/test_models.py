@@ -38,6 +38,14 @@ def test_equinox_in_a_loop_of_ones_own():
     assert after < 0.5 * before
 
 
+def test_a_whole_model_as_parameters_is_refused_by_name():
+    found = run("recipes", SETTING, LOOP, MAPPED, "Equinox")
+    model = found["Regressor"](jax.random.key(0))
+    said = r"mlp/activation \(custom_jvp\).*Keep the rest .* `eqx\.partition\("
+    with pytest.raises(ValueError, match=said):
+        found["step"].init(model)
+
+
 def test_equinox_statistics_as_model_state():
     norm, statistics = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="ema")
     arrays, rest = eqx.partition(norm, eqx.is_inexact_array)

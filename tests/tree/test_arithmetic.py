@@ -12,6 +12,7 @@ from jaxslowmo.tree import (
     apply_exactly,
     by_dtype,
     cast,
+    check_arrays,
     check_floating,
     kept_if,
     landing,
@@ -106,6 +107,13 @@ def test_buffers_on_the_host_stay_there():
     parts = plan_buffers(tree).unpack([np.arange(12, dtype=np.float32)])
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(parts))
     assert [x.tolist() for x in parts.values()] == [[[0, 1, 2], [3, 4, 5]], [6, 7, 8, 9]]
+
+
+def test_leaves_that_are_no_arrays_are_named():
+    fine = {"a": np.ones(2), "b": jax.ShapeDtypeStruct((2,), jnp.int32), "c": 1.5, "d": True}
+    check_arrays("owner", fine)
+    with pytest.raises(ValueError, match=r"owner: .* got f \(function\), s \(str\)\. Keep"):
+        check_arrays("owner", {**fine, "f": lambda: 0, "s": "relu"})
 
 
 def test_names_are_made_where_something_is_wrong(monkeypatch):
