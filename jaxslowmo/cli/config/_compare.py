@@ -40,7 +40,10 @@ class CompareConfig(Checked):
         if max(self.seeds) >= MOST_SEEDS:
             raise ValueError(f"--seeds must be < {MOST_SEEDS}, got {max(self.seeds)}")
         for algorithm in self.algorithms:
-            self.run(algorithm, self.seeds[0])  # its settings are checked, too
+            try:
+                self.run(algorithm, self.seeds[0])  # its settings are checked, too
+            except ValueError as error:
+                raise ValueError(f"--algorithms {algorithm}: {error}") from None
 
     @property
     def base_algorithms(self) -> tuple[str, ...]:
@@ -67,9 +70,7 @@ def _setting(text: str) -> tuple[str, Any]:
     hints = get_type_hints(AlgorithmConfig)
     if not equals or name == "algorithm" or name not in hints:
         known = ", ".join(key for key in hints if key != "algorithm")
-        raise ValueError(
-            f"--algorithms: settings are written name+SETTING=VALUE with {known}, got {text!r}"
-        )
+        raise ValueError(f"settings are written name+SETTING=VALUE with {known}, got {text!r}")
     return name, _parse(name, hints[name], value)
 
 
@@ -81,6 +82,4 @@ def _parse(name: str, kind: Any, text: str) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        raise ValueError(
-            f"--algorithms: {name} must be of type {kind.__name__}, got {text!r}"
-        ) from None
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from None

@@ -44,7 +44,7 @@ def check_setting(algorithm: str, name: str, value: Any) -> None:
     """
     goes_with = options_of(AlgorithmConfig)[name][1].goes_with
     if goes_with is not None and algorithm not in goes_with[1]:
-        _refuse(f"--algorithms: {name}", value, *goes_with, {algorithm})
+        _refuse(name, value, *goes_with, {algorithm})
 
 
 def _refuse(

@@ -84,6 +84,7 @@ class InspectGraphConfig(Checked):
                     f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
                     f"got {self.num_rounds}"
                 )
+        parse_mixing(self.mixing)
         _check_tolerance(self.tolerance)
 
     def analyse(self) -> GraphAnalysis:

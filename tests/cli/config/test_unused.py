@@ -88,5 +88,7 @@ def test_a_comparison_takes_what_one_of_its_algorithms_uses():
     refuse_unused(given, train_config(given), ["all_reduce", "sgp"])
     with pytest.raises(ValueError, match="not with all_reduce, local_sgd; got ring"):
         refuse_unused(given, train_config(given), ["local_sgd", "all_reduce"])
-    with pytest.raises(ValueError, match="--algorithms: overlap goes with --algorithm sgp or"):
+    with pytest.raises(
+        ValueError, match=r"--algorithms local_sgd\+overlap=1: overlap goes with --algorithm sgp or"
+    ):
         CompareConfig(train_config({}), algorithms=("local_sgd+overlap=1",))
