@@ -82,6 +82,7 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     rows = x.shape[0] // len(own)
     whole = rows * num_parts(mesh, axes)
     begins = {part: i * rows for i, part in enumerate(own)}
+    x = _cuttable(x)
 
     def of_device(where: Any) -> Any:
         begin = begins[where[0].indices(whole)[0] // rows]
@@ -89,6 +90,25 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
     shape = (whole, *x.shape[1:])
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
+
+
+def from_whole(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """The array over all processes of which each gives the same whole.
+
+    Communication: none; nobody looks whether it is the same.
+    """
+    x = _cuttable(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), x.__getitem__)
+
+
+def _cuttable(x: Any) -> Any:
+    """`x` with rows that can be taken without a program over several devices."""
+    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return np.asarray(x)
 
 
 def digest(arrays: list[Any], begin: float, end: float) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ..._typing import AxisName, PyTree
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...tree import leaf_names
-from ._parts import HostBatch, from_parts, is_of_host, num_parts, own_parts, parts_given
+from ._parts import HostBatch, from_parts, from_whole, is_of_host, num_parts, own_parts, parts_given
 
 
 def placed_weight(
@@ -127,13 +127,12 @@ def _divides(parts: int, x: Any) -> bool:
 
 
 def _placed(x: Any, mesh: Mesh, axes: tuple[str, ...], host_batch: HostBatch) -> jax.Array:
-    sharding = NamedSharding(mesh, P(axes))
     # `device_put` of what the host holds gathers it from all processes, to see that they agree.
     if not mesh.is_multi_process or isinstance(x, Tracer) or not is_of_host(x):
-        return jax.device_put(x, sharding)
+        return jax.device_put(x, NamedSharding(mesh, P(axes)))
     if host_batch == "local":
         return from_parts(x, mesh, axes)
-    return jax.make_array_from_callback(x.shape, sharding, lambda where: x[where])
+    return from_whole(x, mesh, axes)
 
 
 def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:

@@ -64,6 +64,9 @@ def over(mesh, *axes):
     sharding = NamedSharding(mesh, P(*axes))
     return lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
+local = jax.make_mesh((2,), ("local",), devices=jax.local_devices())  # with an Explicit axis
+here_split = lambda x: jax.device_put(x, NamedSharding(local, P("local")))
+
 def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
     own, here = own_parts(mesh, axes), list(own_parts(mesh, ("replica",)))
     count = math.prod(mesh.shape[a] for a in axes)
@@ -79,9 +82,10 @@ def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
     known = None if weight is None else over(mesh, "replica")(weight)
     wanted = train(step, params, over(mesh, axes), known)
     one = lambda x: jax.device_put(mine(x), jax.local_devices()[0])
-    found = [train(step, params, mine, part), train(step, params, one, part)]
+    found = [train(step, params, give, part) for give in (mine, one, lambda x: here_split(mine(x)))]
     if globally:
-        found.append(train(make(host_batch="global"), params, lambda x: x, weight))
+        step = make(host_batch="global")
+        found += [train(step, params, give, weight) for give in (lambda x: x, here_split)]
     said[name] = [own, all(x == wanted for x in found)]
 
 grid = lambda *rows: np.array([[devices[i] for i in row] for row in rows])
@@ -153,7 +157,7 @@ def said(tmp_path_factory):
     }.items(),
 )
 def test_parts_make_the_batch(said, name, parts):
-    """From NumPy and from one device; the same as an array over all, and as `"global"`."""
+    """From NumPy, from one device and two; the same as an array over all, and as `"global"`."""
     for process, own in zip(said, parts, strict=True):
         assert process[name] == [own, True]
 
