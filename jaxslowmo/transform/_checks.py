@@ -57,7 +57,8 @@ def checked_exchange(
     """The `Exchange` of these arguments.
 
     Raises:
-      ValueError: axes that are no names, specs that are none, or a negative size.
+      ValueError: axes that are no names, specs that are none or of stacked leaves, or a negative
+        size.
     """
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
@@ -71,6 +72,13 @@ def checked_exchange(
         raise ValueError(
             f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
             f"{type(wrong[0]).__name__}."
+        )
+    replicas = set(axis_names(axis_name))
+    if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
+        raise ValueError(
+            f"{owner}: `param_specs` are of one copy of the parameters and must not name the axis "
+            f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
+            "as `P(*leaf.sharding.spec[1:])`."
         )
     return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes)
 

@@ -30,8 +30,9 @@ def check_arrays(owner: str, tree: PyTree) -> None:
         named = zip(leaf_names(tree), leaves, strict=True)
         wrong = [f"{name} ({type(x).__name__})" for name, x in named if not _is_array(x)]
         raise ValueError(
-            f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a model out of "
-            "the tree, as `eqx.partition(model, eqx.is_inexact_array)` does for Equinox."
+            f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a "
+            "model out of the tree, as `eqx.partition(model, eqx.is_inexact_array)` does for "
+            "Equinox."
         )
 
 

@@ -148,6 +148,15 @@ def test_whole_leaves_and_types_that_tell_are_not_warned_of(mesh_of, explicit):
         traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params)
 
 
+def test_specs_of_stacked_leaves_are_refused(mesh_of):
+    """They are what one reads off the arrays at hand, and shift every dimension by one."""
+    specs = {"w": sharded_inside(mesh_of({"replica": 2, "fsdp": 4}))["w"].sharding.spec}
+    said = r"must not name the axis of the replicas, 'replica', got P.*spec\[1:\]"
+    for make in (js.local_sgd, js.diloco, js.sgp):
+        with pytest.raises(ValueError, match=said):
+            make("replica", param_specs=specs)
+
+
 def test_a_base_of_slowmo_has_its_specs(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     params = sharded_inside(mesh)
