@@ -121,7 +121,7 @@ def spread(value: Any, dtype: Any, count: jax.Array) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(value, dtype), count.shape)
     full = np.broadcast_to(np.asarray(value, dtype), count.shape)
     if not count.committed:  # what is would be another type of argument to the step
-        return jnp.asarray(full)
+        return jax.device_put(full)
     # Each process makes its own part: others are not asked whether theirs is equal.
     return jax.make_array_from_callback(count.shape, count.sharding, lambda index: full[index])
 

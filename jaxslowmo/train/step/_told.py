@@ -220,7 +220,7 @@ def update_told(
             value = traced.mean(loss.value, weight, *operands)
             return traced(grads, state, params, value, weight, ())
         return update(*operands)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
             raise
         if is_chain or holds_state(state, "parameters"):
@@ -229,5 +229,6 @@ def update_told(
                 "loops that return constants beside what differs between replicas, which jax "
                 "refuses on devices. Pass what exchanges apart from it, as `gradients` or `sync`."
             ) from error
-        # Branches and loops that mix constants with what differs between replicas.
+        # Branches and loops that mix constants with what differs between replicas; and zeros like
+        # a shape of them (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
         return run_as_varying(update, *operands)

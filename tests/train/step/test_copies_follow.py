@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
@@ -113,6 +115,22 @@ def test_copies_move_with_the_parameters(apart, sync, kind, mode, accumulate, we
     for name in PARAMS:
         moved = np.asarray(state.params[name]) - np.asarray(alone.params[name])
         assert np.abs(moved).max() > 1e-3
+        np.testing.assert_allclose(after[name] - before[name], moved, atol=2e-6, err_msg=name)
+
+
+def test_copies_of_leaves_that_are_sharded_inside_a_replica(apart):
+    """Also `optax.MultiSteps`, which makes zeros like shapes of such leaves, where jax asserts."""
+    mesh = js.make_mesh({"replica": 3, "fsdp": 2})
+    sharded = jax.device_put(PARAMS, NamedSharding(mesh, P("fsdp")))
+    sync = js.local_sgd("replica", sync_every=3)
+    step = js.make_train_step(linear, OPTIMIZER, sync=sync, mesh=mesh)
+    state = step.init(sharded)
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    before, after = copies(apart[False]), copies(state)
+    for name in PARAMS:
+        assert after[name].sharding.spec[:2] == ("replica", "fsdp")
+        moved = np.asarray(state.params[name]) - np.asarray(apart[False].params[name])
         np.testing.assert_allclose(after[name] - before[name], moved, atol=2e-6, err_msg=name)
 
 
