@@ -41,7 +41,6 @@ from ._schedule import Every as Every
 from ._schedule import as_schedule as as_schedule
 from ._schedule import every as every
 from ._schedule import instants as instants
-from .copies import Chain as Chain
 from .copies import chain as chain
 from .copies import following as following
 from .copies import moved_copies as moved_copies

@@ -1,5 +1,6 @@
 """Stacked states of transforms."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import jax
@@ -25,7 +26,7 @@ from ..mesh import (
 from ..tree import leaf_names
 from ._order import check_order
 from ._registry import holds_state
-from .copies import Chain, moving_states
+from .copies import moving_states, noting_followed
 
 
 def init(
@@ -69,15 +70,12 @@ def init(
         return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
 
     tx_init = tx.init  # held while it runs: a bound method, as of optax.MultiSteps, is made anew
-    state = kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
-    if not isinstance(tx, Chain):
-        _warn_of_copies(state)
-    return state
+    return kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
 
 
-def _warn_of_copies(state: PyTree) -> None:
+def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
     """Warn of optimizers that take back what a parameter transform behind them does."""
-    found = moving_states(state)
+    found = sorted(Counter(moving_states(state)) - followed)
     if found and holds_state(state, "parameters"):
         warn_user(
             f"init: `tx` holds an optimizer that remembers parameters ({', '.join(found)}) and a "
@@ -94,8 +92,10 @@ def _init_fn(
     layouts: Layouts,
 ) -> Callable[[PyTree], PyTree]:
     def per_replica(params: PyTree) -> PyTree:
-        state = jax.tree.map(jnp.copy, tx_init(params))
+        with noting_followed() as followed:
+            state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
+        _warn_of_copies(state, followed)
         _check_equal_inside(state, {*axis_names(axis_name), *automatic})
         return sharded_like(state, layouts)
 

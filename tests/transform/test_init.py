@@ -109,5 +109,9 @@ def test_an_optimizer_that_takes_exchanges_back_is_told_of():
     stacked = js.replicate({"w": np.ones(3, np.float32)}, mesh=mesh)
     with pytest.warns(UserWarning, match=r"remembers parameters \(COCOBState\).*js\.chain"):
         js.init(optax.chain(*parts), stacked, mesh=mesh)
-    for silent in (js.chain(*parts), parts[0], optax.chain(optax.contrib.dog(), parts[1])):
+    ours, unlike = js.chain(*parts), optax.chain(optax.contrib.dog(), parts[1])
+    wrapped = optax.masked(ours, True), optax.chain(optax.clip(1.0), ours)
+    for silent in (ours, *wrapped, parts[0], unlike):
         js.init(silent, stacked, mesh=mesh)  # warnings are errors
+    with pytest.warns(UserWarning, match=r"\(COCOBState\)"):  # the other one's copies follow
+        js.init(optax.chain(parts[0], ours), stacked, mesh=mesh)

@@ -14,7 +14,6 @@ from ...mesh import axis_names, match_varying, own_keys, vary_over, varying_axes
 from ...reducer import mean_gradients
 from ...tracing import FullLoss, ready_order
 from ...transform import (
-    Chain,
     ParameterTransform,
     following,
     holds_state,
@@ -61,10 +60,8 @@ class StepParts:
         """The whole as one optax transform."""
         first = self.gradients or optax.identity(), self.optimizer
         if self.sync is None:
-            whole = optax.chain(*first, no_exchange())
-            # Known by its class, where one of ours stands in it.
-            return Chain(*whole) if isinstance(self.optimizer, Chain) else whole
-        return following(optax.chain(*first), _of_known_layout(self.sync))
+            return optax.chain(*first, no_exchange())
+        return following(first, _of_known_layout(self.sync))
 
     def per_replica(
         self,

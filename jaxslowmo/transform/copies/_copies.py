@@ -109,9 +109,9 @@ _know_optax()
 
 
 def moving_states(state: PyTree) -> list[str]:
-    """Names of the state classes in `state`, wrapped or not, that hold copies which must move."""
+    """The states in `state`, wrapped or not, that hold copies which must move: their classes."""
     found = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
-    return sorted({type(x).__name__ for x in found})
+    return sorted(type(x).__name__ for x in found)
 
 
 def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -> PyTree:

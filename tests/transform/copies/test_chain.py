@@ -99,3 +99,16 @@ def test_a_chain_as_the_optimizer_of_a_step(chain):
     for grads, expected in zip(GRADS, found, strict=True):
         state, _ = step(state, grads)
         np.testing.assert_allclose(state.params["w"], expected, atol=1e-6)
+
+
+def test_parameter_transforms_alone():
+    found, _ = run(js.chain(sync()))
+    np.testing.assert_allclose(found[1], [(PARAMS["w"] + GRADS[:2].sum(0)).mean(0)] * 2, rtol=1e-6)
+
+
+def test_copies_follow_each_of_several():
+    """Equal gradients after the first average leave replicas equal, whatever comes last."""
+    parts = optax.contrib.cocob(), sync(), js.local_sgd("replica", sync_every=4)
+    found, _ = run(js.chain(*parts))
+    expected, _ = run(js.chain(*parts[:2]))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
