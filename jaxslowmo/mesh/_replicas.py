@@ -31,9 +31,17 @@ def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
     def put(x: Any) -> jax.Array:
         if _is_on(x, mesh):
             return x
-        return jax.device_put(x, NamedSharding(mesh, P()))
+        return _put(x, NamedSharding(mesh, P()))
 
     return jax.tree.map(put, tree)
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.device_put(x, sharding)
+    # As bits: of keys themselves jax puts none on devices of other processes.
+    bits = jax.device_put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
 
 def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
@@ -130,6 +138,6 @@ def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         return tree
     sharding = NamedSharding(mesh, P(axis_names(axis_name)))
     return jax.tree.map(
-        lambda x: x if _is_on(x, mesh) else jax.device_put(x, sharding),
+        lambda x: x if _is_on(x, mesh) else _put(x, sharding),
         tree,
     )

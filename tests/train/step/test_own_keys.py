@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxslowmo as js
 from support.meshes import MESHES
+from support.pairs import two_processes
 
 PARAMS = {"w": np.ones(64, np.float32)}
 BATCH = np.ones((8, 1), np.float32)
@@ -97,3 +98,28 @@ def test_dropout_of_nnx():
         state, metrics = step(state, BATCH)
         seen += [tuple(row) for row in np.asarray(metrics["out"])]
     assert len(set(seen)) == 8
+
+
+PROGRAM = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+import jaxslowmo as js
+
+def loss(params, batch, *, model_state):
+    drawn = jax.random.uniform(model_state["key"])
+    return jnp.sum(params["w"]) * batch.mean(), ({"drawn": drawn}, model_state)
+
+mesh = js.make_mesh({"replica": 2})
+step = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+state = step.init({"w": np.ones(2)}, model_state={"key": jax.random.key(5)})
+state, metrics = step(state, np.ones(1) + rank)
+print(js.host_mean(metrics)["drawn"])
+"""
+
+
+def test_keys_over_processes(tmp_path):
+    """jax puts bits on devices of other processes, and no keys."""
+    first, second = two_processes(PROGRAM, tmp_path)
+    assert float(first) == float(jax.random.uniform(jax.random.key(5)))
+    assert float(first) != float(second)
