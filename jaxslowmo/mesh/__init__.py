@@ -45,4 +45,6 @@ from ._same_tree import Description as Description
 from ._same_tree import check_same_tree as check_same_tree
 from ._same_tree import describe as describe
 from ._same_tree import differences as differences
+from ._same_tree import digest as digest
+from ._same_tree import is_of_host as is_of_host
 from ._same_tree import name_processes as name_processes

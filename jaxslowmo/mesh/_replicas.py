@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from ..tree import check_arrays, leaf_names
 from ._axes import axis_names, vary_over
 from ._build import VirtualMesh
 from ._mapped import AnyMesh, map_replicas, model_axes, replica_count
-from ._same_tree import check_same_tree
+from ._same_tree import compare_trees, is_of_host
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:
@@ -31,17 +32,31 @@ def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
     def put(x: Any) -> jax.Array:
         if _is_on(x, mesh):
             return x
-        return _put(x, NamedSharding(mesh, P()))
+        put_one = _put_equal if mesh.is_multi_process and is_of_host(x) else jax.device_put
+        return _put(x, NamedSharding(mesh, P()), put_one)
 
     return jax.tree.map(put, tree)
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+def _put(
+    x: Any,
+    sharding: NamedSharding,
+    put_one: Callable[[Any, NamedSharding], jax.Array] = jax.device_put,
+) -> jax.Array:
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.device_put(x, sharding)
+        return put_one(x, sharding)
     # As bits: of keys themselves jax puts none on devices of other processes.
-    bits = jax.device_put(jax.random.key_data(x), sharding)
+    bits = put_one(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+
+
+def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
+    """`device_put` of what is known to be equal on all processes, which that would gather it for.
+
+    Communication: none.
+    """
+    values = np.asarray(x).astype(jax.typeof(x).dtype)  # of float64 and Python's numbers, too
+    return jax.make_array_from_callback(values.shape, sharding, lambda where: values[where])
 
 
 def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
@@ -92,10 +107,11 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
     Raises:
       ValueError: `axis_name` is not an axis of `mesh`, leaves are no arrays (named), `params` are
         stacked already, or trees differ between processes in names, shapes or dtypes (every
-        difference listed). Values must be equal on all processes, too.
+        difference listed), or in values.
 
     Communication: none between replicas; host to device, each device receives one copy. With
-      several processes one exchange of names, shapes and dtypes through the host.
+      several processes one exchange of names, shapes, dtypes and digests of 8 bytes per leaf
+      through the host.
     """
     replicas = replica_count("replicate", mesh, axis_name)
     if _is_stacked(jax.tree.leaves(params), replicas, mesh, axis_name):
@@ -105,7 +121,7 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
             "copy of what was trained, `js.consensus(...)`."
         )
     check_arrays("replicate", params)
-    check_same_tree(params)
+    compare_trees(params, with_values=True)
     placed = _place(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     stacked = _replicate_fn(mesh, axis_name, automatic)(placed)

@@ -2,18 +2,22 @@
 
 import ast
 import contextlib
+import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.mesh._same_tree import describe, differences
+from jaxslowmo.mesh._same_tree import describe, differences, digest
+from support.pairs import two_processes as of_two_processes
 
 SECONDS = 60
 
@@ -47,6 +51,20 @@ def test_another_order_is_a_difference():
     assert differences([lines, lines[::-1], lines, lines[::-1]]) == [
         "the same leaves in another order than process 0 on processes 1, 3"
     ]
+
+
+def test_a_digest_is_of_the_values_of_all_arrays():
+    x, y = np.arange(12.0).reshape(4, 3), np.ones(4, np.int32)
+    whole = digest([x, y])
+    assert whole == digest([np.asfortranarray(x), jnp.asarray(y)])
+    assert len({whole, digest([x[:2], y]), digest([y]), digest([jax.random.key(0)])}) == 4
+
+
+def test_values_are_described_where_one_process_alone_has_them():
+    ((name, what),) = describe({"w": np.ones(2, np.float32)}, with_values=True)
+    assert (name, what) == ("w", f"float32[2] of values {digest([np.ones(2, np.float32)])}")
+    struct = jax.ShapeDtypeStruct((2,), np.float32)
+    assert describe({"w": struct}, with_values=True) == [("w", "float32[2]")]
 
 
 def test_one_process_agrees_with_itself():
@@ -127,3 +145,38 @@ def test_equal_trees_train_as_in_one_process(tmp_path):
         line = next(x for x in out.splitlines() if x.startswith("PARAMS"))
         found = ast.literal_eval(line.removeprefix("PARAMS "))
         np.testing.assert_allclose(found, np.asarray(state.params["w"])[0], rtol=1e-6)
+
+
+VALUES = """
+import numpy as np
+import jaxslowmo as js
+mesh = js.make_mesh({"replica": 2})
+equal = {"w": np.arange(6.0).reshape(2, 3), "s": 1.5, "k": jax.random.key(3), "i": np.int64(4)}
+for name, x in js.replicate(equal, mesh=mesh).items():
+    here = x.addressable_data(0)
+    bits = jax.random.key_data(here) if name == "k" else here
+    print(name, x.dtype, x.shape, np.asarray(bits)[0].tolist())
+try:
+    js.replicate({**equal, "w": np.ones(3) * rank}, mesh=mesh)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.usefixtures("quick_processes")
+def test_other_values_are_told_in_one_line(tmp_path):
+    """Such as of another seed; jax would print both arrays, after all processes gathered them."""
+    first, second = of_two_processes(VALUES, tmp_path)
+    assert first == second
+    *placed, said = first.splitlines()
+    assert placed == [
+        "i int32 (2,) 4",
+        "k key<fry> (2,) [0, 3]",
+        "s float32 (2,) 1.5",
+        "w float32 (2, 2, 3) [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]",
+    ]
+    assert re.fullmatch(
+        r"params: .* differ between processes: w: float32\[3\] of values \w{16} on process 0, "
+        r"float32\[3\] of values \w{16} on process 1; all must start from the same seed or file\.",
+        said,
+    )

@@ -11,11 +11,17 @@ import jax
 from ..._coordinator import NoNoteError, forget, tell, wait_for
 from ..._typing import PyTree
 from ..._warn import warn_user
-from ...mesh import AnyMesh, Description, describe, differences, name_processes
-from ._parts import (
-    HostBatch,
+from ...mesh import (
+    AnyMesh,
+    Description,
+    describe,
+    differences,
     digest,
     is_of_host,
+    name_processes,
+)
+from ._parts import (
+    HostBatch,
     is_of_processes,
     num_parts,
     own_parts,
@@ -110,12 +116,14 @@ class Comparison:
     def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
         arrays = [x for x in jax.tree.leaves(batch) if is_of_host(x)]
         if self._host_batch == "global":
-            return {"whole": digest(arrays, 0, 1)}
+            return {"whole": digest(arrays)}
         own = own_parts(self._mesh, axes)
-        return {
-            str(part): digest(arrays, i / len(own), (i + 1) / len(own))
-            for i, part in enumerate(own)
-        }
+
+        def rows(x: Any, i: int) -> Any:
+            size = x.shape[0] // len(own)
+            return x[i * size : (i + 1) * size]
+
+        return {str(part): digest([rows(x, i) for x in arrays]) for i, part in enumerate(own)}
 
     def _agree(self, own: Note) -> Verdict:
         """The first process reads what all tell, and tells them what it found."""

@@ -1,18 +1,16 @@
 """What several processes give of one array: which parts are this process', and how they join."""
 
 import functools
-import hashlib
 import math
 from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...mesh import AnyMesh, VirtualMesh
+from ...mesh import AnyMesh, VirtualMesh, is_of_host
 
 HostBatch = Literal["local", "global"]
 
@@ -46,17 +44,6 @@ def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
 def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
     """Whether devices of several processes form the mesh."""
     return isinstance(mesh, Mesh) and mesh.is_multi_process
-
-
-def is_of_host(x: Any) -> bool:
-    """Whether this process alone knows `x`.
-
-    Not arrays over several processes, nor shapes without values or values under a trace, which are
-    all of the whole.
-    """
-    if isinstance(x, jax.ShapeDtypeStruct | Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
@@ -109,14 +96,3 @@ def _cuttable(x: Any) -> Any:
         words = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     return np.asarray(x)
-
-
-def digest(arrays: list[Any], begin: float, end: float) -> str:
-    """16 letters that stand for the bits of these arrays between two fractions of their rows."""
-    found = hashlib.blake2b(digest_size=8)
-    for x in arrays:
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        rows = np.asarray(x)[round(begin * x.shape[0]) : round(end * x.shape[0])]
-        found.update(np.ascontiguousarray(rows).tobytes())
-    return found.hexdigest()

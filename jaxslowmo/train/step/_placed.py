@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import AxisName, PyTree
-from ...mesh import AnyMesh, VirtualMesh, axis_names
+from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host
 from ...tree import leaf_names
-from ._parts import HostBatch, from_parts, from_whole, is_of_host, num_parts, own_parts, parts_given
+from ._parts import HostBatch, from_parts, from_whole, num_parts, own_parts, parts_given
 
 
 def placed_weight(

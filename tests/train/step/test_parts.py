@@ -2,12 +2,11 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.step._parts import digest, own_parts, parts_given
+from jaxslowmo.train.step._parts import own_parts, parts_given
 from support.pairs import two_processes
 
 
@@ -18,14 +17,6 @@ def test_one_process_has_all_parts(mesh_of):
         assert own_parts(where, ("replica",)) == (0, 1)
         for host_batch in ("local", "global"):
             assert parts_given(np.ones(8), where, ("replica", "device"), host_batch) == 4
-
-
-def test_a_digest_is_of_the_rows_in_all_arrays():
-    x, y = np.arange(8.0).reshape(4, 2), jax.random.split(jax.random.key(0), 4)
-    whole = digest([x, y], 0, 1)
-    assert whole == digest([np.asfortranarray(x), y], 0, 1)
-    assert len({whole, digest([x, y], 0, 0.5), digest([x, y], 0.5, 1), digest([y], 0, 1)}) == 4
-    assert digest([x[2:]], 0, 1) == digest([x], 0.5, 1)
 
 
 # Two processes with two devices each: 0 and 1 are the first's.
