@@ -25,7 +25,8 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
 
     Args:
       state: a `TrainState`, or the stacked state of a chain in a loop of one's own.
-      **values: by name: a number, for all replicas, or an array (replicas,).
+      **values: by name: a number, for all replicas, or an array (replicas,). For a hyperparameter
+        that is an array, one of its shape, for all or with a leading axis of replicas.
 
     Returns:
       The state with these values, in the dtype that they had and where they were; all else is as in
@@ -33,7 +34,7 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
 
     Raises:
       ValueError: a name that no `optax.inject_hyperparams` state has, or several; one that was
-        given as a schedule, which decides in every update; an array of another shape.
+        given as a schedule, which decides in every update; no number, or an array of another shape.
 
     Communication: none.
     """
@@ -95,35 +96,46 @@ def _check(state: PyTree, name: str, value: Any) -> None:
             f"set_hyperparams: `{name}` was given as a schedule, which decides in every update: "
             "make the optimizer with a number, and set it between steps."
         )
-    shapes = (), jnp.shape(owner.count)
-    if np.shape(value) not in shapes:
+    if not isinstance(value, Tracer):
+        given = np.asarray(value).dtype  # of None it is object, which would become NaN
+        if not (jnp.issubdtype(given, jnp.number) or given == np.bool_):
+            raise ValueError(f"set_hyperparams: `{name}` must be a number, got {value!r}.")
+    whole, one = _shape(owner, owner.hyperparams[name]), np.ndim(owner.count)
+    if np.shape(value) not in {(), whole, whole[one:]}:
+        each = f"array {whole[one:]} for each" if whole[one:] else "number per"
         raise ValueError(
-            f"set_hyperparams: `{name}` must be a number or an array {shapes[1]}, one number per "
-            f"replica, got shape {np.shape(value)}."
+            f"set_hyperparams: `{name}` must be a number or an array {whole}, one {each} replica, "
+            f"got shape {np.shape(value)}."
         )
 
 
+def _shape(owner: Any, old: Any) -> tuple[int, ...]:
+    """Of a hyperparameter of all replicas; `old` may be a number that was assigned."""
+    return max(np.shape(old), np.shape(owner.count), key=len)
+
+
 def _like(owner: Any, old: Any, value: Any) -> jax.Array:
-    return spread(value, jnp.result_type(old), owner.count)
+    return spread(value, jnp.result_type(old), owner.count, _shape(owner, old))
 
 
-def spread(value: Any, dtype: Any, count: jax.Array) -> jax.Array:
+def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A hyperparameter of all replicas, placed like their counters.
 
     Args:
-      value: a number, or one per replica.
+      value: a number or an array, for all replicas or one for each.
       dtype: of the result.
       count: () in an unstacked state, or (replicas,).
+      shape: of the result, that of `count` and more.
 
     Communication: none.
     """
     if isinstance(value, Tracer) or isinstance(count, Tracer):
-        return jnp.broadcast_to(jnp.asarray(value, dtype), count.shape)
-    full = np.broadcast_to(np.asarray(value, dtype), count.shape)
+        return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
+    full = np.broadcast_to(np.asarray(value, dtype), shape)
     if not count.committed:  # what is would be another type of argument to the step
         return jax.device_put(full)
     # Each process makes its own part: others are not asked whether theirs is equal.
-    return jax.make_array_from_callback(count.shape, count.sharding, lambda index: full[index])
+    return jax.make_array_from_callback(shape, count.sharding, lambda index: full[index])
 
 
 class Numbers:
@@ -147,7 +159,8 @@ class Numbers:
             owner = _at(state, path)
             for name, value in owner.hyperparams.items():
                 if np.ndim(value) < np.ndim(owner.count):
-                    owner.hyperparams[name] = spread(value, dtypes[name], owner.count)
+                    shape = np.shape(owner.count)
+                    owner.hyperparams[name] = spread(value, dtypes[name], owner.count, shape)
 
 
 def _at(tree: PyTree, path: _Path) -> Any:
@@ -157,4 +170,7 @@ def _at(tree: PyTree, path: _Path) -> Any:
                 tree = tree[place]
             case jax.tree_util.GetAttrKey(name=name):
                 tree = getattr(tree, name)
+            case jax.tree_util.FlattenedIndexKey(key=place):  # a class that names no children
+                node = tree
+                tree = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)[place]
     return tree

@@ -126,6 +126,48 @@ def test_in_a_loop_of_ones_own_and_inside_of_jit():
         np.testing.assert_array_equal(found[0].hyperparams["learning_rate"], [0.5, 0.5])
 
 
+def per_leaf_rates(rates):
+    return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
+
+
+@pytest.mark.parametrize("value", [2.0, [2.0] * 3, np.full((2, 3), 2.0)])
+def test_one_that_is_an_array(value):
+    step = step_of(optax.inject_hyperparams(per_leaf_rates)(rates=jnp.ones(3)), "devices")
+    state = js.set_hyperparams(step.init(PARAMS), rates=value)
+    state, _ = step(state, BATCH)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -2.0))
+    with pytest.raises(ValueError, match=r"\(2, 3\), one array \(3,\) for each .*shape \(2,\)"):
+        js.set_hyperparams(state, rates=np.ones(2))
+
+
+@jax.tree_util.register_pytree_node_class
+class Nameless:
+    """A state whose class names no children."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def tree_flatten(self):
+        return (None, self.inner), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children[1])
+
+
+def test_inside_of_a_state_that_names_no_children():
+    def update(grads, state, params=None):
+        updates, inner = SGD.update(grads, state.inner, params)
+        return updates, Nameless(inner)
+
+    step = step_of(optax.GradientTransformation(lambda p: Nameless(SGD.init(p)), update))
+    state = step.init(PARAMS)
+    state.opt_state[1].inner.hyperparams["learning_rate"] = 0.5
+    state, _ = step(state, BATCH)
+    state, _ = step(js.set_hyperparams(state, learning_rate=0.25), BATCH)
+    np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -0.75))
+
+
 BOTH = {"a": SGD, "b": SGD}
 
 
@@ -141,6 +183,8 @@ BOTH = {"a": SGD, "b": SGD}
             r"`learning_rate` was given as a schedule, which decides in every update",
         ),
         (SGD, {"learning_rate": np.ones(3)}, r"a number or an array \(2,\).* got shape \(3,\)"),
+        (SGD, {"learning_rate": None}, r"`learning_rate` must be a number, got None"),
+        (SGD, {"learning_rate": "0.1"}, r"`learning_rate` must be a number, got '0.1'"),
     ],
 )
 def test_errors(optimizer, values, said):
