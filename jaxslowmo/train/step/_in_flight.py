@@ -1,6 +1,7 @@
 """How many steps may run at once on CPU: of `make_train_step`, and of loops of one's own."""
 
 import functools
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,10 @@ class BoundedStep:
         self._step: Any = step
         self._unfinished = 0
         functools.update_wrapper(self, step, updated=())
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        """As a method: functions that are decorated in a class are given the object."""
+        return self if owner is None else types.MethodType(self, owner)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_step" not in self.__dict__:

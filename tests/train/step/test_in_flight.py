@@ -1,5 +1,7 @@
 """How many steps are unfinished at once on CPU devices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +137,19 @@ def test_it_stands_for_its_step(mesh_of, waits):
     jax.jit(lambda x: [step(x) for _ in range(2 * MAX_STEPS)]).lower(x)
     assert waits == []
     np.testing.assert_array_equal(js.measured(step)(x), np.ones((1, 3)))
+
+
+def test_a_method():
+    class Trainer:
+        rate = 3.0
+
+        @js.bounded
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(self, x):
+            return self.rate * x
+
+    assert Trainer().step(jnp.float32(2.0)) == 6.0
+    assert Trainer.step(Trainer(), jnp.float32(2.0)) == 6.0
 
 
 def test_something_that_cannot_be_called():
