@@ -43,6 +43,7 @@ from ._schedule import every as every
 from ._schedule import instants as instants
 from .copies import chain as chain
 from .copies import following as following
+from .copies import has_origin as has_origin
 from .copies import moved_copies as moved_copies
 from .copies import moving_states as moving_states
 from .copies import remembers_parameters as remembers_parameters

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from ..._typing import PyTree
-from ...transform import Every, ParameterTransform, instants, shifted_copies
+from ...transform import Every, ParameterTransform, has_origin, instants, shifted_copies
 
 _SIDE = 3  # elements along an axis, at most
 _BEFORE = (4, 5, 6)  # updates before the displacement: it may matter which, as for SAM
@@ -44,7 +44,7 @@ def check_remembered(
     Communication: none.
     """
     kinds = _kinds(state, params)
-    unknown = sorted(kind.__name__ for kind in kinds if _is_foreign(kind))
+    unknown = sorted(kind.__name__ for kind in kinds if _is_foreign(kind) and not has_origin(kind))
     if unknown or _is_bare(state):
         left = _left(optimizer, params)
         if left is not None and left < _LEFT:
@@ -102,7 +102,8 @@ def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> f
     """What is left of a displacement, at least; None for an optimizer that cannot be tried."""
     try:
         with jax.ensure_compile_time_eval():
-            return min(_Trial(optimizer, params).left(before) for before in _BEFORE)
+            trial = _Trial(optimizer, params)  # one, so that its program is compiled once
+            return min(map(trial.left, _BEFORE))
     except Exception:  # what an optimizer wants that is not there, nobody can know
         return None
 

@@ -108,6 +108,11 @@ def _know_optax() -> None:
 _know_optax()
 
 
+def has_origin(kind: type) -> bool:
+    """Whether a state class was said to hold a point to measure from, to which it may pull back."""
+    return kind in _COPIES and bool(_COPIES[kind].stays)
+
+
 def moving_states(state: PyTree) -> list[str]:
     """The states in `state`, wrapped or not, that hold copies which must move: their classes."""
     found = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]

@@ -25,11 +25,17 @@ class Told(NamedTuple):
     total: Any
 
 
+class Anchored(NamedTuple):
+    origin: Any
+    seen: Any
+
+
 class Decay(NamedTuple):
     seen: Any
 
 
 js.remembers_parameters(Told, moves=("start",))
+js.remembers_parameters(Anchored, stays=("origin",))
 
 
 def dual_averaging(kind):
@@ -51,6 +57,16 @@ def pulled(strength):
         return updates, Decay(jax.tree.map(jnp.add, state.seen, grads))
 
     return optax.GradientTransformation(lambda p: Decay(jax.tree.map(jnp.zeros_like, p)), update)
+
+
+def anchored():
+    """Pulled back to where all replicas began."""
+
+    def update(grads, state, params=None):
+        updates = jax.tree.map(lambda g, p, o: 0.2 * (o - p) - g, grads, params, state.origin)
+        return updates, state
+
+    return optax.GradientTransformation(lambda p: Anchored(p, p), update)
 
 
 def bare():
@@ -108,7 +124,7 @@ def test_one_that_takes_exchanges_back(optimizer, who):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [dual_averaging(Told), pulled(0.01), optax.adam(0.1), refusing()]
+    "optimizer", [dual_averaging(Told), pulled(0.01), optax.adam(0.1), refusing(), anchored()]
 )
 def test_one_that_does_not(optimizer):
     assert not warned(optimizer)
