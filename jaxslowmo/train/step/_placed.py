@@ -14,6 +14,8 @@ from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host
 from ...tree import leaf_names
 from ._parts import HostBatch, from_parts, from_whole, num_parts, own_parts, parts_given
 
+_MAX_NAMED = 8  # leaves in a message
+
 
 def placed_weight(
     weight: Any, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch = "local"
@@ -110,6 +112,9 @@ def uneven(
         return None
     named = zip(leaf_names(batch), parts, leaves, strict=True)
     wrong = [f"{name} {np.shape(x)}" for name, count, x in named if not _divides(count, x)]
+    more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+    if not all(map(np.shape, leaves)):
+        more += "; lists of numbers are not arrays, np.asarray makes one"
     every = num_parts(mesh, axes)
     size = f"{every}, the size of axes {axes} together"
     if any(count != every for count in parts):
@@ -117,7 +122,7 @@ def uneven(
         size = f'{own}, this process\' share of {size} (`host_batch`="local")'
     return (
         "`batch`: the leading dimension of every leaf must be a positive multiple of "
-        f"{size}, got {', '.join(wrong)}."
+        f"{size}, got {', '.join(wrong[:_MAX_NAMED])}{more}."
     )
 
 

@@ -90,7 +90,7 @@ class TrainStep:
 
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
-        _refuse_deleted(state)
+        _refuse_unusable(state)
         sync, so_far = self._parts.sync, self._counted(state)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
@@ -122,7 +122,7 @@ class TrainStep:
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
         """
-        _refuse_deleted(state)
+        _refuse_unusable(state)
         batch = as_arrays(batch)
         self._compare(batch, self._data_axes(self._layout(state).axes))
         program, arguments = self._prepared(state, batch, weight)
@@ -342,8 +342,16 @@ class TrainStep:
         )
 
 
-def _refuse_deleted(state: TrainState) -> None:
-    """Raise `ValueError` for a state whose buffers are gone: jax 0.10 may crash instead."""
+def _refuse_unusable(state: TrainState) -> None:
+    """Raise `ValueError` for what is no state, or one whose buffers are gone.
+
+    With those jax 0.10 may crash instead.
+    """
+    if not all(hasattr(state, name) for name in TrainState._fields):
+        raise ValueError(
+            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
+            f"it, got {type(state).__name__}."
+        )
     for x in (state.step, state.rng, _first_array(state.params), _first_array(state.opt_state)):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise ValueError(

@@ -78,6 +78,15 @@ def test_batches_that_do_not_split():
             step(state, batch)
     with pytest.raises(ValueError, match=r"`accumulate`=3 must divide .* got 2 examples"):
         step(state, np.ones((8, 8), np.float32))
+    message = r"got x/0/0 \(\), .*, x/0/7 \(\) and 24 more; .* np\.asarray makes one\.$"
+    with pytest.raises(ValueError, match=message):
+        step(state, {"x": [[1.0] * 8] * 4})
+
+
+def test_what_is_no_state():
+    step = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=VIRTUAL)
+    with pytest.raises(ValueError, match=r"`state` must be a js\.TrainState, .* got dict\."):
+        step(PARAMS, np.zeros((8, 8), np.float32))
 
 
 @pytest.mark.parametrize(
