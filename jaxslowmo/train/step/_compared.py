@@ -31,6 +31,8 @@ from ._placed import uneven
 
 # A process may be late for good reason, and later exchanges wait for it anyway.
 PATIENCE_SECONDS = 120.0
+# Before the network gives up on those that wait in this step's exchange (30 s for gloo).
+HINT_SECONDS = 15.0
 _MAX_DIFFERENCES = 3
 # How many steps on meshes of the same processes have compared so far; they do so in one order.
 _steps_of_processes: Counter[str] = Counter()
@@ -139,14 +141,15 @@ class Comparison:
             if own.problem:  # no need to hear it from the others
                 return Verdict(error=own.problem)
             try:
-                return Verdict(*json.loads(wait_for(f"{key}/found", PATIENCE_SECONDS)))
+                return Verdict(*json.loads(self._heard(f"{key}/found", first)))
             except NoNoteError:
                 return Verdict(warning=_unheard([first]))
         notes, late = {first: own}, []
         for process in [] if own.problem else others:
             try:
                 # Those that come in time have come when the first of them is given up.
-                text = wait_for(f"{key}/notes/{process}", 0 if late else PATIENCE_SECONDS)
+                name = f"{key}/notes/{process}"
+                text = wait_for(name, 0) if late else self._heard(name, process)
                 call, problem, leaves, digests = json.loads(text)
                 notes[process] = Note(call, problem, [(n, what) for n, what in leaves], digests)
             except NoNoteError:
@@ -157,6 +160,16 @@ class Comparison:
         tell(f"{key}/found", json.dumps(found))
         forget(f"{key}/notes")
         return found
+
+    def _heard(self, key: str, process: int) -> str:
+        """The note of a process; of a shape that may be new here alone, a warning meanwhile."""
+        soon = 0.0 if len(self._seen) == 1 else min(HINT_SECONDS, PATIENCE_SECONDS)
+        if soon:
+            try:
+                return wait_for(key, soon)
+            except NoNoteError:
+                warn_user(_alone(self._calls, process))
+        return wait_for(key, PATIENCE_SECONDS - soon)
 
 
 def compared(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
@@ -218,6 +231,16 @@ def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
 
 def _processes(mesh: Any) -> list[int]:
     return sorted({device.process_index for device in mesh.devices.flat})
+
+
+def _alone(call: int, process: int) -> str:
+    return (
+        f"`batch`: in step {call} this process gives a batch of another shape than before, and "
+        f"process {process} has told of none within {HINT_SECONDS:g} s. If it went on with a shape "
+        "that it gave before, the exchange of this step hangs or ends in an error of the network: "
+        "each process must give as many rows in every step. Pad or drop the last batch, or see "
+        "js.uneven_batches. If it is only late, nothing is wrong."
+    )
 
 
 def _unheard(which: list[int]) -> str:

@@ -106,7 +106,7 @@ run("global, different", rows(4), host_batch="global")
 run("rows", rows(4 + rank))
 run("later", rows(4), rows(4), rows(2 + rank))
 run("none on one", rows(4 * (1 - rank)))
-_compared.PATIENCE_SECONDS = 0.5
+_compared.PATIENCE_SECONDS, _compared.HINT_SECONDS = 0.5, 0.1
 run("late", rows(4), late=2)
 run("one has that shape", rows(4), rows(4) if rank else rows(2))
 print(json.dumps(said))
@@ -155,5 +155,7 @@ def test_one_that_is_late_is_not_waited_for_without_end(said):
 
 def test_a_shape_that_only_one_has_is_told(said):
     first, second = (process["one has that shape"] for process in said)
-    assert "process 1 did not tell within 0.5 s" in first[0]
+    early, late = first
+    assert re.match("`batch`: in step 2 .* another shape .* process 1 .* none within 0.1 s", early)
+    assert "process 1 did not tell within 0.5 s" in late
     assert second == []
