@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import AxisName, PyTree
+from .._warn import warn_user
 from ..mesh import AnyMesh, map_replicas, own_keys, replicate
 from ..transform import init
+from ..tree import leaf_names
 
 
 class Layout(NamedTuple):
@@ -88,7 +90,8 @@ class TrainState(_Fields):
           mesh: mesh with `axis_name`, or a `VirtualMesh`.
           axis_name: the replica axis.
           model_state: one copy of the model state; None is {}. Typed PRNG keys in it, such as those
-            of nnx.Dropout, become each replica's own; replica 0 keeps those given.
+            of nnx.Dropout, become each replica's own; replica 0 keeps those given. Of keys without
+            a type (`jax.random.PRNGKey`) it warns.
           seed: of the replicas' PRNG keys.
 
         Returns:
@@ -118,6 +121,7 @@ class TrainState(_Fields):
 def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Keys in stacked model state as each replica's own: else all would drop the same units."""
     leaves, structure = jax.tree.flatten(stacked)
+    _warn_of_bits(stacked, leaves)
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if places:
         own = map_replicas(
@@ -129,6 +133,18 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
         for i, keys in zip(places, jax.jit(own)([leaves[i] for i in places]), strict=True):
             leaves[i] = keys
     return structure.unflatten(leaves)
+
+
+def _warn_of_bits(stacked: PyTree, leaves: list[jax.Array]) -> None:
+    """Warn of what looks like a key as `jax.random.PRNGKey` makes it, whose type does not tell."""
+    named = zip(leaf_names(stacked), leaves, strict=True)
+    found = [name for name, x in named if x.dtype == jnp.uint32 and x.shape[1:] == (2,)]
+    if found and leaves[0].shape[0] > 1:
+        warn_user(
+            f"`model_state`: {', '.join(found)} looks like a PRNG key without a type, and would be "
+            "the same on all replicas, so that all draw alike. Keys of jax.random.key, or of "
+            "jax.random.wrap_key_data, become each replica's own. If it is none, nothing is wrong."
+        )
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:

@@ -100,6 +100,21 @@ def test_dropout_of_nnx():
     assert len(set(seen)) == 8
 
 
+def test_keys_without_a_type_are_told():
+    """All replicas would draw alike."""
+    model_state = {"key": jax.random.PRNGKey(5), "count": jnp.uint32(0), "ids": jnp.arange(3)}
+    for mesh in (js.virtual_mesh({"replica": 2}), js.make_mesh({"replica": 2})):
+        step = js.make_train_step(loss, optax.sgd(0.1), sync=AVERAGE, mesh=mesh)
+        with pytest.warns(UserWarning, match=r"^`model_state`: key looks like .*wrap_key_data"):
+            step.init(PARAMS, model_state=model_state)
+        typed = jax.random.wrap_key_data(model_state["key"])
+        step.init(PARAMS, model_state={**model_state, "key": typed})  # warnings are errors
+    alone = js.virtual_mesh({"replica": 1})
+    js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=alone).init(
+        PARAMS, model_state=model_state
+    )
+
+
 PROGRAM = """
 import jax.numpy as jnp
 import numpy as np
