@@ -96,7 +96,8 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
 
     Args:
       params: tree of arrays of shapes `s`; leaves already sharded over other axes of `mesh` stay
-        so.
+        so. Copies on the host of what is stacked already (`np.asarray(state.params["w"])`) tell
+        nobody that they are, and would be stacked again.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
 

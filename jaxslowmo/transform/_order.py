@@ -44,9 +44,9 @@ def check_order(owner: str, state: PyTree) -> None:
             raise ValueError(
                 f"{owner}: `tx` is a chain in which something follows a parameter transform, "
                 f"which must come last: after {members[first][0]}, "
-                f"{type(members[first][1]).__name__}, stands {name}, {type(late).__name__}. It "
-                "would change the update that lands on the synchronised parameters, and replicas "
-                "would drift apart: put it before."
+                f"{type(members[first][1]).__name__}, stands {name}, {type(late).__name__}. What "
+                "it does to an update would be done to the way to the synchronised parameters, and "
+                "replicas would drift apart: put it before."
             )
         for _, member, _ in members:
             check_order(owner, member)
