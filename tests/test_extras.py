@@ -13,7 +13,11 @@ ROOT = Path(__file__).parent.parent
 _TEXTS = {".ipynb", ".md", ".py", ".sh", ".yaml"}
 _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)")
 # Say of an installed package how it gets an extra.
-_ADD_AN_EXTRA = {ROOT / "jaxslowmo/_extras.py", ROOT / "docs/start.md"}
+_ADD_AN_EXTRA = {
+    ROOT / "jaxslowmo/_extras.py",
+    ROOT / "torch_compat/runtime.py",
+    ROOT / "docs/start.md",
+}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,20 @@ def test_an_import_without_the_extra_says_what_to_install(module, package):
     assert said == (
         f"jaxslowmo.{module} needs {package}, which is not installed; "
         f"the extra `train` has it: {INSTALL}"
+    )
+
+
+def test_torch_compat_without_torch_says_what_to_install():
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "try:\n    from torch_compat import TPUManager\n"
+        "except ModuleNotFoundError as error:\n    print(error.name, error, sep='|')"
+    )
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == (
+        "torch|torch_compat needs torch, which is not installed; the extra `torch` has it: "
+        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')\n"
     )
 
 

@@ -10,10 +10,19 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
+try:  # the package imports this module before all others
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "torch_xla"):
+        raise
+    raise ModuleNotFoundError(
+        f"torch_compat needs {error.name}, which is not installed; the extra `torch` has it: "
+        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')",
+        name=error.name,
+    ) from error
 
 from .autograd_threads import ensure_autograd_threads
 
