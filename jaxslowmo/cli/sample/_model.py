@@ -1,5 +1,6 @@
 """The model of a run: the consensus of a checkpoint, or what was exported."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from ..processes._restarts import saved_steps
 from ..run._alike import saved_values
 from ..run._recipes import build_algorithm
 
+# What the library says of a damaged checkpoint that is not the only one.
+_OLDER = re.compile(r"`fallback=True` takes that of step (\d+)")
+
 
 def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
     """Shape and parameters of a run's model.
@@ -46,7 +50,7 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
             if (folder / "record").is_dir() and (folder / "state").is_dir():
                 return _of_export(folder)
     except CheckpointError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(_OLDER.sub(r"--step \1 takes the one before", str(error))) from error
     raise CommandError(
         f"{run} holds no model: neither checkpoints (train with --checkpoint-every) nor an "
         "exported one (--export)"

@@ -12,6 +12,7 @@ import pytest
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli import main
 from jaxslowmo.cli.sample._model import find_model
+from jaxslowmo.cli.sample._sample import _shown
 from jaxslowmo.models import GPT_PRESETS
 
 # Runs that most tests read: all on one worker.
@@ -139,6 +140,28 @@ def test_a_step_that_was_not_saved_and_checkpoints_of_another_program(call, goss
     record.write_text(json.dumps(value))
     outcome = call("sample", other)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+
+
+def test_a_damaged_checkpoint_names_the_option_that_takes_the_one_before(call, gossip, tmp_path):
+    run = shutil.copytree(gossip, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "5" / "state")
+    outcome = call("sample", run)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "fallback" not in outcome.err
+    assert outcome.err.endswith("--step 3 takes the one before.\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "shown"),
+    [
+        (b"a\tb\r\n\x0c", "utf-8", "a\tb\r\n\x0c"),
+        (b"\x1b[2J\x07\x00\xc2\x9b", "utf-8", "\ufffd[2J\ufffd\ufffd\ufffd"),
+        ("a \xff é".encode() + b"\xff", "utf-8", "a \xff é\ufffd"),
+        ("é".encode() + b"\xff.", "ascii", "??."),
+    ],
+)
+def test_what_is_printed_neither_fails_nor_steers_the_terminal(text, encoding, shown):
+    assert _shown(text, encoding) == shown
 
 
 def test_a_model_of_no_preset(monkeypatch, call, gossip):
