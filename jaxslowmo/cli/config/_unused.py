@@ -28,7 +28,7 @@ def refuse_unused(
         other, values = rule.goes_with
         there = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
         if not there & set(values):
-            _refuse(flag_of(name), given[name], other, values, there)
+            _refuse(*_as_typed(name, given[name]), other, values, there)
     saves = flat["checkpoint_every"] or flat["resume"]
     if given.get("on_nan") == "rollback" and not saves:
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
@@ -44,14 +44,22 @@ def check_setting(algorithm: str, name: str, value: Any) -> None:
     """
     goes_with = options_of(AlgorithmConfig)[name][1].goes_with
     if goes_with is not None and algorithm not in goes_with[1]:
-        _refuse(name, value, *goes_with, {algorithm})
+        said = str(value).lower() if isinstance(value, bool) else value
+        _refuse(name, f"; got {said}", *goes_with, {algorithm})
+
+
+def _as_typed(name: str, value: Any) -> tuple[str, str]:
+    """The option as it was given; a switch has no value to tell, but two names."""
+    flag = flag_of(name)
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}", ""
+    return flag, f"; got {value}"
 
 
 def _refuse(
-    what: str, value: Any, other: str, values: Collection[Any], there: Collection[Any]
+    what: str, got: str, other: str, values: Collection[Any], there: Collection[Any]
 ) -> None:
-    said = str(value).lower() if isinstance(value, bool) else value
     if set(values) == {True}:
-        raise ValueError(f"{what} goes with {flag_of(other)}, which was not given; got {said}")
+        raise ValueError(f"{what} goes with {flag_of(other)}, which was not given{got}")
     wanted, found = " or ".join(map(str, values)), ", ".join(sorted(there))
-    raise ValueError(f"{what} goes with {flag_of(other)} {wanted}, not with {found}; got {said}")
+    raise ValueError(f"{what} goes with {flag_of(other)} {wanted}, not with {found}{got}")

@@ -58,7 +58,11 @@ def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorith
         ({"graph": "ring"}, "--graph goes with --algorithm sgp or slowmo_sgp, not with slowmo;"),
         (
             {"nesterov": False, "algorithm": "local_sgd"},
-            "--nesterov goes with --algorithm slowmo or slowmo_sgp, not with local_sgd; got false",
+            "^--no-nesterov goes with --algorithm slowmo or slowmo_sgp, not with local_sgd$",
+        ),
+        (
+            {"nesterov": True, "algorithm": "local_sgd"},
+            "^--nesterov goes with --algorithm slowmo or slowmo_sgp, not with local_sgd$",
         ),
         ({"weight_decay": 0.1, "optimizer": "sgd"}, "--weight-decay goes with --optimizer adamw"),
         ({"schedule_steps": 9, "schedule": "constant"}, "--schedule-steps goes with --schedule"),
