@@ -11,9 +11,11 @@ from typing import Any
 from markdown import Markdown
 from markdown.extensions import Extension
 from markdown.treeprocessors import Treeprocessor
+from markdown.util import AtomicString
 from names import target, targets
 
-_OPTION = re.compile(r"--[\w-]{1,24}")  # a longer one may have to break
+# Not what stands behind a letter, nor one that is so long that it may have to break.
+_OPTION = re.compile(r"(?<![\w-])(--\w[\w-]{,22})(?![\w-])")
 # Where a link would be in the way, or a second one.
 _NOT_INSIDE = {"a", "autoref", "pre", *(f"h{level}" for level in range(1, 7))}
 
@@ -27,13 +29,22 @@ class CodeLinks(Treeprocessor):
         """Called by markdown with every page and docstring, and by itself with what they hold."""
         for place, child in enumerate(list(root)):
             if child.tag == "code":
-                if _OPTION.fullmatch(child.text or ""):
-                    child.set("class", "option")
                 path = target(child.text or "", self.known)
                 if path:
                     root[place] = _reference(child, path)
+                else:
+                    _keep_options_whole(child)
             elif child.tag not in _NOT_INSIDE:
                 self.run(child)
+
+
+def _keep_options_whole(code: etree.Element) -> None:
+    """Puts each option of a command into an element of its own."""
+    text, *rest = _OPTION.split(code.text or "")
+    code.text = AtomicString(text)
+    for option, behind in zip(rest[::2], rest[1::2], strict=True):
+        span = etree.SubElement(code, "span", {"class": "option"})
+        span.text, span.tail = AtomicString(option), AtomicString(behind)
 
 
 def _reference(code: etree.Element, path: str) -> etree.Element:
