@@ -92,6 +92,11 @@ def test_it_takes_what_is_set(install, source):
     assert install(SOURCE=source, REPOSITORY=ADDRESS) == expected
 
 
+@pytest.mark.parametrize("source", ["jaxslowmo", "./wheels/one.whl"])
+def test_a_name_that_is_set_is_a_file_or_folder_and_never_a_package_of_an_index(install, source):
+    assert install(SOURCE=source, REPOSITORY=ADDRESS) == f"/here/{source.removeprefix('./')}"
+
+
 def test_it_says_in_one_line_what_to_do_where_there_is_nothing(install):
     with pytest.raises(Exception, match="upload a wheel of jaxslowmo") as error:
         install(REPOSITORY="")
