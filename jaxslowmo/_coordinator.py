@@ -4,7 +4,9 @@ An exchange between devices waits for all of them, and for ever where one does n
 not: who reads it says how long it waits. So what goes wrong on one process travels by notes.
 """
 
+import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,6 +72,29 @@ def wait_for(key: str, seconds: float) -> str:
                 raise
         if time.monotonic() >= deadline:
             raise NoNoteError(f"no note {key} within {seconds:g} s")
+
+
+def gather_notes(key: str, text: str, processes: Sequence[int], seconds: float) -> list[str]:
+    """What each of some processes has to say, in their order, on all of them.
+
+    Args:
+      key: of this occasion.
+      text: of this process, at most some kB.
+      processes: their numbers, alike on all of them.
+      seconds: how long to wait for each.
+
+    Raises:
+      NoNoteError: one has not said anything in time.
+
+    Communication: two messages of each process to the coordinator, and the answer.
+    """
+    first, here = processes[0], jax.process_index()
+    if here != first:
+        tell(f"{key}/{here}", text)
+        return json.loads(wait_for(f"{key}/all", seconds))
+    found = [text if i == here else wait_for(f"{key}/{i}", seconds) for i in processes]
+    tell(f"{key}/all", json.dumps(found))
+    return found
 
 
 def forget(key: str) -> None:

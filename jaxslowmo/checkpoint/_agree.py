@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._coordinator import NoNoteError, forget, tell, wait_for
+from .._coordinator import NoNoteError, forget, gather_notes, wait_for
 from ._folder import UnansweredError
 
 _numbers = itertools.count()
@@ -54,13 +54,12 @@ def gather(own: Any, seconds: float) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [own]
-    topic, index, count = new_topic(), jax.process_index(), jax.process_count()
-    tell(f"{topic}/{index}", json.dumps(own))
-    if index == 0:
-        found = [json.loads(answer(f"{topic}/{i}", seconds)) for i in range(count)]
-        tell(f"{topic}/all", json.dumps(found))
-        return found
-    return json.loads(answer(f"{topic}/all", seconds))
+    everyone = range(jax.process_count())
+    try:
+        notes = gather_notes(new_topic(), json.dumps(own), everyone, seconds)
+    except NoNoteError as error:
+        raise unanswered(seconds) from error
+    return [json.loads(note) for note in notes]
 
 
 def of_first_process(value: Any, seconds: float) -> Any:

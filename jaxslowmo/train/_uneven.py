@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
+from ._uneven_notes import Others
 from .step import from_parts, is_of_processes, own_parts
 
 _OWNER = "uneven_batches"
@@ -62,10 +62,13 @@ def uneven_batches(
       ValueError: another number of shares than replicas here, another `on_exhausted`; on all
         processes: shapes or structures that differ between batches, no batch at all, a replica for
         which the processes that share it give different numbers of samples.
-      RuntimeError: `on_exhausted="raise"` and some replicas have run out; says which.
+      RuntimeError: `on_exhausted="raise"` and some replicas have run out; says which. On the other
+        processes, where the shares of one raise an error: says which and what; or where one has not
+        given its batch for half an hour.
 
-    Communication: with several processes, before each batch one gather of 8 bytes per replica and
-      process between hosts; none with one process.
+    Communication: with several processes, before each batch two messages of each to the
+      coordinator, of some bytes per replica, and the answer; devices are not waited for. None with
+      one process.
 
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
@@ -81,8 +84,20 @@ def uneven_batches(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(here)} of {replicas}, got {len(shares)} shares."
         )
-    place = functools.partial(from_parts, mesh=mesh, axes=axes) if is_of_processes(mesh) else None
-    return _joined([iter(share) for share in shares], here, replicas, place, on_exhausted)
+    place, others = None, None
+    if is_of_processes(mesh):
+        place, others = functools.partial(from_parts, mesh=mesh, axes=axes), Others(_OWNER, mesh)
+    return _joined([iter(share) for share in shares], here, replicas, place, others, on_exhausted)
+
+
+def _next(shares: list[Iterator[PyTree]], others: Others | None) -> list[PyTree | None]:
+    """The next batch of each share, None where there is no more."""
+    try:
+        return [next(share, None) for share in shares]
+    except Exception as error:
+        if others is not None:
+            others.tell_failure(error)
+        raise
 
 
 def _joined(
@@ -90,21 +105,21 @@ def _joined(
     here: list[int],
     replicas: int,
     place: Callable[[Any], jax.Array] | None,
+    others: Others | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
     last: list[PyTree | None] = [None] * len(shares)
     reference: list[str] = []
     while True:
-        fresh = [next(share, None) for share in shares]
+        fresh = _next(shares, others)
         last = [old if new is None else new for new, old in zip(fresh, last, strict=True)]
         reference = reference or _describe(next((b for b in last if b is not None), {}))
         problem = _problem(last, here, reference)
         samples, marks = np.full((2, replicas), _ELSEWHERE, np.int32)
         samples[here] = [0 if b is None or problem else _samples(b) for b in fresh]
         marks[here] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
-        known = np.stack([samples, marks])[None]
-        if place is not None:
-            known = multihost_utils.process_allgather(known[0])
+        own = np.stack([samples, marks])
+        known = own[None] if others is None else others.known(own)
         samples, marks = known.max(axis=0)
         problem = problem or _problem_between(known)
         if problem:

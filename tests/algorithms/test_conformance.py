@@ -26,7 +26,7 @@ def test_no_public_transform_is_missing():
         if inspect.isclass(returned := typing.get_type_hints(value).get("return"))
         and issubclass(returned, optax.GradientTransformation)
     }
-    assert made == factories
+    assert made == factories - {"chain"}  # of others, which are here
 
 
 # Adam of optax itself relies on implicit promotion.

@@ -203,6 +203,62 @@ def test_several_processes(tmp_path):
         assert "processes that share replicas [0] must give the same batches" in said["error"]
 
 
+# The first process is in a step when it asks for the next batch; the second is yet to start it.
+APART = """
+import threading
+import numpy as np
+import jaxslowmo as js
+
+mesh = js.make_mesh({"replica": 2})
+total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "replica"), mesh=mesh,
+    in_specs=jax.P("replica"), out_specs=jax.P()))
+sums = []
+
+def add(weight):
+    sums.append(float(total(weight).addressable_data(0)[0]))
+
+def loader():
+    yield np.ones((1, 2), np.float32)
+    yield np.ones((1, 2), np.float32)
+    if rank:
+        raise OSError(28, "No space left")
+    yield np.ones((1, 2), np.float32)
+
+batches = js.uneven_batches([loader()], mesh=mesh)
+_, first = next(batches)
+add(first)
+running = threading.Thread(target=add, args=(first,))
+if rank == 0:
+    running.start()
+    running.join(0.3)
+    assert running.is_alive()
+_, second = next(batches)
+if rank == 1:
+    running.start()
+running.join()
+add(second)
+print(sums)
+try:
+    next(batches)
+except (OSError, RuntimeError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_processes_ask_each_other_past_their_devices(tmp_path):
+    """An exchange between devices would stand behind the step, which waits for the other process.
+
+    And a loader that fails on one process ends the loops of all.
+    """
+    first, second = (x.splitlines()[-2:] for x in two_processes(APART, tmp_path, seconds=60))
+    assert first[0] == second[0] == "[2.0, 2.0, 2.0]"
+    assert second[1] == "OSError [Errno 28] No space left"
+    assert first[1] == (
+        "RuntimeError uneven_batches: `shares` of process 1 ended in an error: OSError: [Errno 28] "
+        "No space left"
+    )
+
+
 def test_another_way_to_end():
     with pytest.raises(ValueError, match='`on_exhausted` must be "follow" or "raise", got \'x\''):
         js.uneven_batches(DATA, mesh=mesh_of("virtual"), on_exhausted="x")

@@ -1,8 +1,6 @@
 """Do the batches that several processes give fit together? Asked once per shape, by notes."""
 
 import json
-import zlib
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +24,8 @@ from ._parts import (
     num_parts,
     own_parts,
     parts_given,
+    processes_of,
+    topic_of,
 )
 from ._placed import uneven
 
@@ -34,8 +34,6 @@ PATIENCE_SECONDS = 120.0
 # Before the network gives up on those that wait in this step's exchange (30 s for gloo).
 HINT_SECONDS = 15.0
 _MAX_DIFFERENCES = 3
-# How many steps on meshes of the same processes have compared so far; they do so in one order.
-_steps_of_processes: Counter[str] = Counter()
 
 
 class Note(NamedTuple):
@@ -74,7 +72,7 @@ class Comparison:
         self._host_batch: HostBatch = host_batch
         self._seen: set[Any] = set()
         self._calls = 0
-        self._name: str | None = None
+        self._topic: str | None = None
 
     def __call__(self, batch: PyTree, axes: tuple[str, ...]) -> None:
         """To be called in every step, with arrays.
@@ -129,12 +127,10 @@ class Comparison:
 
     def _agree(self, own: Note) -> Verdict:
         """The first process reads what all tell, and tells them what it found."""
-        first, *others = processes = _processes(self._mesh)
-        if self._name is None:
-            mark = f"{zlib.crc32(repr(processes).encode()):08x}"
-            self._name = f"jaxslowmo/batch/{mark}/{_steps_of_processes[mark]}"
-            _steps_of_processes[mark] += 1
-        key = f"{self._name}/{len(self._seen)}"
+        assert is_of_processes(self._mesh)
+        first, *others = processes_of(self._mesh)
+        self._topic = self._topic or topic_of("batch", self._mesh)
+        key = f"{self._topic}/{len(self._seen)}"
         here = jax.process_index()
         if here != first:
             tell(f"{key}/notes/{here}", json.dumps(own))
@@ -227,10 +223,6 @@ def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
                 "test, nothing is wrong."
             )
     return Verdict()
-
-
-def _processes(mesh: Any) -> list[int]:
-    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def _alone(call: int, process: int) -> str:

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import zlib
+from collections import Counter
 from typing import Any, Literal, TypeGuard
 
 import jax
@@ -44,6 +46,26 @@ def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
 def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
     """Whether devices of several processes form the mesh."""
     return isinstance(mesh, Mesh) and mesh.is_multi_process
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """Numbers of the processes whose devices form the mesh, ascending."""
+    return sorted({device.process_index for device in mesh.devices.flat})
+
+
+_num_topics: Counter[str] = Counter()
+
+
+def topic_of(kind: str, mesh: Mesh) -> str:
+    """Where the processes of a mesh leave notes on one object, which all of them make in one order.
+
+    Args:
+      kind: of the object.
+      mesh: of several processes.
+    """
+    name = f"jaxslowmo/{kind}/{zlib.crc32(repr(processes_of(mesh)).encode()):08x}"
+    _num_topics[name] += 1
+    return f"{name}/{_num_topics[name]}"
 
 
 def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
