@@ -86,7 +86,7 @@ def test_a_model_that_keeps_keys_is_reseeded(stream):
 
 
 def test_the_mean_of_emas_is_the_ema_of_the_consensus():
-    found = recipe("EMA of the parameters")
+    found = recipe("EMA, the exponential moving average of parameters")
     step, mesh = found["step"], found["mesh"]
     state = step.init(found["params"])
     expected = found["params"]
