@@ -31,8 +31,9 @@ class ByteLedger:
     def of_step(cls, step: js.TrainStep, state: Any, batch: Any, *, sent: int = 0) -> "ByteLedger":
         """Reads the step's programs without compiling or running them."""
         # Emitted collectives are what the algorithm asks for; compiling every program a second
-        # time to read what a backend made of them would cost more than it tells here.
-        programs = step.traced_by_phase(_shapes(state), _shapes(batch))
+        # time to read what a backend made of them would cost more than it tells here. The batch as
+        # it is: of several processes each has a part, and shapes would be those of the whole.
+        programs = step.traced_by_phase(_shapes(state), batch)
         lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
         if None in lowered:
             lowered = lowered[None]
