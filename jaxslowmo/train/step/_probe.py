@@ -100,12 +100,12 @@ def _is_foreign(kind: type) -> bool:
 
 def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> float | None:
     """What is left of a displacement, at least; None for an optimizer that cannot be tried."""
-    try:
-        with jax.ensure_compile_time_eval():
-            trial = _Trial(optimizer, params)  # one, so that its program is compiled once
-            return min(map(trial.left, _BEFORE))
-    except Exception:  # what an optimizer wants that is not there, nobody can know
-        return None
+
+    def tried() -> float:
+        trial = _Trial(optimizer, params)  # one, so that its program is compiled once
+        return min(map(trial.left, _BEFORE))
+
+    return _unless_it_fails(tried)
 
 
 def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> int | None:
@@ -118,17 +118,29 @@ def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree
         states = jax.tree.leaves(state, is_leaf=is_sam)
         return [int(x.steps_since_sync) for x in states if is_sam(x)]
 
+    def tried() -> int | None:
+        trial = _Trial(optimizer, params)
+        now = trial.start()
+        for t in range(1, _MAX_PERIOD + 1):
+            now = trial.updated(*now, trial.gradients(t))
+            if not any(steps(now[1])):
+                return t
+        return None
+
+    return _unless_it_fails(tried)
+
+
+def _unless_it_fails(trial: Callable[[], Any]) -> Any:
+    """What a trial finds; None where the optimizer cannot be tried.
+
+    It may want arguments, shapes or values that a trial does not have and training has: that it
+    fails here says nothing of it, and whatever is really wrong the first step raises.
+    """
     try:
         with jax.ensure_compile_time_eval():
-            trial = _Trial(optimizer, params)
-            now = trial.start()
-            for t in range(1, _MAX_PERIOD + 1):
-                now = trial.updated(*now, trial.gradients(t))
-                if not any(steps(now[1])):
-                    return t
+            return trial()
     except Exception:
         return None
-    return None
 
 
 def _falls_between(sync: ParameterTransform, period: int) -> bool:
