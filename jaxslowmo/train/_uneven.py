@@ -12,7 +12,7 @@ from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
 from ._uneven_notes import Others
-from .step import from_parts, is_of_processes, own_parts
+from .batches import from_parts, is_of_processes, own_parts
 
 _OWNER = "uneven_batches"
 _ELSEWHERE = -1  # what a process gathers for replicas of which it has no device

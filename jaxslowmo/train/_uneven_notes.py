@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._coordinator import NoNoteError, forget, gather_notes
-from .step import processes_of, topic_of
+from .batches import processes_of, topic_of
 
 # A loader may take its time before a first batch.
 PATIENCE_SECONDS = 1800.0

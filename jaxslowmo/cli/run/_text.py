@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 import jaxslowmo as js
 from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
-from jaxslowmo.train.step import own_parts
+from jaxslowmo.train.batches import own_parts
 
 from ..config._train import TrainConfig
 

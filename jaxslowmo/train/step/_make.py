@@ -9,8 +9,8 @@ from ..._typing import AxisName
 from ...mesh import AnyMesh, replica_count
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
+from ..batches import HostBatch
 from ._model_state import ModelStateMode
-from ._parts import HostBatch
 from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
 from ._transforms import check_gradients, check_sync_axes, checked_gradients

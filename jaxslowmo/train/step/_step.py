@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -12,27 +11,27 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
-from ...mesh import (
-    AnyMesh,
-    VirtualMesh,
-    axis_names,
-    inner_specs,
-    map_replicas,
-    model_axes,
-    specs_key,
-)
+from ...mesh import AnyMesh, VirtualMesh, axis_names, map_replicas
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
 from .._hyperparams import Numbers
 from .._state import KnownLayout, Layout, TrainState
-from ._compared import Comparison
+from ..batches import (
+    Comparison,
+    HostBatch,
+    as_arrays,
+    parts_given,
+    placed_batch,
+    placed_weight,
+)
+from ._evaluate import evaluated
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
-from ._parts import HostBatch, parts_given
-from ._placed import as_arrays, placed_batch, placed_weight
+from ._layouts import Layouts
 from ._probe import check_remembered
 from ._replica_step import Metrics, StepParts
 from ._transforms import check_shards, check_transforms
+from ._usable import refuse_unusable
 
 Mode = Literal["traced", "host"]
 
@@ -64,7 +63,7 @@ class TrainStep:
         self._numbers: Numbers | None = None
         self._programs: dict[Any, Any] = {}
         self._counts = HostCounts()
-        self._layout_seen = Layout()
+        self._layouts = Layouts(mesh, parts.axis_name)
         self._in_flight = StepsInFlight()
         self._compare = Comparison(mesh, host_batch)
 
@@ -81,7 +80,7 @@ class TrainStep:
             seed=seed,
         )
         self._check_transforms(state)
-        self._layout(state)
+        self._layouts.of(state)
         return state
 
     def phase(self, t: int) -> Phase:
@@ -90,7 +89,7 @@ class TrainStep:
 
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
-        _refuse_unusable(state)
+        refuse_unusable(state)
         sync, so_far = self._parts.sync, self._counted(state)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
@@ -122,12 +121,11 @@ class TrainStep:
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
         """
-        _refuse_unusable(state)
-        batch = as_arrays(batch)
-        self._compare(batch, self._data_axes(self._layout(state).axes))
+        refuse_unusable(state)
+        self._compare(as_arrays(batch), self._layouts.data_axes(self._layouts.of(state)))
         program, arguments = self._prepared(state, batch, weight)
         so_far = self._counts.get(_counter(state, self._parts.sync))
-        layout = self._layout(state)
+        layout = self._layouts.of(state)
         new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
         # It lies where the old one did: on all mapped axes as the program says, else pinned.
@@ -136,6 +134,76 @@ class TrainStep:
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics
+
+    def place(
+        self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
+    ) -> tuple[PyTree, Any]:
+        """A batch and its weight on the devices, as a call would place them; nothing waits.
+
+        The call that is given them copies nothing, so one batch is copied while another is used:
+        `js.TrainPipeline` does that. What lies there already stays as it is.
+
+        Args:
+          batch: as a call takes it.
+          weight: likewise.
+          state: one as the batch is for, which tells over which axes parameters are sharded, and
+            batches so are not. None: the last that this step has seen.
+
+        Returns:
+          `(batch, weight)`, arrays on the devices; weight None stays None.
+
+        Raises:
+          ValueError: as a call of batches and weights that do not fit.
+
+        Communication: host to device; between processes as a call, instead of it.
+        """
+        layout = self._layouts.last if state is None else self._layouts.of(state)
+        batch = as_arrays(batch)
+        self._compare(batch, self._layouts.data_axes(layout))
+        batch = self._placed_batch(batch, layout)
+        weight = placed_weight(weight, self.mesh, self.axis_name, self.host_batch)
+        if isinstance(self.mesh, VirtualMesh):  # one device, of which placing takes no note
+            batch = jax.device_put(batch)
+        return batch, weight
+
+    def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:
+        """The metrics of a batch, each replica's with its own parameters: a forward pass alone.
+
+        Nothing is updated, counted or donated. The loss function is called as in training, with
+        the key of the update that would come next, and the model state that it returns is dropped.
+
+        Args:
+          state: a `TrainState`.
+          batch: as a call takes it, of any size that splits evenly.
+          weight: likewise; metrics of replicas of weight 0 are zeros.
+
+        Returns:
+          Metrics stacked per replica, (replicas,), "loss" among them; with a weight that too.
+
+        Raises:
+          ValueError: as a call.
+
+        Communication: over inner axes one all-reduce of the metrics; with
+          `model_state="broadcast"` one of the model state over the replicas.
+        """
+        refuse_unusable(state)
+        layout = self._layouts.of(state)
+        batch, weight = self.place(batch, weight, state=state)
+        key = ("evaluate", layout.axes, layout.key)
+        if key not in self._programs:
+            inner = self._layouts.inner_axes(layout)
+            mapped = map_replicas(
+                lambda state, batch, weight: evaluated(self._parts, state, batch, weight, inner),
+                mesh=self.mesh,
+                axis_name=self.axis_name,
+                in_roles=("stacked", "batch", "stacked"),
+                automatic=layout.axes,
+            )
+            self._programs[key] = jax.jit(mapped)
+        seen = state._replace(opt_state=())  # which an evaluation does not look at
+        metrics = self._programs[key](seen, batch, weight)
+        self._in_flight.admit(metrics)
+        return metrics
 
     def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
         """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs.
@@ -151,7 +219,7 @@ class TrainStep:
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        axes = self._data_axes(self._layout(state).axes)
+        axes = self._layouts.data_axes(self._layouts.of(state))
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
             parts = parts_given(x, self.mesh, axes, self.host_batch)
@@ -181,7 +249,7 @@ class TrainStep:
         as the step takes it, one of shapes is whole, also in several processes.
         """
         self._check_transforms(state)
-        layout = self._layout(state)
+        layout = self._layouts.of(state)
         mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
         batch = self._placed_batch(batch, layout)
 
@@ -235,24 +303,6 @@ class TrainStep:
             self._numbers = Numbers(state.opt_state)
         return self._numbers
 
-    def _layout(self, state: TrainState) -> Layout:
-        """How parameters lie inside a replica."""
-        known = getattr(state, "known_layout", None)
-        if known is not None and known[:2] == (self.mesh, self.axis_name):
-            return known.layout
-        first = _first_array(state.params)
-        if isinstance(first, Tracer):  # does not tell where it will lie
-            return self._layout_seen
-        axes = model_axes(state.params, self.mesh, self.axis_name)
-        if not axes:
-            found = Layout()
-        else:
-            specs = inner_specs(state.params, self.mesh, self.axis_name)
-            found = Layout(axes, specs, specs_key(specs))
-        if isinstance(first, jax.Array):
-            self._layout_seen = found
-        return found
-
     def _parts_for(self, layout: Layout) -> StepParts:
         """The parts, for parameters of a layout: without their specs, exchanges would gather them.
 
@@ -262,7 +312,7 @@ class TrainStep:
         sync = self._parts.sync
         if sync is None or layout.specs is None:
             return self._parts
-        if sync.shards_whole_leaves and _has_auto(self.mesh, layout.axes):
+        if sync.shards_whole_leaves and self._layouts.has_auto(layout):
             self._warn(
                 f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
                 f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
@@ -270,24 +320,15 @@ class TrainStep:
             )
         return dataclasses.replace(self._parts, sync=sync.with_specs(layout.specs))
 
-    def _inner_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
-        """Axes inside a replica between whose devices the batch is split."""
-        skip = {*axis_names(self.axis_name), *automatic}
-        return tuple(a for a in self.mesh.axis_names if a not in skip)
-
-    def _data_axes(self, automatic: frozenset[str]) -> tuple[str, ...]:
-        """All axes over which the batch is split, replicas first."""
-        return (*axis_names(self.axis_name), *self._inner_axes(automatic))
-
     def _placed_batch(self, batch: PyTree, layout: Layout) -> PyTree:
-        return placed_batch(batch, self.mesh, self._data_axes(layout.axes), self.host_batch)
+        return placed_batch(batch, self.mesh, self._layouts.data_axes(layout), self.host_batch)
 
     def _prepared(
         self, state: TrainState, batch: PyTree, weight: Any
     ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
         """The program of the next update, and its arguments where it wants them."""
         self._note_numbers(state).replace(state.opt_state)
-        layout = self._layout(state)
+        layout = self._layouts.of(state)
         batch = self._placed_batch(batch, layout)
         weight = placed_weight(weight, self.mesh, self.axis_name, self.host_batch)
         phase = self.next_phase(state) if self.mode == "host" else None
@@ -326,7 +367,7 @@ class TrainStep:
         mesh: AnyMesh | AbstractMesh,
         state_shardings: PyTree | None = None,
     ) -> Any:
-        inner, parts = self._inner_axes(layout.axes), self._parts_for(layout)
+        inner, parts = self._layouts.inner_axes(layout), self._parts_for(layout)
         mapped = map_replicas(
             lambda state, batch, weight: parts.per_replica(state, batch, weight, phase, inner),
             mesh=mesh,
@@ -342,35 +383,6 @@ class TrainStep:
         )
 
 
-def _refuse_unusable(state: TrainState) -> None:
-    """Raise `ValueError` for what is no state, or one whose buffers are gone.
-
-    With those jax 0.10 may crash instead.
-    """
-    if not all(hasattr(state, name) for name in TrainState._fields):
-        raise ValueError(
-            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
-            f"it, got {type(state).__name__}."
-        )
-    for x in (state.step, state.rng, _first_array(state.params), _first_array(state.opt_state)):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-            raise ValueError(
-                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-                "with the state that this step returned, or make the step with donate=False."
-            )
-
-
-def _first_array(tree: PyTree) -> Any:
-    """Some leaf of `tree`, found without looking at the others; None if it has none."""
-    if isinstance(tree, Mapping):
-        children = tree.values()
-    elif isinstance(tree, tuple | list):
-        children = tree
-    else:
-        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
-    return next((x for x in map(_first_array, children) if x is not None), None)
-
-
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
     return state.step if sync is None else state.opt_state[-1].count
 
@@ -380,11 +392,3 @@ def _abstract(mesh: VirtualMesh) -> AbstractMesh:
     return AbstractMesh(
         tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
     )
-
-
-def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
-    """Whether some of `axes` are Auto: of Explicit ones the types tell how leaves lie."""
-    if isinstance(mesh, VirtualMesh):
-        return False
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return any(types[axis] == AxisType.Auto for axis in axes)

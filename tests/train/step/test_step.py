@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _step
+from jaxslowmo.train.step import _layouts
 from train.step.problem import (
     BATCHES,
     KINDS,
@@ -126,7 +126,11 @@ def interleaved(fn, other):
         return on_line
 
     def on_call(frame, event, arg):
-        return on_line if frame.f_code.co_filename.endswith(("_step.py", "_host.py")) else None
+        return (
+            on_line
+            if frame.f_code.co_filename.endswith(("_step.py", "_host.py", "_layouts.py"))
+            else None
+        )
 
     before = sys.gettrace()
     sys.settrace(on_call)
@@ -200,8 +204,8 @@ def test_shapes_of_a_state_that_was_given_away():
 def looks(monkeypatch):
     """How often a step looked at all parameters."""
     seen = []
-    real = _step.model_axes
-    monkeypatch.setattr(_step, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = _layouts.model_axes
+    monkeypatch.setattr(_layouts, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
     return seen
 
 

@@ -40,7 +40,7 @@ class Note(NamedTuple):
     """What a process tells the others of its batch.
 
     Attributes:
-      call: of the step, from 1.
+      call: of the step with a batch of the host, from 1.
       problem: what is wrong with the batch of this process alone, if anything.
       leaves: of the whole batch, as this process counts it.
       digests: by part; at the first step only.
@@ -75,7 +75,7 @@ class Comparison:
         self._topic: str | None = None
 
     def __call__(self, batch: PyTree, axes: tuple[str, ...]) -> None:
-        """To be called in every step, with arrays.
+        """To be called for every batch, with arrays.
 
         Raises:
           ValueError: on every process: shapes that do not fit together, or values that should be
@@ -86,9 +86,9 @@ class Comparison:
         """
         if not is_of_processes(self._mesh):
             return
-        self._calls += 1
         leaves, treedef = jax.tree.flatten(batch)
         own = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
+        self._calls += bool(own)  # what was placed before was compared then
         if not own or (treedef, *own) in self._seen:
             return
         is_first = not self._seen

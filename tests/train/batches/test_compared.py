@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _compared
-from jaxslowmo.train.step._compared import Note, Verdict, compared
+from jaxslowmo.train.batches import _compared
+from jaxslowmo.train.batches._compared import Note, Verdict, compared
 from support.pairs import two_processes
 from train.step.problem import BATCHES, PARAMS, loss
 
@@ -74,7 +74,7 @@ import warnings
 import numpy as np
 import optax
 import jaxslowmo as js
-from jaxslowmo.train.step import _compared
+from jaxslowmo.train.batches import _compared
 
 mesh = js.make_mesh({"replica": 2})
 said = {}

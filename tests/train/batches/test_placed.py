@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train.step._placed import placed_batch, placed_weight
+from jaxslowmo.train.batches._placed import placed_batch, placed_weight
 from train.step.problem import PARAMS, loss
 
 VIRTUAL = js.virtual_mesh({"replica": 4})
@@ -81,6 +81,37 @@ def test_batches_that_do_not_split():
     message = r"got x/0/0 \(\), .*, x/0/7 \(\) and 24 more; .* np\.asarray makes one\.$"
     with pytest.raises(ValueError, match=message):
         step(state, {"x": [[1.0] * 8] * 4})
+
+
+@pytest.mark.parametrize("kind", ["devices", "virtual"])
+def test_what_is_placed_ahead_is_what_a_call_would_place(mesh_of, kind):
+    mesh = mesh_of({"replica": 4}) if kind == "devices" else VIRTUAL
+    step = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=False)
+    state, batch = step.init(PARAMS), np.arange(64.0).reshape(8, 8)  # float64
+    placed, weight = step.place(batch, [1, 0, 2, 3])
+    assert isinstance(placed, jax.Array)
+    assert (placed.dtype, weight.dtype) == (np.float32, np.float32)
+    again = step.place(placed, weight)
+    assert kind == "virtual" or (again[0] is placed and again[1] is weight)
+    wanted = step(state, batch, [1, 0, 2, 3])
+    found = step(state, placed, weight)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.array_equal(one, other) or jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key)
+    assert step.place({"x": batch}, None)[1] is None
+    with pytest.raises(ValueError, match="positive multiple of 4"):
+        step.place(batch[:3])
+
+
+def test_a_batch_is_placed_for_parameters_that_are_sharded(mesh_of):
+    """Before the first call a step knows of no layout: a state tells it."""
+    mesh = mesh_of({"replica": 2, "model": 2})
+    step = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=False)
+    rows = NamedSharding(mesh, P("model", None))
+    params = {**PARAMS, "w": jax.device_put(PARAMS["w"], rows)}
+    other = js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=mesh, donate=False)
+    batch, _ = step.place(np.ones((8, 8), np.float32), state=other.init(params))
+    assert batch.sharding.spec == P(("replica",))
+    assert step.place(batch)[0] is batch
 
 
 def test_what_is_no_state():

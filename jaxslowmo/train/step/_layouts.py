@@ -1,0 +1,57 @@
+"""How the states that a step is given lie inside a replica, and over which axes its batches do."""
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from ..._typing import AxisName
+from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key
+from .._state import Layout, TrainState
+from ._usable import first_array
+
+
+class Layouts:
+    """The layout of one state after the other.
+
+    Args:
+      mesh: of the step.
+      axis_name: the replica axis.
+    """
+
+    def __init__(self, mesh: AnyMesh, axis_name: AxisName) -> None:
+        self._mesh, self._axis_name = mesh, axis_name
+        self.last = Layout()
+
+    def of(self, state: TrainState) -> Layout:
+        """How parameters lie inside a replica; of a traced state, as those of the last one did."""
+        known = getattr(state, "known_layout", None)
+        if known is not None and known[:2] == (self._mesh, self._axis_name):
+            return known.layout
+        first = first_array(state.params)
+        if isinstance(first, Tracer):  # does not tell where it will lie
+            return self.last
+        axes = model_axes(state.params, self._mesh, self._axis_name)
+        if not axes:
+            found = Layout()
+        else:
+            specs = inner_specs(state.params, self._mesh, self._axis_name)
+            found = Layout(axes, specs, specs_key(specs))
+        if isinstance(first, jax.Array):
+            self.last = found
+        return found
+
+    def inner_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Axes inside a replica between whose devices the batch is split."""
+        skip = {*axis_names(self._axis_name), *layout.axes}
+        return tuple(a for a in self._mesh.axis_names if a not in skip)
+
+    def data_axes(self, layout: Layout) -> tuple[str, ...]:
+        """All axes over which the batch is split, replicas first."""
+        return (*axis_names(self._axis_name), *self.inner_axes(layout))
+
+    def has_auto(self, layout: Layout) -> bool:
+        """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""
+        if isinstance(self._mesh, VirtualMesh):
+            return False
+        types = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
+        return any(types[axis] == AxisType.Auto for axis in layout.axes)

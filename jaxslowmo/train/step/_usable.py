@@ -1,0 +1,39 @@
+"""Whether what a step is given is a state whose buffers are still there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from ..._typing import PyTree
+from .._state import TrainState
+
+
+def refuse_unusable(state: TrainState) -> None:
+    """Raise `ValueError` for what is no state, or one whose buffers are gone.
+
+    With those jax 0.10 may crash instead.
+    """
+    if not all(hasattr(state, name) for name in TrainState._fields):
+        raise ValueError(
+            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
+            f"it, got {type(state).__name__}."
+        )
+    for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise ValueError(
+                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
+                "with the state that this step returned, or make the step with donate=False."
+            )
+
+
+def first_array(tree: PyTree) -> Any:
+    """Some leaf of `tree`, found without looking at the others; None if it has none."""
+    if isinstance(tree, Mapping):
+        children = tree.values()
+    elif isinstance(tree, tuple | list):
+        children = tree
+    else:
+        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
+    return next((x for x in map(first_array, children) if x is not None), None)
