@@ -26,6 +26,10 @@ from .mesh import consensus as consensus
 from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
+from .precision import DynamicLossScaleState as DynamicLossScaleState
+from .precision import Policy as Policy
+from .precision import dynamic_loss_scale as dynamic_loss_scale
+from .precision import loss_scale_of as loss_scale_of
 from .reducer import AccumulateState as AccumulateState
 from .reducer import AllReduceGradientsState as AllReduceGradientsState
 from .reducer import PostLocalGradientsState as PostLocalGradientsState

@@ -7,6 +7,7 @@
 ALL_REDUCE_GRADIENTS = "all_reduce_gradients"
 ALL_REDUCE_ROWS = "all_reduce_rows"
 SKIP_UNUSED = "skip_unused"
+LOSS_SCALE = "loss_scale"  # whether something overflowed
 # Of a train step.
 MODEL_STATE = "model_state"
 METRICS = "metrics"

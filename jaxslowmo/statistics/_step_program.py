@@ -10,6 +10,7 @@ from .._scopes import (
     ALL_REDUCE_ROWS,
     EVERY_PHASE,
     GRADIENTS,
+    LOSS_SCALE,
     METRICS,
     MODEL_STATE,
     SKIP_UNUSED,
@@ -34,6 +35,7 @@ _SCOPES = (
     (SKIP_UNUSED, "unused"),
     (MODEL_STATE, MODEL_STATE),
     (METRICS, METRICS),
+    (LOSS_SCALE, LOSS_SCALE),
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")

@@ -27,6 +27,7 @@ FLOORS = {
     "transform": 3,
     "algorithms": 4,
     "pipeline": 4,
+    "precision": 4,
     "diagnostics": 5,
     "reducer": 5,
     "sparse": 5,

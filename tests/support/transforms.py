@@ -62,6 +62,11 @@ TRANSFORMS = {
         "replica", base=js.sgp("replica", graph=IRREGULAR), sync_every=4, exact_average=False
     ),
     "diloco": lambda: js.diloco("replica", sync_every=2),
+    "dynamic_loss_scale": lambda: js.dynamic_loss_scale(
+        optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)),
+        initial=2.0,
+        growth_interval=2,
+    ),
     "diloco adam": lambda: js.diloco(
         "replica", sync_every=2, outer_optimizer=optax.adam(0.1), shard_state=False
     ),

@@ -1,0 +1,265 @@
+"""A loss scale that follows overflows, around an optimizer that skips those updates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._typing import AxisName, PyTree
+from ..mesh import axis_names, collective_axes, match_varying, require_axes, vary_over, varying_axes
+from ..transform import (
+    ParameterTransform,
+    check_axis_argument,
+    check_weight,
+    holds_state,
+    increment,
+)
+from ..tree import at_least_float32, by_dtype, cast
+from ._overflow import anywhere, as_before_if, is_number, overflowed, zero_if
+from ._scale_of import DynamicLossScaleState, scale_state
+from ._scale_rule import Scale, ScaleRule
+
+_OWNER = "dynamic_loss_scale"
+
+
+def dynamic_loss_scale(
+    optimizer: optax.GradientTransformation,
+    axes: AxisName | tuple[()] = (),
+    *,
+    initial: float = 2.0**16,
+    growth_interval: int = 2000,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    hysteresis: int = 1,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps a scale for the loss, and skips updates of which a gradient is infinite or NaN.
+
+    float16 holds nothing below 6e-8: gradients of a loss that is multiplied by the scale stay above
+    that. The wrapper divides them by it again, and lowers it when they overflow:
+
+        optimizer = js.dynamic_loss_scale(optax.adamw(1e-3))
+        step = js.make_train_step(loss_fn, optimizer, policy=js.Policy("float16"), ...)
+
+    `js.make_train_step` reads the scale from the state and multiplies the loss; a loop of your own
+    does with `js.loss_scale_of`. In a skipped update all updates are zeros and the state of
+    `optimizer` is as before, its counters too; a parameter transform behind it counts on and
+    exchanges what is due, so replicas stay in phase though one of them skips.
+
+    Put it around all that reads gradients: clipping, weight decay, `optax.partition`,
+    `optax.MultiSteps` and `js.accumulate` may stand inside. `js.accumulate` may stand around it,
+    too (then a whole window is skipped), and what averages gradients in front of it. What else
+    stands in front gets gradients that are still scaled in a loop of your own, and that are not in
+    a step of `js.make_train_step`. Not around it: `optax.apply_if_finite`, which would keep every
+    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one.
+
+    Args:
+      optimizer: any optax transform but a parameter transform.
+      axes: mapped axes, a name or a tuple, over whose positions all skip together, since each holds
+        a part of one model, such as the stages of a pipeline; with the axis of the replicas these
+        skip together, too, and otherwise each has a scale of its own. Axes over which the compiler
+        shards are not mapped, and the gradients of all shards are looked at anyway. Axes over
+        which `optimizer` itself exchanges gradients are added.
+      initial: the first scale.
+      growth_interval: after so many updates in a row without overflow the scale grows.
+      growth: factor > 1 by which it grows, unless it is `max_scale` already, or more.
+      backoff: factor in (0, 1) by which an overflow lowers it, not below `min_scale`.
+      hysteresis: of so many overflows the last one lowers the scale, and every one after that,
+        until it has grown (or would have).
+      min_scale: > 0.
+      max_scale: >= `initial`; one growth from below may exceed it.
+
+    Returns:
+      A transform with state `DynamicLossScaleState`. `update(grads, state, params, weight=None,
+      finite=None, unscaled=False)` takes gradients of the scaled loss and gives `optimizer` those
+      of the loss, divided in at least float32, in the dtypes that they had (float16 gradients lose
+      then what the scale has kept: let parameters be float32). `finite`: () bool, False skips, as
+      gradients that are not among `grads` may want. `unscaled=True`: the gradients were divided
+      already. `weight`: this replica's share; where another one counts along `axes`, one of weight
+      0 is not asked. These, a `grad` that is divided as the gradients are, and other arguments
+      reach `optimizer`; `value` and `value_fn` shall be of the loss that is not scaled.
+
+    Raises:
+      ValueError: numbers outside of these bounds, `optimizer` that is no transform or a parameter
+        transform, axes that are no names, at construction. At `init` an `optimizer` that holds a
+        parameter transform or another loss scale; parameters of which `optax.masked` or
+        `optax.partition` around it hide some. At trace time an axis that is not mapped, a `finite`
+        that is no () bool.
+
+    Communication: every update, one all-reduce (max) of 4 bytes over `axes` and those over which
+      `optimizer` exchanges, none where there are none; then that of `optimizer`, also in updates
+      that are skipped.
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2. Defaults up to
+      `backoff` are those of torch's `GradScaler`, which has no hysteresis and no bounds, as 1 and
+      these; the rule with both is that of ColossalAI's `DynamicGradScaler`.
+    """
+    rule = ScaleRule(
+        initial=initial,
+        growth_interval=growth_interval,
+        growth=growth,
+        backoff=backoff,
+        hysteresis=hysteresis,
+        min_scale=min_scale,
+        max_scale=max_scale,
+    )
+    if axes != ():
+        check_axis_argument(_OWNER, "axes", axes)
+    _check_optimizer(optimizer)
+    return _LossScale(optax.with_extra_args_support(optimizer), axis_names(axes), rule).transform()
+
+
+class _LossScale:
+    """The transform around `inner`."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        axes: tuple[str, ...],
+        rule: ScaleRule,
+    ) -> None:
+        self._inner, self._axes, self._rule = inner, axes, rule
+
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        return optax.GradientTransformationExtraArgs(self._init, self._update)
+
+    def _init(self, params: PyTree) -> DynamicLossScaleState:
+        _check_whole(params)
+        inner = self._inner.init(params)
+        _check_state(inner)
+        skipped = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
+        start = DynamicLossScaleState(*self._rule.start(), *skipped, inner)
+        # Typed as after an update, which chooses between two: what is asked for over an axis is
+        # equal there.
+        return vary_over(start, self._apart_over(params, inner))
+
+    def _apart_over(self, params: PyTree, state: PyTree) -> frozenset[str]:
+        """Axes over which the scale may differ, where values are typed with that."""
+        found = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(params)))
+        if not found:
+            return found
+        try:
+            return found - set(self._axes) - self._program(params, state, params, {})[1]
+        except TypeError:  # `optimizer` needs what comes with an update only, such as `value`
+            return found - set(self._axes)
+
+    def _program(
+        self, grads: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
+    ) -> tuple[Any, frozenset[str]]:
+        """The optimizer's update of gradients and state, and the axes over which it sends.
+
+        Positions along these must skip together: a conditional on a counter of one that skips alone
+        would leave the others waiting.
+        """
+
+        def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            return self._inner.update(grads, state, params, **extra)
+
+        program = jax.jit(update, inline=True)
+        return program, collective_axes(program.trace(grads, state).jaxpr.jaxpr)
+
+    def _update(
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        finite: Any = None,
+        unscaled: bool = False,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        self._check_axes()
+        share = check_weight(_OWNER, weight)
+        found = overflowed(updates)
+        if finite is not None:
+            found = found | ~_as_flag(finite)
+        if weight is not None:
+            extra["weight"] = weight
+        grads = updates if unscaled else _divided(updates, state.scale)
+        if "grad" in extra and not unscaled:
+            extra["grad"] = _divided(extra["grad"], state.scale)
+        run, inner_axes = self._program(grads, state.inner, params, extra)
+        skip = anywhere(found, {*self._axes, *inner_axes}, share)
+        # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and what
+        # is not finite does not travel.
+        moved, inner = run(zero_if(skip, grads), state.inner)
+        new = DynamicLossScaleState(
+            *self._rule.after(Scale(*state[:3]), skip),
+            skipped=jnp.where(skip, increment(state.skipped), state.skipped),
+            skipped_last=skip,
+            inner=as_before_if(skip, inner, state.inner),
+        )
+        return zero_if(skip, moved), match_varying(new, state)
+
+    def _check_axes(self) -> None:
+        try:
+            require_axes(_OWNER, "axes", self._axes)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Axes over which the compiler shards are not mapped: leave them out, "
+                "since gradients are looked at as a whole there."
+            ) from None
+
+
+def _divided(grads: PyTree, scale: jax.Array) -> PyTree:
+    """Gradients of the loss, from those of the scaled loss, in their own dtypes."""
+    divisor = by_dtype(scale)
+
+    def one(g: Any) -> Any:
+        if not is_number(g):
+            return g
+        g = jnp.asarray(g)
+        wide = at_least_float32(g.dtype)
+        return cast(cast(g, wide) / divisor(wide), g.dtype)
+
+    return jax.tree.map(one, grads)
+
+
+def _as_flag(finite: Any) -> jax.Array:
+    is_bool = isinstance(finite, bool) or getattr(finite, "dtype", None) == np.bool_
+    if not is_bool or np.shape(finite) != ():
+        raise ValueError(
+            f"{_OWNER}: `finite` must be a () bool, whether all other gradients are finite, got "
+            f"{finite!r}."
+        )
+    return jnp.asarray(finite)
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if isinstance(optimizer, ParameterTransform):
+        raise ValueError(_moves_parameters("a js.ParameterTransform"))
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(f"{_OWNER}: `optimizer` must be an optax transform, got {optimizer!r}.")
+
+
+def _check_state(state: PyTree) -> None:
+    if holds_state(state, "parameters"):
+        raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
+    if scale_state(state) is not None:
+        raise ValueError(
+            f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
+            "gradients would be divided twice."
+        )
+
+
+def _check_whole(params: PyTree) -> None:
+    def is_hidden(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    if any(map(is_hidden, jax.tree.leaves(params, is_leaf=is_hidden))):
+        raise ValueError(
+            f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
+            "which these hide some: the gradients of those would stay scaled."
+        )
+
+
+def _moves_parameters(what: str) -> str:
+    return (
+        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {what}. In a "
+        "skipped update its counter would stand still, and replicas would be out of phase: pass it "
+        "as `sync`, or in js.chain(js.dynamic_loss_scale(...), js.local_sgd(...))."
+    )
