@@ -16,12 +16,16 @@ from ._build import VirtualMesh
 AnyMesh = Mesh | VirtualMesh
 """Real devices, or virtual replicas under `vmap`."""
 
-Role = Literal["stacked", "batch", "shared"]
+Role = Literal["stacked", "device", "batch", "shared"]
 """How an argument or result relates to the replicas.
 
-`"stacked"`: leading axis of size replicas, which the function does not see. `"batch"`: leading
-dimension split over replicas and inner axes. `"shared"`: the same for all.
+`"stacked"`: leading axis of size replicas, which the function does not see. `"device"`: likewise,
+of size replicas times inner axes. `"batch"`: leading dimension split over replicas and inner axes.
+`"shared"`: the same for all.
 """
+
+Roles = Any
+"""A `Role`, or a tree of them: a prefix of the tree that has these roles."""
 
 
 def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
@@ -56,8 +60,8 @@ def map_replicas(
     *,
     mesh: AnyMesh | AbstractMesh,
     axis_name: AxisName,
-    in_roles: tuple[Role, ...],
-    out_roles: Role | tuple[Role, ...] = "stacked",
+    in_roles: tuple[Roles, ...],
+    out_roles: Roles = "stacked",
     automatic: frozenset[str] = frozenset(),
 ) -> Callable[..., Any]:
     """Map `fn`, written for one replica, over the axes of `mesh`.
@@ -66,8 +70,8 @@ def map_replicas(
       fn: takes one tree per role; inside it all axes of `mesh` are bound, `automatic` ones apart.
       mesh: real devices, virtual, or abstract (to trace and lower only).
       axis_name: the replica axis.
-      in_roles: one `Role` per argument.
-      out_roles: roles of the results, as the tree prefix that `fn` returns.
+      in_roles: a `Role` per argument, or a tree of them that is a prefix of it.
+      out_roles: of the results, likewise.
       automatic: axes inside a replica that the compiler handles.
 
     Returns:
@@ -79,21 +83,22 @@ def map_replicas(
         return _map_virtual(fn, mesh, axis_name, in_roles, out_roles)
     replicas = axis_names(axis_name)
     inner = tuple(a for a in mesh.axis_names if a not in replicas and a not in automatic)
-    specs: dict[Role, P] = {"stacked": P(replicas), "batch": P((*replicas, *inner)), "shared": P()}
+    everywhere = P((*replicas, *inner))
+    specs: dict[Role, P] = {
+        "stacked": P(replicas),
+        "device": everywhere,
+        "batch": everywhere,
+        "shared": P(),
+    }
 
     def per_device(*args: PyTree) -> PyTree:
-        out = fn(*map(_drop_axis, args, in_roles))
-        if isinstance(out_roles, str):
-            return _add_axis(out, out_roles)
-        return tuple(map(_add_axis, out, out_roles))
+        return _with_roles(_add_axis, out_roles, fn(*_with_roles(_drop_axis, in_roles, args)))
 
     mapped = jax.shard_map(
         per_device,
         mesh=mesh,
-        in_specs=tuple(specs[r] for r in in_roles),
-        out_specs=(
-            specs[out_roles] if isinstance(out_roles, str) else tuple(specs[r] for r in out_roles)
-        ),
+        in_specs=jax.tree.map(specs.__getitem__, in_roles),
+        out_specs=jax.tree.map(specs.__getitem__, out_roles),
         axis_names={*replicas, *inner},
     )
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
@@ -110,15 +115,20 @@ def _as_typed(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
+def _with_roles(change: Callable[[PyTree, Role], PyTree], roles: Roles, tree: PyTree) -> PyTree:
+    """`change` of every part of a tree that has one role."""
+    return jax.tree.map(lambda role, part: change(part, role), roles, tree)
+
+
 def _drop_axis(tree: PyTree, role: Role) -> PyTree:
     """A device's block of a stacked tree without its leading axis of size 1."""
-    if role != "stacked":
+    if role not in ("stacked", "device"):
         return tree
     return jax.tree.map(lambda x: reshaped(x, x.shape[1:]), tree)
 
 
 def _add_axis(tree: PyTree, role: Role) -> PyTree:
-    if role != "stacked":
+    if role not in ("stacked", "device"):
         return tree
     return jax.tree.map(lambda x: reshaped(x, (1, *x.shape)), tree)
 
@@ -127,8 +137,8 @@ def _map_virtual(
     fn: Callable[..., Any],
     mesh: VirtualMesh,
     axis_name: AxisName,
-    in_roles: tuple[Role, ...],
-    out_roles: Role | tuple[Role, ...],
+    in_roles: tuple[Roles, ...],
+    out_roles: Roles,
 ) -> Callable[..., Any]:
     """Nested `vmap`s, replica axes outside, on arguments whose leading axis is split to match."""
     replicas = axis_names(axis_name)
@@ -136,27 +146,25 @@ def _map_virtual(
     sizes = [mesh.shape[a] for a in order]
     mapped = fn
     for name, size in reversed(list(zip(order, sizes, strict=True))):
-        seen = {"stacked": name in replicas, "batch": True, "shared": False}
+        in_axes = {"stacked": 0 if name in replicas else None, "device": 0, "batch": 0}
         mapped = jax.vmap(
             mapped,
-            in_axes=tuple(0 if seen[r] else None for r in in_roles),
+            in_axes=jax.tree.map(in_axes.get, in_roles),
             axis_name=name,
             axis_size=size,
         )
-    num_replica_axes = len(replicas)
+    # How many of the axes a leading dimension of all runs over.
+    num_axes = {"stacked": len(replicas), "device": len(sizes), "shared": 0}
 
     def split(tree: PyTree, role: Role) -> PyTree:
         if role == "shared":
             return tree
-        if role == "stacked":
-            lead = tuple(sizes[:num_replica_axes])
-        else:
-            lead = (*sizes, -1)
+        lead = (*sizes, -1) if role == "batch" else tuple(sizes[: num_axes[role]])
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), tree)
 
     def join(tree: PyTree, role: Role) -> PyTree:
-        # Results are equal over inner axes, and over all axes where shared: keep the first.
-        kept = 0 if role == "shared" else num_replica_axes
+        # Stacked results are equal over inner axes, and shared ones over all: keep the first.
+        kept = num_axes[role]
 
         def merge(x: jax.Array) -> jax.Array:
             x = x[(slice(None),) * kept + (0,) * (len(sizes) - kept)]
@@ -164,10 +172,4 @@ def _map_virtual(
 
         return jax.tree.map(merge, tree)
 
-    def run(*args: PyTree) -> PyTree:
-        out = mapped(*map(split, args, in_roles))
-        if isinstance(out_roles, str):
-            return join(out, out_roles)
-        return tuple(map(join, out, out_roles))
-
-    return run
+    return lambda *args: _with_roles(join, out_roles, mapped(*_with_roles(split, in_roles, args)))

@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 
 from ..._typing import AxisName
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key
-from .._state import Layout, TrainState
+from .._state import KnownLayout, Layout, TrainState
 from ._usable import first_array
 
 
@@ -39,6 +39,13 @@ class Layouts:
         if isinstance(first, jax.Array):
             self.last = found
         return found
+
+    def note(self, state: TrainState, layout: Layout) -> None:
+        """Let a state that a program has returned know how it lies.
+
+        It lies where the old one did: on all mapped axes as the program says, else pinned.
+        """
+        state.known_layout = KnownLayout(self._mesh, self._axis_name, layout)
 
     def inner_axes(self, layout: Layout) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""

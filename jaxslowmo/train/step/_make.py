@@ -10,10 +10,9 @@ from ...mesh import AnyMesh, replica_count
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from ..batches import HostBatch
-from ._model_state import ModelStateMode
-from ._replica_step import GradientOrder, StepParts
 from ._step import Mode, TrainStep
 from ._transforms import check_gradients, check_sync_axes, checked_gradients
+from .update import Differentiation, GradientOrder, ModelStateMode, StepParts
 
 
 def make_train_step(
@@ -121,14 +120,17 @@ def make_train_step(
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
     parts = StepParts(
-        loss=as_full_loss(loss_fn),
+        differentiation=Differentiation(
+            loss=as_full_loss(loss_fn),
+            axis_name=axis_name,
+            accumulate=accumulate,
+            model_state="local" if apart else model_state,
+        ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optax.with_extra_args_support(optimizer),
         sync=None if own_sync is None else own_sync.sized(dict(mesh.shape)),
         apart=apart,
         axis_name=axis_name,
-        accumulate=accumulate,
-        model_state="local" if apart else model_state,
         order=order,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

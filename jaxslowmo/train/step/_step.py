@@ -1,37 +1,34 @@
 """The training step over all replicas: which program runs, and where its arguments lie."""
 
-import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
-from ...mesh import AnyMesh, VirtualMesh, axis_names, map_replicas
+from ...mesh import AnyMesh, VirtualMesh
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
-from .._hyperparams import Numbers
-from .._state import KnownLayout, Layout, TrainState
-from ..batches import (
-    Comparison,
-    HostBatch,
-    as_arrays,
-    parts_given,
-    placed_batch,
-    placed_weight,
-)
-from ._evaluate import evaluated
+from .._state import Layout, TrainState
+from ..batches import HostBatch, as_arrays
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._layouts import Layouts
-from ._probe import check_remembered
-from ._replica_step import Metrics, StepParts
-from ._transforms import check_shards, check_transforms
-from ._usable import refuse_unusable
+from ._placing import Placing
+from ._programs import (
+    Programs,
+    Task,
+    abstract,
+    collect,
+    evaluate,
+    open_window,
+    update,
+    update_of_window,
+)
+from ._state_checks import StateChecks
+from ._usable import refuse_unusable, refuse_unusable_window
+from .update import GradientWindow, Metrics, StepParts
 
 Mode = Literal["traced", "host"]
 
@@ -55,17 +52,16 @@ class TrainStep:
         self._parts = parts
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self.host_batch: HostBatch = host_batch
-        self._donate = donate
         self.tx = parts.chain()
         self.sync = parts.sync
         self._warn = warn_once()
-        self._is_probed = False
-        self._numbers: Numbers | None = None
-        self._programs: dict[Any, Any] = {}
+        self._checks = StateChecks(parts, mesh, mode, self._warn)
         self._counts = HostCounts()
         self._layouts = Layouts(mesh, parts.axis_name)
+        self._programs = Programs(parts, mesh, self._layouts, donate, self._warn)
         self._in_flight = StepsInFlight()
-        self._compare = Comparison(mesh, host_batch)
+        self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts)
+        self._collected: PyTree | None = None  # types of a device's part of the last such batch
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
@@ -79,7 +75,7 @@ class TrainStep:
             model_state=model_state,
             seed=seed,
         )
-        self._check_transforms(state)
+        self._checks.transforms(state)
         self._layouts.of(state)
         return state
 
@@ -94,7 +90,12 @@ class TrainStep:
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
     def __call__(
-        self, state: TrainState, batch: PyTree, weight: Any = None
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: Any = None,
+        *,
+        window: GradientWindow | None = None,
     ) -> tuple[TrainState, Metrics]:
         """One update on every replica.
 
@@ -108,32 +109,100 @@ class TrainStep:
             alike. See `js.uneven_batches`. With `host_batch="local"` in several processes one
             number for each replica of which this process has devices; processes that share a
             replica give the same.
+          window: batches whose gradients `collect` has gathered: the update is made of their mean
+            with this batch. With weights a replica's mean is weighted with those of its batches,
+            and its share in averages over replicas is their sum.
 
         Returns:
           `(state, metrics)`: metrics are stacked per replica, (replicas,), "loss" among them; with
-          a weight that too, and zeros for replicas of weight 0.
+          a weight that too, and zeros for replicas of weight 0. They are those of this batch, with
+          a window too.
 
         Raises:
           ValueError: a batch that does not split evenly, a weight of another shape, a state whose
-            buffers were donated; host-scheduled, a call inside of jax.jit or the like. On all
-            processes: batches that do not fit together.
+            buffers were donated; host-scheduled, a call inside of jax.jit or the like; a window of
+            batches with weights and a batch without one, or the other way round; with a window, a
+            line search. On all processes: batches that do not fit together.
 
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
         """
         refuse_unusable(state)
-        self._compare(as_arrays(batch), self._layouts.data_axes(self._layouts.of(state)))
-        program, arguments = self._prepared(state, batch, weight)
-        so_far = self._counts.get(_counter(state, self._parts.sync))
         layout = self._layouts.of(state)
-        new_state, metrics = program(*arguments)
+        batch, weight = self._placing.compared(batch, weight, layout)
+        refuse_unusable_window(window, weight)
+        task = update(self._next_phase(state), windowed=window is not None)
+        return self._update(task, layout, (state, batch, weight, window))
+
+    def collect(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: Any = None,
+        window: GradientWindow | None = None,
+    ) -> tuple[GradientWindow, Metrics]:
+        """Gradients of one batch, for an update that is made of several.
+
+            window, metrics = step.collect(state, first)
+            window, metrics = step.collect(state, second, window=window)
+            state, metrics = step(state, third, window=window)
+
+        The state stays as it is: no update is counted and nothing is exchanged between replicas.
+        Model state goes on from batch to batch in the window, and every batch has another key.
+
+        Args:
+          state: as `step` takes it; nothing of it is donated.
+          batch: as `step` takes it, of the same shapes in all batches of a window.
+          weight: as `step` takes it; for all batches of a window or for none.
+          window: what the batches before gave; None begins another. It is donated where the step
+            donates.
+
+        Returns:
+          `(window, metrics)`: metrics are those of this batch, as `step` returns them.
+
+        Raises:
+          ValueError: as `step`.
+
+        Communication: between replicas none; with `model_state="broadcast"` its bytes at the first
+          batch of a window. Over inner axes one all-reduce of the metrics: gradients and model
+          state are reduced once, in the update.
+        """
+        refuse_unusable(state)
+        layout = self._layouts.of(state)
+        batch, weight = self._placing.compared(batch, weight, layout)
+        if window is None:
+            opened = self._program(open_window(), layout, (state, batch, weight))
+            window = opened(state, batch, weight)
+        assert window is not None
+        refuse_unusable_window(window, weight)
+        self._collected = self._placing.share(batch, layout)
+        arguments = state, batch, weight, window
+        window, metrics = self._program(collect(), layout, arguments)(*arguments)
         self._in_flight.admit(metrics)
-        # It lies where the old one did: on all mapped axes as the program says, else pinned.
-        new_state.known_layout = KnownLayout(self.mesh, self.axis_name, layout)
-        if so_far is not None:  # count on, without asking the device
-            counter = _counter(new_state, self._parts.sync)
-            self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
-        return new_state, metrics
+        assert window is not None
+        return window, metrics
+
+    def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
+        """One update of the mean of the batches in a window, without another batch.
+
+        Args:
+          state: the one that they were collected with; donated where the step donates.
+          window: of at least one batch, collected by this step.
+
+        Returns:
+          `(state, metrics)`: metrics are means over the batches of the window.
+
+        Raises:
+          ValueError: as `step`; a step that has collected nothing.
+
+        Communication: that of one update.
+        """
+        refuse_unusable(state)
+        refuse_unusable_window(window)
+        if self._collected is None:
+            raise ValueError("`window` must be one that `step.collect` of this step has returned.")
+        task = update_of_window(self._next_phase(state), self._collected)
+        return self._update(task, self._layouts.of(state), (state, window))
 
     def place(
         self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
@@ -158,10 +227,7 @@ class TrainStep:
         Communication: host to device; between processes as a call, instead of it.
         """
         layout = self._layouts.last if state is None else self._layouts.of(state)
-        batch = as_arrays(batch)
-        self._compare(batch, self._layouts.data_axes(layout))
-        batch = self._placed_batch(batch, layout)
-        weight = placed_weight(weight, self.mesh, self.axis_name, self.host_batch)
+        batch, weight = self._placing.compared(batch, weight, layout)
         if isinstance(self.mesh, VirtualMesh):  # one device, of which placing takes no note
             batch = jax.device_put(batch)
         return batch, weight
@@ -189,19 +255,9 @@ class TrainStep:
         refuse_unusable(state)
         layout = self._layouts.of(state)
         batch, weight = self.place(batch, weight, state=state)
-        key = ("evaluate", layout.axes, layout.key)
-        if key not in self._programs:
-            inner = self._layouts.inner_axes(layout)
-            mapped = map_replicas(
-                lambda state, batch, weight: evaluated(self._parts, state, batch, weight, inner),
-                mesh=self.mesh,
-                axis_name=self.axis_name,
-                in_roles=("stacked", "batch", "stacked"),
-                automatic=layout.axes,
-            )
-            self._programs[key] = jax.jit(mapped)
-        seen = state._replace(opt_state=())  # which an evaluation does not look at
-        metrics = self._programs[key](seen, batch, weight)
+        # An evaluation does not look at the optimizer's state.
+        arguments = state._replace(opt_state=()), batch, weight
+        metrics = self._programs.get(evaluate(), layout, arguments)(*arguments)
         self._in_flight.admit(metrics)
         return metrics
 
@@ -211,28 +267,27 @@ class TrainStep:
         The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
         batch, here and wherever nothing runs; processes are not compared.
         """
-        program, arguments = self._prepared(state, batch, weight)
-        return program.lower(*arguments).compile()
+        self._checks.numbers(state).replace(state.opt_state)
+        layout = self._layouts.of(state)
+        batch, weight = self._placing.placed(batch, weight, layout)
+        arguments = state, batch, weight, None
+        task = update(self._next_phase(state), windowed=False)
+        return self._program(task, layout, arguments).lower(*arguments).compile()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """`js.ready_order` of what one device computes.
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        axes = self._layouts.data_axes(self._layouts.of(state))
-
-        def share(x: Any) -> jax.ShapeDtypeStruct:
-            parts = parts_given(x, self.mesh, axes, self.host_batch)
-            return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), jnp.result_type(x))
 
         def own(x: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
         try:
             return ready_order(
-                self._parts.loss,
+                self._parts.differentiation.loss,
                 jax.tree.map(own, state.params),
-                jax.tree.map(share, as_arrays(batch)),
+                self._placing.share(as_arrays(batch), self._layouts.of(state)),
                 model_state=jax.tree.map(own, state.model_state),
             )
         except NameError:  # unbound axis name
@@ -248,19 +303,21 @@ class TrainStep:
         programs are traced, which its first updates then need not do again. A batch of arrays is
         as the step takes it, one of shapes is whole, also in several processes.
         """
-        self._check_transforms(state)
+        self._checks.transforms(state)
         layout = self._layouts.of(state)
-        mesh = _abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        batch = self._placed_batch(batch, layout)
+        mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
+        batch, _ = self._placing.placed(batch, None, layout)
+        arguments = state, batch, None, None
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
             # chooses it, and shapes alone need not tell.
+            task = update(phase, windowed=False)
             if layout.axes or mesh is not self.mesh:
-                program = self._build(phase, layout, mesh)
+                program = self._programs.build(task, layout, mesh)
             else:
-                program = self._program(phase, layout, state, batch, None)
-            return program.trace(state, batch, None)
+                program = self._program(task, layout, arguments)
+            return program.trace(*arguments)
 
         sync = self._parts.sync
         if self.mode == "traced":
@@ -281,114 +338,30 @@ class TrainStep:
         sync = self._parts.sync
         return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
-    def _check_transforms(self, state: TrainState) -> None:
-        """What could not be seen before there was a state: which transforms chains consist of."""
-        self._note_numbers(state)
-        parts = self._parts
-        check_transforms(
-            state.opt_state,
-            mode=self.mode,
-            axis_name=self.axis_name,
-            num_replicas=math.prod(self.mesh.shape[name] for name in axis_names(self.axis_name)),
-            exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
-        )
-        if parts.sync is not None and not self._is_probed:
-            self._is_probed = True
-            optimizer, opt_state = parts.optimizer, state.opt_state[1]
-            check_remembered(optimizer, opt_state, state.params, parts.sync, self._warn)
+    def _next_phase(self, state: TrainState) -> Phase | None:
+        """Of the program of the next update; None where one program does for all."""
+        return self.next_phase(state) if self.mode == "host" else None
 
-    def _note_numbers(self, state: TrainState) -> Numbers:
-        """Where the optimizer keeps hyperparameters that one may set."""
-        if self._numbers is None:
-            self._numbers = Numbers(state.opt_state)
-        return self._numbers
+    def _program(self, task: Task, layout: Layout, arguments: tuple[Any, ...]) -> Any:
+        """The compiled program of a task, made at its first use."""
+        return self._programs.get(task, layout, arguments, self._checks.before_first_use)
 
-    def _parts_for(self, layout: Layout) -> StepParts:
-        """The parts, for parameters of a layout: without their specs, exchanges would gather them.
-
-        Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
-        of the state, and of its checkpoints.
-        """
-        sync = self._parts.sync
-        if sync is None or layout.specs is None:
-            return self._parts
-        if sync.shards_whole_leaves and self._layouts.has_auto(layout):
-            self._warn(
-                f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
-                f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
-                "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
-            )
-        return dataclasses.replace(self._parts, sync=sync.with_specs(layout.specs))
-
-    def _placed_batch(self, batch: PyTree, layout: Layout) -> PyTree:
-        return placed_batch(batch, self.mesh, self._layouts.data_axes(layout), self.host_batch)
-
-    def _prepared(
-        self, state: TrainState, batch: PyTree, weight: Any
-    ) -> tuple[Any, tuple[TrainState, PyTree, jax.Array | None]]:
-        """The program of the next update, and its arguments where it wants them."""
-        self._note_numbers(state).replace(state.opt_state)
-        layout = self._layouts.of(state)
-        batch = self._placed_batch(batch, layout)
-        weight = placed_weight(weight, self.mesh, self.axis_name, self.host_batch)
-        phase = self.next_phase(state) if self.mode == "host" else None
-        program = self._program(phase, layout, state, batch, weight)
-        return program, (state, batch, weight)
-
-    def _program(
-        self,
-        phase: Phase | None,
-        layout: Layout,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-    ) -> Any:
-        """The compiled step of a phase, made at its first use."""
-        mesh = self.mesh
-        # Where the compiler chooses, it might place the new state unlike the old one, and the next
-        # step would compile again. Inside of another program there is no next step.
-        is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
-        key = (phase, layout.axes, layout.key, is_pinned)
-        if key not in self._programs:
-            self._check_transforms(state)
-            if self.sync is not None:
-                check_shards(self.sync.shards(state.opt_state[-1]))
-            if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
-                # vmap cannot tell that inner axes disagree; the types of a device mesh can.
-                jax.eval_shape(self._build(phase, layout, _abstract(mesh)), state, batch, weight)
-            pinned = jax.tree.map(lambda x: x.sharding, state) if is_pinned else None
-            self._programs[key] = self._build(phase, layout, mesh, pinned)
-        return self._programs[key]
-
-    def _build(
-        self,
-        phase: Phase | None,
-        layout: Layout,
-        mesh: AnyMesh | AbstractMesh,
-        state_shardings: PyTree | None = None,
-    ) -> Any:
-        inner, parts = self._layouts.inner_axes(layout), self._parts_for(layout)
-        mapped = map_replicas(
-            lambda state, batch, weight: parts.per_replica(state, batch, weight, phase, inner),
-            mesh=mesh,
-            axis_name=self.axis_name,
-            in_roles=("stacked", "batch", "stacked"),
-            out_roles=("stacked", "stacked"),
-            automatic=layout.axes,
-        )
-        return jax.jit(
-            mapped,
-            donate_argnums=(0,) if self._donate else (),
-            out_shardings=None if state_shardings is None else (state_shardings, None),
-        )
+    def _update(
+        self, task: Task, layout: Layout, arguments: tuple[Any, ...]
+    ) -> tuple[TrainState, Metrics]:
+        """Run the program of an update, and know of its result what is known without reading it."""
+        state: TrainState = arguments[0]
+        self._checks.numbers(state).replace(state.opt_state)
+        program = self._program(task, layout, arguments)
+        so_far = self._counts.get(_counter(state, self._parts.sync))
+        new_state, metrics = program(*arguments)
+        self._in_flight.admit(metrics)
+        self._layouts.note(new_state, layout)
+        if so_far is not None:  # count on, without asking the device
+            counter = _counter(new_state, self._parts.sync)
+            self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
+        return new_state, metrics
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
     return state.step if sync is None else state.opt_state[-1].count
-
-
-def _abstract(mesh: VirtualMesh) -> AbstractMesh:
-    """Axes of the same names and sizes for programs that are lowered but not run."""
-    return AbstractMesh(
-        tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
-    )

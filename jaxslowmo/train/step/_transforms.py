@@ -1,7 +1,6 @@
 """What a step refuses to do with transforms that exchange."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -128,31 +127,6 @@ def _glance(x: jax.Array) -> np.ndarray:
     rows = math.ceil(_GLANCE / max(x.shape[-1], 1))
     found = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
     return np.concatenate([part.reshape(len(part), -1) for part in found])
-
-
-def optimizer_rate(opt_state: PyTree) -> Any:
-    """The learning rate that an optimizer used, from its state after the update.
-
-    Raises:
-      ValueError: not just one `optax.inject_hyperparams` state with a `learning_rate`.
-    """
-    found = [
-        x.hyperparams["learning_rate"]
-        for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
-        if _has_rate(x)
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
-            "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
-            f"; found {len(found) or 'none'}."
-        )
-    return found[0]
-
-
-def _has_rate(x: Any) -> bool:
-    hyperparams = getattr(x, "hyperparams", None)
-    return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
 
 
 def _check_gradients_state(state: PyTree) -> None:

@@ -1,4 +1,4 @@
-"""Whether what a step is given is a state whose buffers are still there."""
+"""Whether what a step is given is a state, or a window, whose buffers are still there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 from ..._typing import PyTree
 from .._state import TrainState
+from .update import GradientWindow
 
 
 def refuse_unusable(state: TrainState) -> None:
@@ -26,6 +27,31 @@ def refuse_unusable(state: TrainState) -> None:
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
             )
+
+
+def refuse_unusable_window(window: Any, weight: Any = ...) -> None:
+    """Raise `ValueError` for what is no window, one that was used, or one of batches unlike this.
+
+    Without a weight that is not looked at.
+    """
+    if window is None:
+        return
+    if not isinstance(window, GradientWindow):
+        raise ValueError(
+            "`window` must be what `step.collect(state, batch)` returns first, got "
+            f"{type(window).__name__}."
+        )
+    if isinstance(window.count, jax.Array) and window.count.is_deleted():
+        raise ValueError(
+            "`window` was given to a step before, which reuses its buffers (donate=True): go on "
+            "with the window that `step.collect` returned last, or begin another with None."
+        )
+    if weight is not ... and (weight is None) != (window.weight is None):
+        has = "none" if window.weight is None else "some"
+        raise ValueError(
+            f"`weight` must be given for all batches of a window or for none: those before had "
+            f"{has}, and this one has {'none' if weight is None else 'one'}."
+        )
 
 
 def first_array(tree: PyTree) -> Any:

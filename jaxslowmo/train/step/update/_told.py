@@ -5,7 +5,7 @@ searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss has to be ave
 gradients were: over which axes that is, is read off the traced gradient transform.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +16,14 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ..._scopes import METRICS, PHASE
-from ..._typing import AxisName, PyTree
-from ...collectives import all_mean, weighted_means
-from ...mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
-from ...tracing import FullLoss
-from ...transform import holds_state
-from ...tree import at_least_float32
+from ...._scopes import METRICS, PHASE
+from ...._typing import AxisName, PyTree
+from ....collectives import all_mean, weighted_means
+from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
+from ....transform import holds_state
+from ....tree import at_least_float32
 from ._as_varying import run_as_varying
+from ._differentiate import Data, Differentiation
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -119,20 +119,17 @@ class Loss:
     Attributes:
       value: () float, averaged as the gradients were.
       averaged: over which axes they were, in some update.
-      fn: the loss function.
-      accumulate: microbatches per update.
-      data: this replica's batch, key and model state before the update.
+      differentiation: the loss function, and the microbatches of a batch.
+      data: this replica's batch, key and model state before the update; None for a window, whose
+        batches are gone.
     """
 
     value: jax.Array
     averaged: tuple[str, ...]
-    fn: FullLoss
-    accumulate: int
-    data: tuple[PyTree, jax.Array, PyTree]
+    differentiation: Differentiation
+    data: Data | None
 
-    def at(
-        self, params: PyTree, data: tuple[PyTree, jax.Array, PyTree], weight: Any = None
-    ) -> jax.Array:
+    def at(self, params: PyTree, data: Data, weight: Any = None) -> jax.Array:
         """The replica's own loss, of the same examples, at other parameters.
 
         `weight` is not used: line searches pass on all that they were told.
@@ -141,30 +138,37 @@ class Loss:
         """
         del weight
         batch, key, model_state = data
-        if self.accumulate == 1:
-            return as_value(self.fn(params, batch, rng=key, model_state=model_state)[0])
-        parts = jax.tree.map(lambda x: x.reshape(self.accumulate, -1, *x.shape[1:]), batch)
+        fn, accumulate = self.differentiation.loss, self.differentiation.accumulate
+        if accumulate == 1:
+            return as_value(fn(params, batch, rng=key, model_state=model_state)[0])
+        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
 
         def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
             part, own_key = x
-            value, (_, state) = self.fn(params, part, rng=own_key, model_state=state)
+            value, (_, state) = fn(params, part, rng=own_key, model_state=state)
             return state, as_value(value)
 
-        keys = jax.random.split(key, self.accumulate)
+        keys = jax.random.split(key, accumulate)
         return lax.scan(one, model_state, (parts, keys))[1].mean()
 
 
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
-    """What stands in the place of the loss where that would need a collective."""
+    """What stands in the place of the loss where that would need a collective, or other batches."""
 
     def value_fn(params: PyTree) -> jax.Array:
         del params
+        asked = "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do"
+        if not axes:
+            raise ValueError(
+                f"{asked}. The batches of a window of gradients are gone when it becomes an "
+                "update: give them as one batch to js.make_train_step(accumulate=...), or use an "
+                "optimizer that needs `value` and `grad` alone, or none of them."
+            )
         raise ValueError(
-            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do. "
-            "They loop as often as the data want, and no collective may stand in such a loop, but "
-            f"here gradients are averaged over {axes}. Use an optimizer that needs `value` and "
-            "`grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); or let each "
-            "replica search by itself: `sync`, no `gradients`, and no inner axes."
+            f"{asked}. They loop as often as the data want, and no collective may stand in such a "
+            f"loop, but here gradients are averaged over {axes}. Use an optimizer that needs "
+            "`value` and `grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); "
+            "or let each replica search by itself: `sync`, no `gradients`, and no inner axes."
         )
 
     return value_fn
@@ -203,7 +207,8 @@ def update_told(
         grads: PyTree, state: PyTree, params: PyTree, value: jax.Array, weight: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
         extra = {} if weight is None else {"weight": weight}
-        own = _refusing(averaged) if averaged else partial(loss.at, data=data, weight=weight)
+        is_refused = averaged or loss.data is None
+        own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
         told = {"value": value, "grad": grads, "value_fn": own}
         try:
             return optimizer.update(grads, state, params, **told, **extra)
@@ -213,12 +218,12 @@ def update_told(
             # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
             return optimizer.update(grads, state, params)
 
-    operands = grads, state, params, loss.value, weight, () if averaged else loss.data
+    operands = grads, state, params, loss.value, weight, None if averaged else loss.data
     try:
         if is_chain:
             traced = TracedUpdate(update, axis_name, *operands)
             value = traced.mean(loss.value, weight, *operands)
-            return traced(grads, state, params, value, weight, ())
+            return traced(grads, state, params, value, weight, None)
         return update(*operands)
     except (TypeError, AssertionError) as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
@@ -232,3 +237,28 @@ def update_told(
         # Branches and loops that mix constants with what differs between replicas; and zeros like
         # a shape of them (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
         return run_as_varying(update, *operands)
+
+
+def optimizer_rate(opt_state: PyTree) -> Any:
+    """The learning rate that an optimizer used, from its state after the update.
+
+    Raises:
+      ValueError: not just one `optax.inject_hyperparams` state with a `learning_rate`.
+    """
+    found = [
+        x.hyperparams["learning_rate"]
+        for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
+        if _has_rate(x)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
+            "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
+            f"; found {len(found) or 'none'}."
+        )
+    return found[0]
+
+
+def _has_rate(x: Any) -> bool:
+    hyperparams = getattr(x, "hyperparams", None)
+    return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams

@@ -5,9 +5,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ..._typing import AxisName, PyTree
-from ...mesh import from_first, match_varying, vary_over
-from ...transform import Exchange, replica_mean
+from ...._typing import AxisName, PyTree
+from ....mesh import from_first, match_varying, vary_over
+from ....transform import Exchange, replica_mean
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 

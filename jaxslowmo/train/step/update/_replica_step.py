@@ -5,15 +5,13 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from ..._scopes import EVERY_PHASE, METRICS, MODEL_STATE
-from ..._typing import AxisName, Phase, PyTree
-from ...mesh import axis_names, match_varying, own_keys, vary_over, varying_axes
-from ...reducer import mean_gradients
-from ...tracing import FullLoss, ready_order
-from ...transform import (
+from ...._scopes import EVERY_PHASE
+from ...._typing import AxisName, Phase, PyTree
+from ....mesh import axis_names, vary_over, varying_axes
+from ....reducer import mean_gradients
+from ....transform import (
     ParameterTransform,
     following,
     holds_state,
@@ -24,36 +22,30 @@ from ...transform import (
     phase_scope,
     unless_idle,
 )
-from ...tree import apply_exactly, leaf_names
-from .._state import TrainState
-from ._loss import value_and_gradients
-from ._model_state import (
-    ModelStateMode,
-    Statistics,
-    agree_inside,
-    from_first_replica,
-    mean_over,
-    vary_statistics,
-)
-from ._told import Loss, TracedUpdate, as_value, update_told
-from ._transforms import optimizer_rate
+from ....tree import apply_exactly, leaf_names
+from ..._state import TrainState
+from ._differentiate import Data, Differentiation, kept_if_idle
+from ._model_state import Statistics
+from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
+from ._window import Gathered, GradientWindow, Metrics
 
-Metrics = dict[str, jax.Array]
 GradientOrder = Literal["reverse", "ready"]
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step is made of; see `make_train_step`."""
+    """What a step is made of; see `make_train_step`.
 
-    loss: FullLoss
+    One update: the batch is differentiated, alone or into a window of several; the gradients are
+    reduced, the optimizer makes updates of them, and parameters are exchanged.
+    """
+
+    differentiation: Differentiation
     gradients: optax.GradientTransformationExtraArgs | None
     optimizer: optax.GradientTransformationExtraArgs
     sync: ParameterTransform | None
     apart: bool  # replicas were said to train apart
     axis_name: AxisName
-    accumulate: int
-    model_state: ModelStateMode
     order: GradientOrder
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
@@ -68,82 +60,117 @@ class StepParts:
         state: TrainState,
         batch: PyTree,
         weight: jax.Array | None,
+        window: GradientWindow | None,
         phase: Phase | None,
         inner_axes: tuple[str, ...],
     ) -> tuple[TrainState, Metrics]:
         """One update as one replica sees it, or one of its devices along `inner_axes`.
 
         A replica of weight 0 keeps its model state, its metrics are zeros, and where replicas train
-        apart its optimizer state stays too.
+        apart its optimizer state stays too. With a window it is the weight of the whole window that
+        decides; the metrics are those of the batch.
         """
         rng, key = jax.random.split(state.rng)
-        for name in inner_axes:
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        data, differentiation = None, self.differentiation
+        if window is None:
+            gathered, metrics, data = differentiation.one_batch(
+                state, batch, key, weight, inner_axes
+            )
+        else:
+            window, metrics = differentiation.collected(
+                state, batch, key, weight, window, inner_axes
+            )
+            gathered, _ = differentiation.closed(state, window, inner_axes)
+        order = self._order(state, batch)
+        return self._updated(state, rng, gathered, data, order, phase, inner_axes), metrics
+
+    def opened(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: jax.Array | None,
+        inner_axes: tuple[str, ...],
+    ) -> GradientWindow:
+        """An empty window for the next update; see `Differentiation.opened`."""
+        _, key = jax.random.split(state.rng)
+        return self.differentiation.opened(state, batch, key, weight, inner_axes)
+
+    def collected(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: jax.Array | None,
+        window: GradientWindow,
+        inner_axes: tuple[str, ...],
+    ) -> tuple[GradientWindow, Metrics]:
+        """The window with a batch more, and its metrics; see `Differentiation.collected`."""
+        _, key = jax.random.split(state.rng)
+        return self.differentiation.collected(state, batch, key, weight, window, inner_axes)
+
+    def evaluated(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: jax.Array | None,
+        inner_axes: tuple[str, ...],
+    ) -> Metrics:
+        """A forward pass alone; see `Differentiation.evaluated`."""
+        _, key = jax.random.split(state.rng)
+        return self.differentiation.evaluated(state, batch, key, weight, inner_axes)
+
+    def of_window(
+        self,
+        state: TrainState,
+        window: GradientWindow,
+        like: PyTree,
+        phase: Phase | None,
+        inner_axes: tuple[str, ...],
+    ) -> tuple[TrainState, Metrics]:
+        """One update of what a window holds; the metrics are means over its batches.
+
+        `like` are types of this device's part of a batch.
+        """
+        rng, _ = jax.random.split(state.rng)
+        gathered, metrics = self.differentiation.closed(state, window, inner_axes)
+        order = self._order(state, like)
+        return self._updated(state, rng, gathered, None, order, phase, inner_axes), metrics
+
+    def _updated(
+        self,
+        state: TrainState,
+        rng: jax.Array,
+        gathered: Gathered,
+        data: Data | None,
+        order: tuple[int, ...] | None,
+        phase: Phase | None,
+        inner_axes: tuple[str, ...],
+    ) -> TrainState:
+        """The state after: gradients reduced, optimizer, exchange."""
         gradients_state, optimizer_state, sync_state = state.opt_state
-        seen, metrics, model_state, grads = self._differentiated(
-            state, batch, key, weight, inner_axes
-        )
-        order = self._ready_order(state, batch, key) if self.order == "ready" else None
+        weight = gathered.weight
         grads, gradients_state, value, averaged = self._reduced(
-            grads, gradients_state, state.params, metrics["loss"], weight, order, inner_axes
+            gathered.grads, gradients_state, state.params, gathered.loss, weight, order, inner_axes
         )
-        loss = Loss(value, averaged, self.loss, self.accumulate, (batch, key, seen))
+        loss = Loss(value, averaged, self.differentiation, data)
         updates, optimizer_state, rate = self._optimized(
             grads, optimizer_state, state.params, loss, weight, averaged
         )
         _check_reduced(updates, inner_axes)
         own_updates = updates
         updates, model_state, sync_state = self._exchanged(
-            updates, model_state, sync_state, state.params, weight, phase, rate
+            updates, gathered.model_state, sync_state, state.params, weight, phase, rate
         )
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
             own_updates = unless_idle(own_updates, weight)
             optimizer_state = moved_copies(optimizer_state, state.params, own_updates, updates)
-        new = TrainState(
+        return TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),
             opt_state=(gradients_state, optimizer_state, sync_state),
             model_state=model_state,
             rng=rng,
         )
-        return new, metrics
-
-    def _differentiated(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        key: jax.Array,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[PyTree, Metrics, PyTree, PyTree]:
-        """The model state that the loss saw, its metrics, the model state after, gradients."""
-        before = state.model_state
-        if self.model_state == "broadcast":
-            with jax.named_scope(f"{MODEL_STATE}/broadcast"):
-                before = from_first_replica(before, self.axis_name)
-        # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
-        # varying they stay local, and the gradient transform reduces them in buckets.
-        axes = (*axis_names(self.axis_name), *inner_axes)
-        seen = own_keys(vary_statistics(before, axes), inner_axes)
-        metrics, model_state, grads = value_and_gradients(
-            self.loss,
-            vary_over(state.params, axes),
-            batch,
-            rng=key,
-            model_state=seen,
-            accumulate=self.accumulate,
-        )
-        if inner_axes:
-            with jax.named_scope(METRICS):
-                metrics = mean_over(metrics, inner_axes)
-            with jax.named_scope(f"{MODEL_STATE}/inner"):
-                model_state = agree_inside(model_state, inner_axes)
-        if weight is not None:
-            # Counted here, so that what reads the metrics can weigh them.
-            metrics = {**unless_idle(metrics, weight), "weight": weight}
-            model_state = _kept_if_idle(weight, model_state, before)
-        return seen, metrics, model_state, grads
 
     def _reduced(
         self,
@@ -206,7 +233,7 @@ class StepParts:
             and not holds_state(state, "parameters")
         )
         if weight is not None and (self.sync is not None or alone):
-            after = _kept_if_idle(weight, after, state)
+            after = kept_if_idle(weight, after, state)
         return unless_idle(updates, weight) if alone else updates, after, rate
 
     def _exchanged(
@@ -220,7 +247,9 @@ class StepParts:
         rate: jax.Array | None,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Updates and model state after the exchange of parameters, and its state."""
-        statistics = Statistics(model_state, averaged=self.model_state == "sync_mean")
+        statistics = Statistics(
+            model_state, averaged=self.differentiation.model_state == "sync_mean"
+        )
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
                 return updates, statistics.averaged_over(self.axis_name, weight), state
@@ -236,15 +265,9 @@ class StepParts:
             )
         return updates, statistics.replaced(means), state
 
-    def _ready_order(self, state: TrainState, batch: PyTree, key: jax.Array) -> tuple[int, ...]:
-        """Found at trace time, from the types alone."""
-        return ready_order(
-            self.loss,
-            jax.tree.map(_type_only, state.params),
-            jax.tree.map(_type_only, batch),
-            rng=key,
-            model_state=jax.tree.map(_type_only, state.model_state),
-        )
+    def _order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
+        """In which gradients go into buckets; None leaves it to what reduces them."""
+        return self.differentiation.ready_order(state, batch) if self.order == "ready" else None
 
 
 def _of_known_layout(sync: ParameterTransform) -> ParameterTransform:
@@ -255,15 +278,6 @@ def _of_known_layout(sync: ParameterTransform) -> ParameterTransform:
             return sync.init(params)
 
     return sync._replace(init=init, state=sync.state)
-
-
-def _kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    old = match_varying(old, new)
-    return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
-
-
-def _type_only(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._typing import PyTree
-from ...mesh import match_varying
-from ...tracing import FullLoss
-from ...tree import at_least_float32
+from ...._typing import PyTree
+from ....mesh import match_varying
+from ....tracing import FullLoss
+from ....tree import at_least_float32
 
 
 def _split(batch: PyTree, parts: int) -> PyTree:
@@ -20,6 +20,11 @@ def _split(batch: PyTree, parts: int) -> PyTree:
         return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
     return jax.tree.map(split, batch)
+
+
+def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.Array]:
+    """What a loss function says of a batch, in float32, and the loss in its own dtype."""
+    return {**{name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}, "loss": value}
 
 
 def value_and_gradients(
@@ -42,8 +47,7 @@ def value_and_gradients(
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         (value, (metrics, state)), grads = differentiate(params, part, rng=key, model_state=state)
-        metrics = {name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}
-        return {**metrics, "loss": value}, state, grads
+        return with_loss(metrics, value), state, grads
 
     if accumulate == 1:
         return one(model_state, batch, rng)

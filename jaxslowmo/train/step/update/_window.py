@@ -1,0 +1,115 @@
+"""Gradients of several batches that become one update."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...._typing import PyTree
+from ....mesh import match_varying
+from ....tree import added, at_least_float32, by_dtype, cast, kept_if
+
+Metrics = dict[str, jax.Array]
+
+
+class GradientWindow(NamedTuple):
+    """What the batches of one update have given so far; `step.collect` makes it and adds to it.
+
+    Devices are counted over the replica axis and the axes inside a replica over which the batch is
+    split: between these nothing is reduced before the update.
+
+    Attributes:
+      totals: leaves (devices, *s), in at least float32: weighted sums of gradients.
+      metrics: leaves (replicas, ...), in at least float32: weighted sums, "loss" among them.
+      model_state: leaves (devices, ...), as the last batch left it.
+      weight: (replicas,) float32, sum of the weights; None where batches have none.
+      count: (replicas,) int32, batches so far; equal on all replicas.
+    """
+
+    totals: PyTree
+    metrics: Metrics
+    model_state: PyTree
+    weight: jax.Array | None
+    count: jax.Array
+
+
+# How each part relates to the replicas, as `map_replicas` wants to know.
+ROLES = GradientWindow._make(("device", "stacked", "device", "stacked", "stacked"))
+
+
+class Gathered(NamedTuple):
+    """What an update starts from, whether one batch gave it or a window.
+
+    Attributes:
+      grads: means over the examples of this device, in the dtypes of the parameters.
+      loss: () likewise, of all examples of the replica.
+      model_state: equal on all devices of the replica.
+      weight: () this replica's share in averages over replicas; None where all are alike.
+    """
+
+    grads: PyTree
+    loss: jax.Array
+    model_state: PyTree
+    weight: jax.Array | None
+
+
+def empty_window(
+    grads: PyTree, metrics: Metrics, model_state: PyTree, weight: jax.Array | None
+) -> GradientWindow:
+    """A window before its first batch.
+
+    Args:
+      grads: of one batch; shapes, dtypes and varying axes are all that is looked at.
+      metrics: likewise.
+      model_state: as the first batch will see it.
+      weight: of the first batch, likewise; None where batches have none.
+    """
+
+    def zeros(x: Any) -> jax.Array:
+        return match_varying(jnp.zeros(x.shape, at_least_float32(x.dtype)), x)
+
+    count = jnp.zeros([], jnp.int32)
+    return GradientWindow(
+        jax.tree.map(zeros, grads),
+        jax.tree.map(zeros, metrics),
+        model_state,
+        None if weight is None else jnp.zeros_like(weight),
+        count,
+    )
+
+
+def added_to(
+    window: GradientWindow,
+    grads: PyTree,
+    metrics: Metrics,
+    model_state: PyTree,
+    weight: jax.Array | None,
+) -> GradientWindow:
+    """The window with one batch more."""
+    return GradientWindow(
+        jax.tree.map(added, window.totals, _weighted(grads, weight)),
+        jax.tree.map(added, window.metrics, _weighted(metrics, weight)),
+        model_state,
+        None if window.weight is None or weight is None else window.weight + weight,
+        window.count + 1,
+    )
+
+
+def means_of(window: GradientWindow) -> tuple[PyTree, Metrics]:
+    """Means of gradients and metrics, in at least float32; zeros on a replica that was idle."""
+    if window.weight is None:
+        divisor = by_dtype(window.count)
+    else:
+        # Over infinity everything is zero, without a choice for every leaf.
+        divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
+    sums = window.totals, window.metrics
+    return jax.tree.map(lambda x: x / divisor(x.dtype), sums)
+
+
+def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
+    """In at least float32, times the weight; zeros for weight 0, whatever stands there."""
+    wide = jax.tree.map(lambda x: cast(x, at_least_float32(x.dtype)), tree)
+    if weight is None:
+        return wide
+    counts, factor = weight > 0, by_dtype(weight)
+    return jax.tree.map(lambda x: kept_if(counts, x * factor(x.dtype)), wide)

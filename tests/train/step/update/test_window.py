@@ -1,0 +1,186 @@
+"""Gradients of several batches as one update, against one batch of them all and by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from train.step.problem import PARAMS
+
+RNG = np.random.default_rng(3)
+REPLICAS, ROWS = 4, 4
+BATCHES = RNG.normal(size=(7, REPLICAS * ROWS, 8)).astype(np.float32)
+STATISTICS = {"mean": np.zeros(8, np.float32), "n": np.int32(0), "keys": jax.random.key(3)}
+MESHES = {
+    "virtual": lambda: js.virtual_mesh({"replica": REPLICAS}),
+    "devices": lambda: js.make_mesh({"replica": REPLICAS}),
+    "inner": lambda: js.make_mesh({"replica": REPLICAS, "device": 2}),
+    "virtual_inner": lambda: js.virtual_mesh({"replica": REPLICAS, "device": 2}),
+}
+average = js.all_reduce_gradients("replica")
+
+
+def loss(params, batch, *, rng, model_state):
+    """Dropout by the batch's key and by a stream in the state, and statistics that drift."""
+    streams, own = jax.random.split(model_state["keys"])
+    noise = jax.random.bernoulli(rng, 0.5, batch.shape) + jax.random.normal(own, batch.shape) / 4
+    new = {
+        "mean": 0.9 * model_state["mean"] + 0.1 * batch.mean(0),
+        "n": model_state["n"] + 1,
+        "keys": streams,
+    }
+    out = jnp.tanh((batch * noise - new["mean"]) @ params["w"] + params["b"])
+    value = jnp.mean(out**2)
+    return value, ({"largest": jnp.max(jnp.abs(out))}, new)
+
+
+def made(mesh, **options):
+    options = {"gradients": None, "sync": js.local_sgd("replica", sync_every=2), **options}
+    return js.make_train_step(loss, optax.sgd(0.3, momentum=0.9), mesh=mesh, **options)
+
+
+def joined(batches, parts):
+    """Batches as one, whose microbatches on every device they are."""
+    cut = [np.split(batch, parts) for batch in batches]
+    return np.concatenate([part for device in zip(*cut, strict=True) for part in device])
+
+
+def windowed(step, state, batches, weights=None):
+    """One update of several batches."""
+    window, seen = None, []
+    weights = [None] * len(batches) if weights is None else weights
+    for batch, weight in zip(batches[:-1], weights[:-1], strict=True):
+        window, metrics = step.collect(state, batch, weight, window=window)
+        seen.append(metrics)
+    state, metrics = step(state, batches[-1], weights[-1], window=window)
+    return state, [*seen, metrics]
+
+
+def comparable(tree):
+    keys = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if keys(x) else x), tree)
+
+
+def assert_same(found, expected, **tolerances):
+    found, expected = map(comparable, (found, expected))
+    jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, **tolerances), found, expected)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_batches_are_the_microbatches_of_one(kind):
+    """With model state, keys and momentum; over two updates, the second of which exchanges."""
+    mesh = MESHES[kind]()
+    parts = REPLICAS * (2 if "inner" in kind else 1)
+    step, whole = made(mesh), made(mesh, accumulate=3)
+    state = step.init(PARAMS, model_state=STATISTICS)
+    reference = whole.init(PARAMS, model_state=STATISTICS)
+    for batches in BATCHES[:3], BATCHES[3:6]:
+        state, seen = windowed(step, state, batches)
+        reference, metrics = whole(reference, joined(batches, parts))
+        for name in metrics:
+            mean = np.mean([m[name] for m in seen], axis=0)
+            np.testing.assert_allclose(mean, metrics[name], rtol=1e-6, err_msg=name)
+    assert_same(state, reference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["virtual", "inner"])
+def test_a_window_that_is_applied_is_the_update_with_its_last_batch(kind):
+    step = made(MESHES[kind](), order="ready", gradients=average if kind == "virtual" else None)
+    state = step.init(PARAMS, model_state=STATISTICS)
+    expected, seen = windowed(step, step.init(PARAMS, model_state=STATISTICS), BATCHES[:2])
+    window = None
+    for batch in BATCHES[:2]:
+        window, _ = step.collect(state, batch, window=window)
+    state, metrics = step.apply(state, window)
+    assert_same(state, expected, rtol=1e-6, atol=1e-7)
+    for name in metrics:
+        mean = np.mean([m[name] for m in seen], axis=0)
+        np.testing.assert_allclose(metrics[name], mean, rtol=1e-6, err_msg=name)
+
+
+def plain(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
+
+
+def test_weights_are_those_of_the_examples():
+    """By hand: a mean over all examples of all batches of all replicas, idle ones left out."""
+    active = js.all_reduce_gradients("replica", divide_by="active")
+    step = js.make_train_step(plain, optax.sgd(1.0), gradients=active, mesh=MESHES["virtual"]())
+    weights = np.float32([[1, 2, 0, 0], [3, 0, 1, 0], [0, 5, 2, 0]])
+    batches = BATCHES[:3].copy().reshape(3, REPLICAS, ROWS, 8)
+    batches[weights == 0] = np.nan  # whatever an idle replica's batch holds
+    state, seen = windowed(step, step.init(PARAMS), batches.reshape(3, -1, 8), weights)
+    total = jax.tree.map(np.zeros_like, PARAMS)
+    for weight, batch in zip(weights.ravel(), batches.reshape(-1, ROWS, 8), strict=True):
+        if weight:
+            grads = jax.grad(plain)(PARAMS, batch)
+            total = jax.tree.map(lambda t, g, w=weight: t + w * g, total, grads)
+    expected = jax.tree.map(lambda p, t: p - t / weights.sum(), PARAMS, total)
+    for replica in range(REPLICAS):
+        assert_same(jax.tree.map(lambda x, i=replica: x[i], state.params), expected, atol=2e-6)
+    np.testing.assert_array_equal([m["weight"] for m in seen], weights)
+
+
+def test_a_replica_that_is_idle_in_all_batches_keeps_its_model_state():
+    step = made(MESHES["virtual"](), model_state="local")
+    state = step.init(PARAMS, model_state=STATISTICS)
+    before = comparable(state.model_state)
+    after = comparable(windowed(step, state, BATCHES[:2], np.float32([[1, 1, 0, 0]] * 2))[0])
+    np.testing.assert_array_equal(after.model_state["n"], [2, 2, 0, 0])
+    np.testing.assert_array_equal(after.model_state["keys"][2:], before["keys"][2:])
+    np.testing.assert_array_equal(after.model_state["mean"][2:], before["mean"][2:])
+
+
+def test_updates_are_counted_not_batches():
+    """Host-scheduled: the second update exchanges, however many batches there are to one."""
+    step = made(js.virtual_mesh({"replica": REPLICAS}), mode="host")
+    state = step.init(PARAMS, model_state=STATISTICS)
+    state, _ = windowed(step, state, BATCHES[:3])
+    assert step.next_phase(state) == ("average",)
+    assert np.ptp(np.asarray(state.params["w"]), axis=0).max() > 0
+    state, _ = windowed(step, state, BATCHES[3:5])
+    assert step.next_phase(state) == ()
+    np.testing.assert_array_equal(state.step, 2)
+    assert np.ptp(np.asarray(state.params["w"]), axis=0).max() == 0
+
+
+def test_leaves_sharded_inside_a_replica_stay_so():
+    mesh = js.make_mesh({"replica": 2, "model": 2})
+    step = js.make_train_step(plain, optax.sgd(0.1), gradients=average, mesh=mesh)
+    params = {"w": np.ones((8, 4), np.float32), "b": np.zeros(4, np.float32)}
+    state = step.init(params)
+    sharding = NamedSharding(mesh, P("replica", None, "model"))
+    state = state._replace(
+        params={**state.params, "w": jax.device_put(state.params["w"], sharding)}
+    )
+    window, _ = step.collect(state, BATCHES[0])
+    window, _ = step.collect(state, BATCHES[1], window=window)
+    assert window.totals["w"].sharding.is_equivalent_to(sharding, 3)
+    state, _ = step(state, BATCHES[2], window=window)
+    assert state.params["w"].sharding.is_equivalent_to(sharding, 3)
+    grads = [jax.grad(plain)(params, batch) for batch in BATCHES[:3]]
+    expected = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / 3, params, *grads)
+    assert_same(jax.tree.map(lambda x: x[1], state.params), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_wrong_windows_are_refused():
+    step = js.make_train_step(plain, optax.lbfgs(), sync="none", mesh=MESHES["virtual"]())
+    state, weight = step.init(PARAMS), np.ones(REPLICAS)
+    window, _ = step.collect(state, BATCHES[0])
+    other = js.make_train_step(plain, optax.sgd(0.1), sync="none", mesh=MESHES["virtual"]())
+    with pytest.raises(ValueError, match=r"that `step\.collect` of this step"):
+        other.apply(state, window)
+    with pytest.raises(ValueError, match="`weight` must be given for all batches"):
+        step.collect(state, BATCHES[0], weight, window=window)
+    with pytest.raises(ValueError, match="`window` must be what"):
+        step.collect(state, BATCHES[0], None, ({}, window))
+    with pytest.raises(ValueError, match="batches of a window of gradients are gone"):
+        step.apply(state, window)
+    again, _ = step.collect(state, BATCHES[1], window=window)
+    with pytest.raises(ValueError, match="`window` was given to a step before"):
+        step(state, BATCHES[0], window=window)
+    assert np.all(np.asarray(again.count) == 2)
