@@ -62,7 +62,10 @@ from .tracing import ready_order as ready_order
 from .tracing import unused_parameters as unused_parameters
 from .train import Evaluate as Evaluate
 from .train import Log as Log
+from .train import PipelineReport as PipelineReport
+from .train import StageTimes as StageTimes
 from .train import StepResult as StepResult
+from .train import TrainPipeline as TrainPipeline
 from .train import TrainState as TrainState
 from .train import TrainStep as TrainStep
 from .train import WeightedBatch as WeightedBatch

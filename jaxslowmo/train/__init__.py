@@ -10,6 +10,9 @@ from ._loop import train_loop as train_loop
 from ._state import TrainState as TrainState
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
+from .input import PipelineReport as PipelineReport
+from .input import StageTimes as StageTimes
+from .input import TrainPipeline as TrainPipeline
 from .step import TrainStep as TrainStep
 from .step import bounded as bounded
 from .step import make_train_step as make_train_step

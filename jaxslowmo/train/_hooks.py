@@ -24,6 +24,8 @@ class StepResult:
       metrics: stacked per replica, on the devices; reading them waits for the step.
       phase: what was exchanged, `()` for a local step; see `js.phase_name`.
       reports: what hooks returned, merged in their order.
+      position: what the `get_state()` of the batches said right after the batch of this step, None
+        where they have none: batches that were loaded ahead are not in it. Save it with the state.
     """
 
     step: int
@@ -31,6 +33,7 @@ class StepResult:
     metrics: dict[str, jax.Array]
     phase: Phase
     reports: dict[str, Any] = field(default_factory=dict)
+    position: Any = None
 
 
 class Hook(Protocol):

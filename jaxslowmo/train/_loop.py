@@ -1,12 +1,15 @@
 """The training loop: a generator of step results, with hooks."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from .._typing import Phase, PyTree
 from ._hooks import Hook, StepResult, is_hook_due
 from ._state import TrainState
-from ._uneven import WeightedBatch
+from .input import TrainPipeline, at_most
+
+_PREFETCH = 2  # where nobody can tell
 
 
 class LoopStep(Protocol):
@@ -24,31 +27,40 @@ class LoopStep(Protocol):
 
 
 def train_loop(
-    step: LoopStep,
-    state: TrainState,
-    batches: Iterable[PyTree],
+    step: LoopStep | TrainPipeline,
+    state: TrainState | None = None,
+    batches: Iterable[PyTree] | None = None,
     *,
     num_steps: int | None = None,
     hooks: Sequence[Hook] = (),
     start: int = 0,
+    prefetch: int | None = None,
 ) -> Iterator[StepResult]:
     """Run steps and yield after each; hooks run first.
 
     Args:
-      step: made by `js.make_train_step`, or such a one in `js.measured`.
+      step: made by `js.make_train_step`, or such a one in `js.measured`. Or a `js.TrainPipeline`
+        that trains, which has state and batches and goes on from where it is.
       state: where to start; its buffers are donated if the step does so.
       batches: one batch per step, or `js.uneven_batches(...)`.
       num_steps: at which step to end; None goes on until `batches` ends.
       hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
         returns is merged into `reports`, so later hooks see it.
       start: steps that were done before, where a run is resumed: the next is `start + 1`.
+      prefetch: batches that a thread loads, and that are put on the devices, ahead of their steps
+        (`js.TrainPipeline`); never more than `num_steps` needs. 0: each is loaded when its step is
+        next. None: 0 for an iterator, such as a generator, since the caller may read its position
+        (`get_state()`) or go on with it; 2 for what the loop makes an iterator of, such as a list
+        or a loader, of which nobody else takes batches. With `result.position` in place of
+        `get_state()` an iterator can be given 2, too.
 
     Yields:
-      A `StepResult` per step. Stopping early (`break`) is safe at any step.
+      A `StepResult` per step. Stopping early (`break`) is safe at any step; batches that were
+      loaded ahead are dropped then, but for those of a pipeline.
 
     Raises:
-      ValueError: num_steps < 0, start < 0, a hook without `every`, or `batches` ended before
-        `num_steps`.
+      ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline beside
+        a state, batches or prefetch, or no batches; `batches` ended before `num_steps`.
 
     Communication: the step's; hooks state their own.
 
@@ -66,34 +78,43 @@ def train_loop(
                 "`hooks` must be callables with an attribute `every`, such as js.Log(write, "
                 f"every=10), got {what} without one: give it one, or call it in the loop's body."
             )
-    return _run(step, state, iter(batches), num_steps, tuple(hooks), start)
+    if isinstance(step, TrainPipeline):
+        if state is not None or batches is not None or prefetch is not None:
+            raise ValueError(
+                "`step` is a js.TrainPipeline, which has a state, batches and a depth: leave "
+                "`state`, `batches` and `prefetch` out."
+            )
+        return _run(contextlib.nullcontext(step), num_steps, tuple(hooks), start)
+    if state is None or batches is None or isinstance(batches, TrainPipeline):
+        raise ValueError(
+            "`state` and `batches` must be given where `step` is no js.TrainPipeline; to train "
+            "with one, js.train_loop(pipeline)."
+        )
+    if prefetch is None:
+        prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
+    left = None if num_steps is None else max(0, num_steps - start)
+    pipeline = TrainPipeline(step, state, at_most(iter(batches), left), depth=prefetch)
+    return _run(pipeline, num_steps, tuple(hooks), start)
 
 
 def _run(
-    step: LoopStep,
-    state: TrainState,
-    batches: Iterator[PyTree],
+    pipeline: contextlib.AbstractContextManager[TrainPipeline],
     num_steps: int | None,
     hooks: tuple[Hook, ...],
     done: int,
 ) -> Iterator[StepResult]:
-    while num_steps is None or done < num_steps:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            if num_steps is not None:
-                raise ValueError(
-                    f"`batches` ended after {done} of `num_steps`={num_steps} steps."
-                ) from None
-            return
-        phase = step.next_phase(state)
-        if isinstance(batch, WeightedBatch):
-            state, metrics = step(state, batch.batch, batch.weight)
-        else:
-            state, metrics = step(state, batch)
-        done += 1
-        result = StepResult(done, state, metrics, phase)
-        for hook in hooks:
-            if is_hook_due(hook, done):
-                result.reports.update(hook(result) or {})
-        yield result
+    with pipeline as results:
+        while num_steps is None or done < num_steps:
+            result = next(results, None)
+            if result is None:
+                if num_steps is not None:
+                    raise ValueError(
+                        f"`batches` ended after {done} of `num_steps`={num_steps} steps."
+                    )
+                return
+            done += 1
+            result.step = done
+            for hook in hooks:
+                if is_hook_due(hook, done):
+                    result.reports.update(hook(result) or {})
+            yield result

@@ -27,7 +27,7 @@ from ._programs import (
     update_of_window,
 )
 from ._state_checks import StateChecks
-from ._usable import refuse_unusable, refuse_unusable_window
+from ._usable import refuse_others, refuse_unusable, refuse_unusable_window
 from .update import GradientWindow, Metrics, StepParts
 
 Mode = Literal["traced", "host"]
@@ -226,7 +226,10 @@ class TrainStep:
 
         Communication: host to device; between processes as a call, instead of it.
         """
-        layout = self._layouts.last if state is None else self._layouts.of(state)
+        layout = self._layouts.last
+        if state is not None:
+            refuse_others(state)
+            layout = self._layouts.of(state)
         batch, weight = self._placing.compared(batch, weight, layout)
         if isinstance(self.mesh, VirtualMesh):  # one device, of which placing takes no note
             batch = jax.device_put(batch)

@@ -11,16 +11,21 @@ from .._state import TrainState
 from .update import GradientWindow
 
 
-def refuse_unusable(state: TrainState) -> None:
-    """Raise `ValueError` for what is no state, or one whose buffers are gone.
-
-    With those jax 0.10 may crash instead.
-    """
+def refuse_others(state: TrainState) -> None:
+    """Raise `ValueError` for what is no state."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise ValueError(
             "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
             f"it, got {type(state).__name__}."
         )
+
+
+def refuse_unusable(state: TrainState) -> None:
+    """Raise `ValueError` for what is no state, or one whose buffers are gone.
+
+    With those jax 0.10 may crash instead.
+    """
+    refuse_others(state)
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise ValueError(

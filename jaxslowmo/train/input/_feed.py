@@ -1,0 +1,147 @@
+"""The batches of a pipeline: loaded, prepared ahead, and handed out one by one."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+import jax
+
+from ..._typing import PyTree
+from ._clock import Clock
+from ._iterator import Loaded, SharedIterator, shared
+from ._loader import Direct, Ended, Loader
+from ._stages import Prepared, Stages
+
+
+class _Failed(NamedTuple):
+    """An error that stands where a batch would."""
+
+    error: BaseException
+    traceback: TracebackType | None
+
+
+class Feed:
+    """Prepares up to `depth` batches ahead of the one whose turn it is.
+
+    What is loaded or prepared when another iterator comes is handed out first: nothing is lost.
+    Batches are prepared in the calling thread, so what stages exchange has one order on all
+    processes.
+
+    Args:
+      stages: what is done with a batch.
+      depth: batches ahead; 0 loads each when it is its turn, without a thread.
+      drain: hand out the last `depth` batches of an iterator, too.
+      timeout: seconds that a call waits for a batch; None: for ever.
+      state: returns the state that stages look at.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        depth: int,
+        drain: bool,
+        timeout: float | None,
+        state: Callable[[], PyTree],
+    ) -> None:
+        self._stages, self._depth, self._drain = stages, depth, drain
+        self._timeout, self._state = timeout, state
+        # Several processes must prepare the same batches between the same two steps.
+        self._waits = jax.process_count() > 1
+        self._ahead = min(depth, 1) if self._waits else depth
+        self._held: deque[Prepared | _Failed] = deque()
+        self._given: SharedIterator | None = None
+        self._is_open = False  # nobody was told yet that the iterator given has ended
+        self._loaders: deque[Loader | Direct] = deque()  # those before the last only end
+        self.load_clock, self.wait_clock = Clock("load"), Clock("wait")
+
+    @property
+    def num_held(self) -> int:
+        """Batches that are prepared."""
+        return len(self._held)
+
+    def give(self, iterator: Iterator[PyTree]) -> SharedIterator:
+        """Go on with this iterator, unless it is the present one."""
+        if self._given is None or self._given.iterator is not iterator:
+            for loader in self._loaders:
+                loader.finish()
+            self._given, self._is_open = shared(iterator), False
+        return self._given
+
+    def next(self) -> Prepared | None:
+        """The batch whose turn it is; None where there is no more.
+
+        Raises:
+          TimeoutError: it was not there in time; the next call waits for it again.
+          BaseException: what the iterator or a stage raised instead of it.
+        """
+        if not self._is_open and self._given is not None:
+            kind = Loader if self._depth else Direct
+            self._loaders.append(kind(self._given, self.load_clock))
+            self._is_open = True
+        behind = 0 if self._drain else self._depth
+        while len(self._held) <= behind and not self._has_failed:
+            if not self._pull(self._depth + 1, wait=True):
+                self._is_open = False
+                return None
+        first = self._held.popleft()
+        if isinstance(first, Prepared):
+            return first
+        if not self._loaders:
+            self._is_open = False
+        raise first.error.with_traceback(first.traceback)
+
+    def prepare(self) -> None:
+        """Prepare batches ahead: those that are loaded, in several processes the next one."""
+        while len(self._held) < self._ahead and not self._has_failed:
+            try:
+                if not self._pull(self._depth, wait=self._waits):
+                    break
+            except TimeoutError:  # is raised again where the batch is needed
+                break
+        if self._loaders:
+            self._loaders[0].allow(self._depth - len(self._held))
+
+    def close(self) -> None:
+        """End the threads and let go of all batches."""
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+        self._held.clear()
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._held) and isinstance(self._held[-1], _Failed)
+
+    def _pull(self, most: int, *, wait: bool) -> bool:
+        """Prepare one more batch, of at most so many; False where there is none, or none yet."""
+        while self._loaders:
+            loader = self._loaders[0]
+            loader.allow(most - len(self._held))
+            found = self._taken(loader) if wait else loader.take(wait=False)
+            if found is None:
+                return False
+            if not isinstance(found, Ended):
+                self._held.append(self._prepared(found))
+                return True
+            self._loaders.popleft()
+            if found.error is not None:
+                self._held.append(_Failed(found.error, found.traceback))
+                return True
+        return False
+
+    def _taken(self, loader: Loader | Direct) -> Loaded | Ended:
+        found = self.wait_clock(lambda: loader.take(timeout=self._timeout))
+        if found is None:
+            raise TimeoutError(
+                f"`batches` gave none within `timeout`={self._timeout:g} s; the loader goes on, "
+                "and the next call waits for the same batch."
+            )
+        return found
+
+    def _prepared(self, loaded: Loaded) -> Prepared | _Failed:
+        try:
+            return self._stages(loaded, self._state())
+        except Exception as error:  # in the turn of this batch: those before it can be used
+            return _Failed(error, error.__traceback__)

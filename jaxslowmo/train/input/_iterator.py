@@ -1,0 +1,85 @@
+"""One iterator, of which several threads may take batches."""
+
+import copy
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..._typing import PyTree
+
+_LOCK = threading.Lock()
+_SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
+
+
+class Loaded(NamedTuple):
+    """A batch as its iterator gave it.
+
+    Attributes:
+      batch: a `WeightedBatch`, or whatever the step takes.
+      position: what the iterator's `get_state()` said right after; None without one.
+    """
+
+    batch: PyTree
+    position: Any
+
+
+class SharedIterator:
+    """An iterator whose batches are taken one at a time, by whichever thread; see `shared`."""
+
+    def __init__(self, iterator: Iterator[PyTree]) -> None:
+        self.iterator = iterator
+        self._lock = threading.Lock()
+
+    def take(self) -> Loaded | None:
+        """The next batch, None after the last; raises what the iterator does."""
+        with self._lock:
+            try:
+                batch = next(self.iterator)
+            except StopIteration:
+                return None
+            return Loaded(batch, self._position())
+
+    def position(self) -> Any:
+        """What `get_state()` says now; None for iterators without one."""
+        with self._lock:
+            return self._position()
+
+    def _position(self) -> Any:
+        get_state = getattr(self.iterator, "get_state", None)
+        if get_state is None:
+            return None
+        position = get_state()
+        # Some iterators hand out what they then go on to change.
+        return copy.deepcopy(position) if isinstance(position, dict | list) else position
+
+
+def shared(iterator: Iterator[PyTree]) -> SharedIterator:
+    """The one `SharedIterator` of an iterator: a generator that two threads enter is an error."""
+    with _LOCK:
+        found = _SHARED.get(id(iterator))
+        if found is None:  # which holds the iterator, so that its id stays its own
+            found = _SHARED[id(iterator)] = SharedIterator(iterator)
+        return found
+
+
+def at_most(iterator: Iterator[PyTree], count: int | None) -> Iterator[PyTree]:
+    """The first `count` batches of an iterator, or all: no more are taken from it."""
+    return iterator if count is None else _AtMost(iterator, count)
+
+
+class _AtMost(Iterator[PyTree]):
+    def __init__(self, iterator: Iterator[PyTree], count: int) -> None:
+        self._source, self._left = shared(iterator), count
+        self._position = self._source.position()
+
+    def __next__(self) -> PyTree:
+        found = self._source.take() if self._left > 0 else None
+        if found is None:
+            raise StopIteration
+        self._left -= 1
+        self._position = found.position
+        return found.batch
+
+    def get_state(self) -> Any:
+        return self._position

@@ -1,0 +1,230 @@
+"""An iterator of results whose batches are loaded and put on the devices ahead of their steps."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ..._typing import PyTree
+from .._state import TrainState
+from ._clock import Clock
+from ._feed import Feed
+from ._report import PipelineReport, StageTimes
+from ._runner import Evaluation, Runner, Training
+from ._stages import Stage, Stages
+
+
+class TrainPipeline(Iterator[Any]):
+    """Trains, or evaluates, with batches that are ready before their turn.
+
+    A thread takes batches from their iterator while steps run; each is put on the devices, and goes
+    through `stages`, right after an earlier step was started:
+
+        pipeline = js.TrainPipeline(step, state, batches)
+        for result in pipeline: ...
+        state = pipeline.state
+
+    Results are those of a plain loop over the same batches, bit for bit. It is itself an iterator,
+    and `progress` one of its steps. In a `with` statement its thread ends with the block; it ends
+    also with the iterator, by `close`, and when nothing holds the pipeline any more.
+
+    Args:
+      step: of `js.make_train_step`, such a one in `js.measured`, or a function
+        `step(state, batch) -> (state, metrics)`, with a third argument for the weights of
+        `js.WeightedBatch`. To evaluate, one that returns anything: `step.evaluate`.
+      state: a state to train. Or another pipeline, or a function that returns a state: then `step`
+        is called with that state as it is at each call, and what it returns are the results.
+      batches: of anything that `step` takes; `js.uneven_batches`, a generator, grain, torch's
+        DataLoader. It may be left out where `progress` is given iterators.
+      stages: functions `batch -> batch`, best made by `jax.jit`, which come after `step.place`, in
+        the calling thread; on a weighted batch without its weights. None: none, and for a function
+        as `step` arrays are put on the default device.
+      depth: how many batches may be loaded beyond the one that is used. 0: none, and no thread.
+      drain: train the batches that are held when an iterator ends. False keeps them for the next
+        iterator that `progress` is given, as torchrec does: of the first one all but `depth`.
+      timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
+
+    Attributes:
+      state: as it is after the last result; may be set between calls. Read it at each use: steps
+        reuse its buffers.
+      position: what the `get_state()` of the iterator said right after the last batch that was
+        used; before the first one, as it was. None where it has no `get_state`. To be saved with
+        the state: batches that are loaded ahead are not in it.
+
+    Raises:
+      ValueError: depth < 0, a timeout that is not positive or has no thread to wait for, stages
+        that are not functions, batches without an iterator.
+
+    Communication: the step's and the stages'. In several processes batches are placed in the same
+      order between the same steps on all of them, so each call waits until the next batch is there.
+
+    Source: torchrec, `TrainPipelineBase` and `TrainPipelineSparseDist`.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        state: "TrainState | TrainPipeline | Callable[[], PyTree] | PyTree",
+        batches: Iterable[PyTree] | None = None,
+        *,
+        stages: Sequence[Stage] | None = None,
+        depth: int = 2,
+        drain: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        _check(step, stages, depth, timeout)
+        prepare, runner = Stages(step, stages), _runner(step, state)
+        self._runner = runner  # whose own state the feed reads: what is left alone should end
+        self._feed = Feed(
+            prepare, depth=depth, drain=drain, timeout=timeout, state=lambda: runner.state
+        )
+        if batches is not None:
+            runner.position = self._feed.give(_iterator_of(batches)).position()
+        self._clocks = [self._feed.load_clock, *prepare.clocks, Clock("step")]
+        self._began: float | None = None
+        self._ended = self._inside = 0.0
+        self._has_batches = batches is not None
+        self._is_closed = False
+
+    def __iter__(self) -> "TrainPipeline":
+        return self
+
+    def __next__(self) -> Any:
+        """The next result; `StopIteration` where there is no more."""
+        return self.progress()
+
+    def progress(self, iterator: Iterator[PyTree] | None = None) -> Any:
+        """One batch: used, and the next ones prepared beside it.
+
+        Args:
+          iterator: of the batches from now on; those of an earlier one that are held come first.
+            None, or the same as before, goes on with it.
+
+        Returns:
+          A `js.StepResult`, or what `step` returns where the pipeline evaluates.
+
+        Raises:
+          StopIteration: there is no batch left. An iterator that ended is asked again at the next
+            call, as a loop would.
+          TimeoutError: none came within `timeout`; the next call waits for the same.
+          ValueError: there is no iterator, or the pipeline was closed.
+          Exception: what the iterator or a stage raised in place of this batch, with its traceback;
+            the batches before it were used. The next call goes on behind it.
+
+        Communication: the step's and the stages'.
+        """
+        if self._is_closed:
+            raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
+        if iterator is not None:
+            if not isinstance(iterator, Iterator):
+                raise ValueError(
+                    "progress: `iterator` must be an iterator, such as iter(batches), got "
+                    f"{type(iterator).__name__}."
+                )
+            self._feed.give(iterator)
+            self._has_batches = True
+        if not self._has_batches:
+            raise ValueError("progress: `iterator` must be given where there were no `batches`.")
+        began = time.perf_counter()
+        self._began = began if self._began is None else self._began
+        try:
+            batch = self._feed.next()
+            if batch is None:
+                raise StopIteration
+            result = self._clocks[-1](self._runner, batch)
+            self._feed.prepare()
+            return result
+        finally:
+            self._ended = time.perf_counter()
+            self._inside += self._ended - began
+
+    @property
+    def state(self) -> Any:
+        """As it is after the last result."""
+        return self._runner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not isinstance(self._runner, Training):
+            raise ValueError(
+                "`state` of a pipeline that evaluates is another's: set it where it is trained."
+            )
+        self._runner.state = state
+
+    @property
+    def position(self) -> Any:
+        """Of the iterator, right after the last batch that was used."""
+        return self._runner.position
+
+    def report(self) -> PipelineReport:
+        """What the stages took so far.
+
+        Returns:
+          A `js.PipelineReport`.
+
+        Communication: none.
+        """
+        seconds = 0.0 if self._began is None else self._ended - self._began
+        return PipelineReport(
+            stages=tuple(
+                StageTimes(c.name, c.count, c.seconds, max(0.0, seconds - c.seconds))
+                for c in self._clocks
+            ),
+            batches=self._clocks[-1].count,
+            held=self._feed.num_held,
+            seconds=seconds,
+            waiting_seconds=self._feed.wait_clock.seconds,
+            caller_seconds=seconds - self._inside,
+        )
+
+    def close(self) -> None:
+        """Ends the thread and lets go of the batches that are held; state and position stay."""
+        self._is_closed = True
+        self._feed.close()
+
+    def __enter__(self) -> "TrainPipeline":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _runner(step: Callable[..., Any], state: Any) -> Runner:
+    if isinstance(state, TrainPipeline):
+        return Evaluation(step, lambda: state.state)
+    # A model that is a tree of arrays may be callable as well.
+    if callable(state) and jax.tree_util.all_leaves([state]):
+        return Evaluation(step, state)
+    return Training(step, state)
+
+
+def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise ValueError(
+            f"`batches` must be an iterator, or have one, got {type(batches).__name__}."
+        )
+    return iter(batches)
+
+
+def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:
+    if not callable(step):
+        raise ValueError(f"`step` must be a function, got {type(step).__name__}.")
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise ValueError(f"`depth` counts batches and must be an int >= 0, got {depth!r}.")
+    if timeout is not None and (depth == 0 or not timeout > 0):
+        raise ValueError(
+            "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a thread "
+            f"nothing can be waited for. Got {timeout!r} and `depth`={depth}."
+        )
+    for stage in stages or ():
+        if not callable(stage):
+            raise ValueError(
+                f"`stages` must be functions `batch -> batch`, got {type(stage).__name__}."
+            )

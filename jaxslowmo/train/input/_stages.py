@@ -1,0 +1,81 @@
+"""What is done with a batch before its turn: on the devices, and in stages of the user's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..._typing import PyTree
+from .._uneven import WeightedBatch
+from ..step import bounded
+from ._clock import Clock
+from ._iterator import Loaded
+
+Stage = Callable[[PyTree], PyTree]
+
+
+class Prepared(NamedTuple):
+    """A batch that is ready for the step.
+
+    Attributes:
+      batch: as the last stage left it.
+      weight: of the replicas; None: all alike.
+      position: of its iterator right after it.
+    """
+
+    batch: PyTree
+    weight: Any
+    position: Any
+
+
+class Stages:
+    """Everything that happens to a batch between its iterator and the step, in order.
+
+    Args:
+      step: whose `place(batch, weight, state=...)` comes first, where it has one.
+      stages: functions `batch -> batch` that come after it; None: none, and for a step without
+        `place` arrays are put on the default device.
+    """
+
+    def __init__(self, step: Any, stages: Sequence[Stage] | None) -> None:
+        owner = getattr(step, "__self__", None)  # of a method, such as `step.evaluate`
+        self._place: Any = getattr(step, "place", None) or getattr(owner, "place", None)
+        if stages is None:
+            stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
+        self._stages = [bounded(stage) for stage in stages]
+        names = ["place"] if self._place else []
+        self.clocks = [Clock(name) for name in [*names, *_names(stages)]]
+
+    def __call__(self, loaded: Loaded, state: PyTree) -> Prepared:
+        """Starts all of it; what devices do for it need not have ended.
+
+        Args:
+          loaded: the batch.
+          state: one as the step is given, which says how batches lie.
+        """
+        batch, weight, clocks = loaded.batch, None, iter(self.clocks)
+        if isinstance(batch, WeightedBatch):
+            batch, weight = batch
+        if self._place:
+            batch, weight = next(clocks)(lambda: self._place(batch, weight, state=state))
+        for stage, clock in zip(self._stages, clocks, strict=True):
+            batch = clock(stage, batch)
+        return Prepared(batch, weight, loaded.position)
+
+
+def put_arrays(batch: PyTree) -> PyTree:
+    """The batch with arrays of numbers on the default device; all else stays."""
+
+    def put(x: Any) -> Any:
+        is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        return jax.device_put(x) if is_array or isinstance(x, jax.Array) else x
+
+    return jax.tree.map(put, batch)
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    names = [getattr(stage, "__name__", type(stage).__name__) for stage in stages]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} {i}" for i, name in enumerate(names, 1)]

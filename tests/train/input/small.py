@@ -1,0 +1,85 @@
+"""A small step for tests of pipelines, and iterators that behave in every way."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+BATCHES = np.random.default_rng(1).normal(size=(9, 4, 3)).astype(np.float32)
+
+
+@functools.cache
+def small_step(kind: str = "virtual") -> js.TrainStep:
+    """The same compiled programs for all tests."""
+    axes = {"replica": 2}
+    return js.make_train_step(
+        lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
+        optax.adam(0.1),
+        sync=js.slowmo(
+            "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, learning_rate=0.1
+        ),
+        mesh=js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes),
+    )
+
+
+def start(step: js.TrainStep) -> js.TrainState:
+    return step.init({"w": np.ones(3, np.float32)})
+
+
+@functools.cache
+def plain(kind: str = "virtual", batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
+    """Losses of a loop without a pipeline, over these batches."""
+    step = small_step(kind)
+    state, losses = start(step), []
+    for i in batches:
+        state, metrics = step(state, BATCHES[i])
+        losses.append(np.asarray(metrics["loss"]))
+    return losses
+
+
+def losses_of(results) -> list[np.ndarray]:
+    return [np.asarray(r.metrics["loss"]) for r in results]
+
+
+def assert_same(found, wanted) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def loaders() -> list[threading.Thread]:
+    """Threads that load."""
+    return [t for t in threading.enumerate() if t.name == "jaxslowmo-loader"]
+
+
+class Counted:
+    """An iterator over the batches that says where it is, as grain's do."""
+
+    def __init__(self, batches=BATCHES):
+        self.batches, self.next_index = batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next_index == len(self.batches):
+            raise StopIteration
+        self.next_index += 1
+        return self.batches[self.next_index - 1]
+
+    def get_state(self):
+        return {"next_index": self.next_index}
+
+    def set_state(self, state):
+        self.next_index = state["next_index"]
+
+
+def host(tree):
+    """Arrays of a state on the host."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
