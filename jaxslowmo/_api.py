@@ -16,6 +16,17 @@ from .diagnostics import CommReport as CommReport
 from .diagnostics import CommRow as CommRow
 from .diagnostics import comm_report as comm_report
 from .diagnostics import comm_report_of as comm_report_of
+from .embedding import Bags as Bags
+from .embedding import Embeddings as Embeddings
+from .embedding import Requests as Requests
+from .embedding import RowwiseOptimizer as RowwiseOptimizer
+from .embedding import RowwiseState as RowwiseState
+from .embedding import Table as Table
+from .embedding import WithTables as WithTables
+from .embedding import bags as bags
+from .embedding import embeddings as embeddings
+from .embedding import rowwise_adagrad as rowwise_adagrad
+from .embedding import rowwise_sgd as rowwise_sgd
 from .mesh import Divergence as Divergence
 from .mesh import OutOfSyncError as OutOfSyncError
 from .mesh import SyncReport as SyncReport

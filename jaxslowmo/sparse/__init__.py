@@ -1,9 +1,12 @@
 """Gradients of embedding tables as rows and values."""
 
+from ._add_up import add_up_rows as add_up_rows
 from ._all_reduce_rows import AllReduceRowsState as AllReduceRowsState
 from ._all_reduce_rows import all_reduce_rows as all_reduce_rows
+from ._coalesce import NOWHERE as NOWHERE
 from ._coalesce import Coalesced as Coalesced
 from ._coalesce import coalesce as coalesce
+from ._coalesce import distinct_rows as distinct_rows
 from ._coalesce import row_gradient as row_gradient
 from ._lookup import GatheredRows as GatheredRows
 from ._lookup import TouchedRows as TouchedRows
@@ -11,3 +14,4 @@ from ._lookup import gather_rows as gather_rows
 from ._lookup import row_value_and_grad as row_value_and_grad
 from ._row_gradient import RowGradient as RowGradient
 from ._row_gradient import apply_rows as apply_rows
+from ._row_gradient import row_numbers as row_numbers

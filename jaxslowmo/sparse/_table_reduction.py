@@ -10,11 +10,12 @@ from jax import lax
 
 from .._typing import AxisName
 from ..collectives import all_mean, gather_slices, quotient, scaled
-from ..mesh import axis_names, axis_size, settle, vary_over, varying_axes
+from ..mesh import axis_names, axis_size, settle, vary_over
 from ..transform import phase_scope, run_if
 from ..tree import at_least_float32
-from ._coalesce import NOWHERE, compact, distinct_rows, nonzero_rows
-from ._row_gradient import RowGradient, add_entries, inside, num_outside
+from ._add_up import add_in_order, distinct_places
+from ._coalesce import compact, nonzero_rows
+from ._row_gradient import RowGradient, inside, num_outside
 
 Path = Literal["auto", "rows", "dense"]
 PATHS = ("auto", "rows", "dense")
@@ -131,35 +132,15 @@ class TableReduction:
         return gather_slices(x[None], self.axis_name, like=jnp.zeros([]))
 
     def _combine(self, gradient: Table, gathered: _Gathered) -> Table:
-        """Mean of gathered rows, added up replica by replica.
-
-        No row occurs twice in one addition, so the order of sums is fixed and all replicas get the
-        same bits, also where scattered additions run in any order.
-        """
-        num_rows, tail = gradient.shape[0], gradient.shape[1:]
-        wide = at_least_float32(gradient.dtype)
-        replicas = axis_size(self.axis_name)
+        """Mean of gathered rows, added up replica by replica: all replicas get the same bits."""
+        num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
         if self.as_rows:
-            flat = gathered.rows.reshape(-1)
             size = min(replicas * _most_rows(gradient), num_rows)  # whatever was sent
-            order, ordered_places, _ = distinct_rows(flat, num_rows)
-            rows = jnp.full(size, num_rows, jnp.int32)
-            rows = rows.at[ordered_places].set(flat[order], mode="drop")
-            places = jnp.full(flat.shape, NOWHERE, jnp.int32).at[order].set(ordered_places)
-            places = places.reshape(gathered.rows.shape)
+            rows, places = distinct_places(gathered.rows, num_rows, size)
         else:
             size, rows, places = num_rows, None, gathered.rows
         shares = gathered.shares
-        scale = jnp.full(replicas, 1.0, jnp.float32) if shares is None else shares
-
-        def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-            place, values, share = one
-            return add_entries(total, place, scaled(values.astype(wide), share)), None
-
-        entries = (places, gathered.values, scale)
-        # As varying as what is added: a scan keeps the type of what it carries.
-        axes = frozenset().union(*map(varying_axes, entries))
-        total, _ = lax.scan(add, vary_over(jnp.zeros((size, *tail), wide), axes), entries)
+        total = add_in_order(places, gathered.values, size, shares)
         mean = (total / replicas if shares is None else total).astype(gradient.dtype)
         return mean if rows is None else RowGradient(rows, mean, num_rows)
 

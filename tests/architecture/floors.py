@@ -31,12 +31,13 @@ FLOORS = {
     "diagnostics": 5,
     "reducer": 5,
     "sparse": 5,
-    "statistics": 6,
-    "train": 6,
-    "checkpoint": 7,
-    API: 8,
-    "cli": 9,
-    "__main__": 10,
+    "embedding": 6,
+    "statistics": 7,
+    "train": 7,
+    "checkpoint": 8,
+    API: 9,
+    "cli": 10,
+    "__main__": 11,
 }
 # These may need the `train` extra. All others import, at module level, only what the core installs.
 BEYOND_CORE = {"data", "models", "checkpoint", "cli", "__main__"}

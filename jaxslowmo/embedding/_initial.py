@@ -1,0 +1,91 @@
+"""First values of tables: the same whichever devices hold them, made by each for its own part."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..mesh import vary_over, varying_axes
+from ._layout import PARTS, Layout, Store
+from ._table import Table
+
+
+def table_key(key: Any, name: str) -> Any:
+    """The key of one table, which does not change with the other tables."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def first_rows(table: Table, key: Any, parts: int, part: jax.Array) -> jax.Array:
+    """Rows `part`, `part + parts`, ... of a table, padded with zeros to the size of all parts.
+
+    Communication: none.
+    """
+    per_part = -(-table.num_rows // parts)
+    shape = (per_part, table.dim)
+    own = jax.random.fold_in(key, part)
+    if table.init is None:
+        bound = table.num_rows**-0.5
+        values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+    else:
+        values = table.init(own, shape, table.dtype)
+    numbers = part + parts * jnp.arange(per_part, dtype=jnp.int32)
+    return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
+
+
+def first_block(
+    tables: Mapping[str, Table], layout: Layout, store_name: str, key: Any, device: jax.Array
+) -> jax.Array:
+    """What a device holds of a stored array at first.
+
+    Communication: none.
+    """
+    store = layout.stores[store_name]
+    if store.kind == "table":
+        return _own_tables(tables, layout, store, key, device)
+    table, place = tables[store_name], layout.places[store_name]
+    key = _table_key(key, store_name)
+    if store.kind == "column":
+        return _own_columns(table, key, store.local_dim, device)
+    own_parts = place.parts // place.owners
+    numbers = device * own_parts + jnp.arange(own_parts, dtype=jnp.int32)
+    blocks = lax.map(lambda part: first_rows(table, key, place.parts, part), numbers)
+    return blocks.reshape(store.local_rows, store.dim)
+
+
+def _table_key(key: Any, name: str) -> Any:
+    """The key of one table, which does not change with the other tables."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
+    """All rows of a table, and of these the columns of a device; never all columns of all rows."""
+
+    def of_part(part: jax.Array) -> jax.Array:
+        rows = first_rows(table, key, PARTS, part)
+        return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
+
+    dealt = lax.map(of_part, jnp.arange(PARTS, dtype=jnp.int32))
+    return dealt.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
+
+
+def _own_tables(
+    tables: Mapping[str, Table], layout: Layout, store: Store, key: Any, device: jax.Array
+) -> jax.Array:
+    """The tables of a device, one behind the other; it makes no others."""
+    block = jnp.zeros((store.local_rows, store.dim), store.dtype)
+    block = vary_over(block, varying_axes(device))
+    for name, place in layout.places.items():
+        if place.store != store.name:
+            continue
+        table, own = tables[name], _table_key(key, name)
+
+        def filled(block: jax.Array, table=table, own=own, place=place) -> jax.Array:
+            values = _own_columns(table, own, table.dim, jnp.int32(0))
+            axes = varying_axes(block)
+            return lax.dynamic_update_slice(block, vary_over(values, axes), (place.first_row, 0))
+
+        block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
+    return block

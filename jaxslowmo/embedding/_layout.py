@@ -1,0 +1,186 @@
+"""Where the rows of every table lie: stored arrays, what each device holds of them, and back."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ._table import MOST_ROWS, OWNER, Table
+
+PARTS = 64
+"""Rows are dealt out to so many parts, so that 1, 2, 4, ... 64 devices store one array alike."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A stored array; static.
+
+    Attributes:
+      name: of the table, or made of width and dtype where several share it.
+      kind: as `Table.shard`.
+      num_rows: of the whole array.
+      dim: of the whole array.
+      dtype: of the whole array.
+      num_shards: devices that hold it.
+    """
+
+    name: str
+    kind: Literal["row", "column", "table"]
+    num_rows: int
+    dim: int
+    dtype: jnp.dtype
+    num_shards: int
+
+    @property
+    def local_rows(self) -> int:
+        """Rows that a device holds."""
+        return self.num_rows if self.kind == "column" else self.num_rows // self.num_shards
+
+    @property
+    def local_dim(self) -> int:
+        """Columns that a device holds."""
+        return self.dim // self.num_shards if self.kind == "column" else self.dim
+
+    @property
+    def num_senders(self) -> int:
+        """Devices that send a requester rows of their own: all, or where columns are split none."""
+        return 1 if self.kind == "column" else self.num_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one table lies in its stored array; static.
+
+    Attributes:
+      store: name of the array.
+      num_rows: rows of the table; ids are below it.
+      owners: devices that its rows are dealt out to, in `parts` parts; 1: one holds all of them.
+      parts: a multiple of `owners`.
+      rows_per_owner: rows that an owner holds, padding included.
+      first_owner: number of the (first) owner.
+      first_row: where in the owner's block the table begins.
+    """
+
+    store: str
+    num_rows: int
+    owners: int
+    parts: int
+    rows_per_owner: int
+    first_owner: int
+    first_row: int
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all owners; this number itself stands for no row."""
+        return self.owners * self.rows_per_owner
+
+    def positions(self, ids: jax.Array) -> jax.Array:
+        """The number of each row as it lies on the owners, one behind the other.
+
+        Args:
+          ids: int32, of rows; `num_rows` stands for no row.
+        """
+        rows_per_part = self.num_positions // self.parts
+        dealt = ids % self.parts * rows_per_part + ids // self.parts
+        return jnp.where(ids < self.num_rows, dealt, jnp.int32(self.num_positions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """All stored arrays, and where the tables lie in them; static."""
+
+    stores: Mapping[str, Store]
+    places: Mapping[str, Place]
+
+
+def layout_of(tables: Mapping[str, Table], num_shards: int) -> Layout:
+    """Where the tables lie on so many devices.
+
+    Raises:
+      ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two
+        arrays of one name.
+    """
+    stores: dict[str, Store] = {}
+    places: dict[str, Place] = {}
+    for name, table in tables.items():
+        if table.shard == "row":
+            parts = math.lcm(PARTS, num_shards)
+            rows = parts * -(-table.num_rows // parts)
+            stores[name] = _store(name, table, rows, num_shards)
+            places[name] = Place(name, table.num_rows, num_shards, parts, rows // num_shards, 0, 0)
+        elif table.shard == "column":
+            if table.dim % num_shards:
+                raise ValueError(
+                    f'{OWNER}: table {name!r}: with shard="column" the number of devices '
+                    f"({num_shards}) must divide `dim`, got {table.dim}."
+                )
+            stores[name] = _store(name, table, table.num_rows, num_shards)
+            places[name] = Place(name, table.num_rows, 1, 1, table.num_rows, 0, 0)
+    for name, members in _groups(tables).items():
+        if name in stores:
+            raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
+        first = next(iter(members.values()))
+        own, rows = _spread(name, members, num_shards)
+        stores[name] = _store(name, first, rows * num_shards, num_shards)
+        places |= own
+    for store in stores.values():
+        if store.num_rows > MOST_ROWS:
+            raise ValueError(
+                f"{OWNER}: array {store.name!r} has {store.num_rows} rows with padding, and can "
+                f"have at most {MOST_ROWS}."
+            )
+    return Layout(stores, places)
+
+
+def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
+    return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
+
+
+def _groups(tables: Mapping[str, Table]) -> dict[str, dict[str, Table]]:
+    """Tables that lie on one device each, by the array that those of one width and dtype share."""
+    found: dict[str, dict[str, Table]] = {}
+    for name, table in tables.items():
+        if table.shard == "table":
+            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}"
+            found.setdefault(group, {})[name] = table
+    return found
+
+
+def _spread(
+    store: str, tables: Mapping[str, Table], num_shards: int
+) -> tuple[dict[str, Place], int]:
+    """The device of each table, and the rows that the fullest one holds.
+
+    Tables of one array have one width, so rows are bytes. The largest first, each to the device
+    that has the fewest rows.
+    """
+    taken = [0] * num_shards
+    places = {}
+    for name in sorted(tables, key=lambda n: (-tables[n].num_rows, n)):
+        rows = tables[name].num_rows
+        owner = taken.index(min(taken))
+        places[name] = Place(store, rows, 1, 1, rows, owner, taken[owner])
+        taken[owner] += rows
+    return places, max(taken)
+
+
+def read_table(place: Place, store: Store, stored: jax.Array) -> jax.Array:
+    """`(num_rows, dim)`: a table out of its whole stored array."""
+    if store.kind == "row":
+        blocks = stored.reshape(place.parts, -1, stored.shape[-1])
+        return blocks.transpose(1, 0, 2).reshape(-1, stored.shape[-1])[: place.num_rows]
+    first = place.first_owner * store.local_rows + place.first_row if store.kind == "table" else 0
+    return stored[first : first + place.num_rows]
+
+
+def write_table(place: Place, store: Store, stored: jax.Array, table: jax.Array) -> jax.Array:
+    """The whole stored array with a table `(num_rows, dim)` in its place."""
+    if store.kind == "row":
+        padded = jnp.pad(table, ((0, place.num_positions - place.num_rows), (0, 0)))
+        blocks = padded.reshape(-1, place.parts, table.shape[-1])
+        return blocks.transpose(1, 0, 2).reshape(stored.shape)
+    first = place.first_owner * store.local_rows + place.first_row if store.kind == "table" else 0
+    return stored.at[first : first + place.num_rows].set(table)

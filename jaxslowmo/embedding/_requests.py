@@ -1,0 +1,181 @@
+"""Which rows a device asks for: distinct ids, in a fixed number of slots per owner."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..sparse import NOWHERE, distinct_rows, row_numbers
+from ._bags import Bags
+from ._layout import Layout, Place, Store
+
+# In the place of a slot: why an id has none.
+PADDING, DROPPED, OUTSIDE = -1, -2, -3
+
+
+class Requests(NamedTuple):
+    """What `Embeddings.exchange_ids` returns: which rows this device uses, and which it sends.
+
+    Attributes:
+      slots: by feature, of the shape of its ids, int32: where in its array's vectors the vector of
+        each id is; below 0 it has none: padding, no place within the capacity, out of range.
+      weights: by feature that has them, of the shape of its ids.
+      asked: by stored array, (devices, capacity) int32: the rows of this device that each device
+        asked for, as numbered here; padding is the number of rows.
+      asked_for: by table, (1,) int32: distinct rows that this device needs of it.
+      overflow: by table, (1,) int32: how many of these found no slot.
+      invalid: by table, (1,) int32: ids of this device that are not in the table.
+    """
+
+    slots: dict[str, jax.Array]
+    weights: dict[str, jax.Array]
+    asked: dict[str, jax.Array]
+    asked_for: dict[str, jax.Array]
+    overflow: dict[str, jax.Array]
+    invalid: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan:
+    """How many slots there are for what; static.
+
+    Attributes:
+      capacity: by table, slots of each owner.
+      first: by table, the first of them among those of the stored array.
+      width: by stored array, slots of each owner.
+    """
+
+    capacity: Mapping[str, int]
+    first: Mapping[str, int]
+    width: Mapping[str, int]
+
+
+def slot_plan(
+    layout: Layout, num_ids: Mapping[str, int], capacity: Mapping[str, int | None]
+) -> SlotPlan:
+    """Slots for tables of which so many ids are looked up on a device.
+
+    Args:
+      layout: where the tables lie.
+      num_ids: by table that is looked up.
+      capacity: most slots per owner, by table; None: as many as there can be distinct rows.
+    """
+    own, first, width = {}, {}, {}
+    used: dict[tuple[str, int], int] = {}
+    for name, count in num_ids.items():
+        place = layout.places[name]
+        most = max(1, min(count, place.rows_per_owner))
+        limit = capacity[name]
+        own[name] = most if limit is None else min(limit, most)
+        # Tables on one owner share its slots; those on others begin at 0, too.
+        shared = (place.store, place.first_owner)
+        first[name] = used.get(shared, 0)
+        used[shared] = first[name] + own[name]
+        width[place.store] = max(width.get(place.store, 0), used[shared])
+    return SlotPlan(own, first, width)
+
+
+class Numbered(NamedTuple):
+    """The ids of one table, in slots."""
+
+    slots: jax.Array  # (k,) int32, as `Requests.slots`
+    slot_of_row: jax.Array  # (k,) int32, of each entry of `row`; NOWHERE: not sent
+    row: jax.Array  # (k,) int32, number at the owner
+    asked_for: jax.Array  # () int32
+    overflow: jax.Array  # () int32
+    invalid: jax.Array  # () int32
+
+
+def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows as int32, `num_rows` where there is none; which ids are padding, and which are rows.
+
+    In the ids' own type: -1 is padding where a type has it, and 256 need not fit.
+    """
+    ids = jnp.asarray(ids)
+    padding, rows = ids < 0, row_numbers(ids)
+    within = ~padding & (rows >= 0) & (rows < num_rows)
+    return jnp.where(within, rows, jnp.int32(num_rows)), padding, within
+
+
+def _no_slot(padding: jax.Array) -> jax.Array:
+    return jnp.where(padding, jnp.int32(PADDING), jnp.int32(OUTSIDE))
+
+
+def number_ids(ids: Sequence[jax.Array], place: Place, plan: SlotPlan, table: str) -> Numbered:
+    """Slots for all ids of one table, of which equal ones share one.
+
+    Args:
+      ids: flat arrays of integers of any type, joined here; negative numbers are padding.
+      place: where the table lies.
+      plan: the slots that there are.
+      table: its name.
+    """
+    found = [rows_of_ids(part, place.num_rows) for part in ids]
+    rows, padding, within = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    positions = place.positions(rows)
+    total, count = place.num_positions, positions.shape[0]
+    order, places, distinct = distinct_rows(positions, total)
+    ordered = positions[order]
+    kept = jnp.full(count, total, jnp.int32).at[places].set(ordered, mode="drop")
+    # Positions are sorted by owner; where those of each begin among the distinct ones:
+    begins = jnp.arange(place.owners, dtype=jnp.int32) * jnp.int32(place.rows_per_owner)
+    starts = jnp.searchsorted(kept, begins).astype(jnp.int32)
+    owner = jnp.minimum(ordered // place.rows_per_owner, place.owners - 1)
+    in_owner = places - starts[owner]
+    fits = in_owner < plan.capacity[table]  # that of padding is far beyond it
+    first = place.first_owner * plan.width[place.store] + plan.first[table]
+    slot = first + owner * plan.width[place.store] + in_owner
+    slots = jnp.full(count, DROPPED, jnp.int32).at[order].set(jnp.where(fits, slot, DROPPED))
+    slots = jnp.where(within, slots, _no_slot(padding))
+    per_owner = jnp.diff(starts, append=jnp.reshape(distinct, 1))
+    overflow = jnp.sum(jnp.maximum(per_owner - plan.capacity[table], 0), dtype=jnp.int32)
+    return Numbered(
+        slots=slots,
+        slot_of_row=jnp.where(fits, slot, jnp.int32(NOWHERE)),
+        row=ordered - owner * place.rows_per_owner + place.first_row,
+        asked_for=distinct,
+        overflow=overflow,
+        invalid=jnp.sum(~padding & ~within, dtype=jnp.int32),
+    )
+
+
+def rows_to_ask(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Array:
+    """(owners, width) int32: what to ask each owner of a stored array for."""
+    asked = jnp.full(store.num_senders * width, store.local_rows, jnp.int32)
+    for table in tables:
+        asked = asked.at[table.slot_of_row].set(table.row, mode="drop")
+    return asked.reshape(store.num_senders, width)
+
+
+def split_slots(numbered: Numbered, features: Mapping[str, Bags]) -> dict[str, jax.Array]:
+    """The slots of a table's ids by feature, in the shape of its ids."""
+    found, begin = {}, 0
+    for feature, bags in features.items():
+        size = math.prod(bags.ids.shape)
+        found[feature] = numbered.slots[begin : begin + size].reshape(bags.ids.shape)
+        begin += size
+    return found
+
+
+def rows_as_slots(place: Place, store: Store, ids: jax.Array) -> jax.Array:
+    """Slots of ids where the vectors are the whole stored array itself."""
+    rows, padding, within = rows_of_ids(ids, place.num_rows)
+    first = place.first_owner * store.local_rows + place.first_row
+    return jnp.where(within, place.positions(rows) + first, _no_slot(padding))
+
+
+def in_slots(store: Store, arrived: jax.Array) -> jax.Array:
+    """(slots, dim) out of what each device has sent, (devices, capacity, own columns)."""
+    if store.kind == "column":
+        arrived = arrived.transpose(1, 0, 2)
+    return arrived.reshape(-1, store.dim)
+
+
+def in_blocks(store: Store, vectors: jax.Array) -> jax.Array:
+    """What each device gets, (devices, capacity, own columns), out of (slots, dim)."""
+    if store.kind == "column":
+        return vectors.reshape(-1, store.num_shards, store.local_dim).transpose(1, 0, 2)
+    return vectors.reshape(store.num_shards, -1, store.dim)

@@ -1,0 +1,94 @@
+"""The update of the rows that have a gradient, and of no others."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..mesh import axis_size, vary_over, varying_axes
+from ..sparse import RowGradient
+from ._layout import Layout
+from ._optimizers import RowwiseOptimizer, RowwiseState
+
+Stored = dict[str, jax.Array]
+
+
+def first_state(optimizer: RowwiseOptimizer, tables: Mapping[str, jax.Array]) -> RowwiseState:
+    """The optimizer's state before any update, for stored tables or a device's part of them."""
+    count = jnp.zeros([], jnp.int32)
+    if optimizer.initial is None:
+        return RowwiseState(count, {})
+    return RowwiseState(
+        count,
+        {
+            name: jnp.full(table.shape[:1], optimizer.initial, jnp.float32)
+            for name, table in tables.items()
+        },
+    )
+
+
+def apply_row_gradients(
+    optimizer: RowwiseOptimizer,
+    layout: Layout,
+    axis_name: str | None,
+    tables: Stored,
+    state: RowwiseState,
+    gradients: Mapping[str, RowGradient],
+    active: jax.Array | None,
+) -> tuple[Stored, RowwiseState]:
+    """Tables and state after one update; see `Embeddings.apply`."""
+    rate = optimizer.rate(state.count)
+    squares = {}
+    if optimizer.initial is not None:
+        squares = _mean_squares(layout, axis_name, gradients)
+    moved, accumulators = dict(tables), dict(state.accumulators)
+    for name, gradient in gradients.items():
+        table, rows = tables[name], gradient.rows
+        if active is not None:
+            # No row at all, so that nothing of the table is written.
+            rows = jnp.where(active, rows, jnp.int32(gradient.num_rows))
+        of_rows = accumulators.get(name)
+        old = None if of_rows is None else of_rows.at[rows].get(mode="fill", fill_value=0)
+        new, sums = optimizer.step(
+            table.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32),
+            gradient.values.astype(jnp.float32),
+            old,
+            squares.get(name),
+            rate,
+        )
+        moved[name] = _set_rows(table, rows, new)
+        if of_rows is not None and sums is not None:
+            accumulators[name] = _set_rows(of_rows, rows, sums)
+    count = state.count + (1 if active is None else jnp.asarray(active).astype(jnp.int32))
+    return moved, RowwiseState(count, accumulators)
+
+
+def _set_rows(whole: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """`whole` with new rows, rounded to its type; padding is dropped."""
+    values = values.astype(whole.dtype)
+    axes = frozenset().union(*map(varying_axes, (whole, rows, values)))
+    return vary_over(whole, axes).at[rows].set(values, mode="drop")
+
+
+def _mean_squares(
+    layout: Layout, axis_name: str | None, gradients: Mapping[str, RowGradient]
+) -> dict[str, jax.Array]:
+    """The mean square of each row's gradient, over all of its columns; (k,) float32 by array.
+
+    Communication: for arrays whose columns are split, one all-reduce of all their sums.
+    """
+    sums = {
+        name: jnp.sum(jnp.square(gradient.values.astype(jnp.float32)), axis=1)
+        for name, gradient in gradients.items()
+    }
+    split = [name for name in sums if layout.stores[name].kind == "column"]
+    if split and axis_name is not None:
+        flat = jnp.concatenate([sums[name] for name in split])
+        if axis_size(axis_name) > 1 or axis_name in varying_axes(flat):
+            flat = lax.psum(flat, axis_name)
+        begin = 0
+        for name in split:
+            size = sums[name].size
+            sums[name], begin = flat[begin : begin + size], begin + size
+    return {name: total / layout.stores[name].dim for name, total in sums.items()}
