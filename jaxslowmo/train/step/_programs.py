@@ -109,7 +109,7 @@ class Programs:
         warn: Callable[[str], None],
     ) -> None:
         self._parts, self._mesh, self._layouts = parts, mesh, layouts
-        self._donate, self._warn = donate, warn
+        self.donate, self._warn = donate, warn
         self._made: dict[Hashable, Any] = {}
 
     def get(
@@ -153,7 +153,7 @@ class Programs:
         )
         return jax.jit(
             mapped,
-            donate_argnums=task.donated if self._donate else (),
+            donate_argnums=task.donated if self.donate else (),
             out_shardings=out_shardings,
         )
 

@@ -27,7 +27,7 @@ from ._programs import (
     update_of_window,
 )
 from ._state_checks import StateChecks
-from ._usable import refuse_others, refuse_unusable, refuse_unusable_window
+from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
 from .update import GradientWindow, Metrics, StepParts
 
 Mode = Literal["traced", "host"]
@@ -132,7 +132,7 @@ class TrainStep:
         batch, weight = self._placing.compared(batch, weight, layout)
         refuse_unusable_window(window, weight)
         task = update(self._next_phase(state), windowed=window is not None)
-        return self._update(task, layout, (state, batch, weight, window))
+        return self._update(task, layout, (state, batch, weight, window), window)
 
     def collect(
         self,
@@ -202,7 +202,7 @@ class TrainStep:
         if self._collected is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._next_phase(state), self._collected)
-        return self._update(task, self._layouts.of(state), (state, window))
+        return self._update(task, self._layouts.of(state), (state, window), window)
 
     def place(
         self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
@@ -264,7 +264,14 @@ class TrainStep:
         self._in_flight.admit(metrics)
         return metrics
 
-    def compiled(self, state: TrainState, batch: PyTree, weight: Any = None) -> jax.stages.Compiled:
+    def compiled(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: Any = None,
+        *,
+        window: GradientWindow | None = None,
+    ) -> jax.stages.Compiled:
         """What `step(state, batch, weight)` runs, compiled now if it was not; nothing runs.
 
         The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
@@ -273,8 +280,8 @@ class TrainStep:
         self._checks.numbers(state).replace(state.opt_state)
         layout = self._layouts.of(state)
         batch, weight = self._placing.placed(batch, weight, layout)
-        arguments = state, batch, weight, None
-        task = update(self._next_phase(state), windowed=False)
+        arguments = state, batch, weight, window
+        task = update(self._next_phase(state), windowed=window is not None)
         return self._program(task, layout, arguments).lower(*arguments).compile()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
@@ -350,7 +357,11 @@ class TrainStep:
         return self._programs.get(task, layout, arguments, self._checks.before_first_use)
 
     def _update(
-        self, task: Task, layout: Layout, arguments: tuple[Any, ...]
+        self,
+        task: Task,
+        layout: Layout,
+        arguments: tuple[Any, ...],
+        window: GradientWindow | None,
     ) -> tuple[TrainState, Metrics]:
         """Run the program of an update, and know of its result what is known without reading it."""
         state: TrainState = arguments[0]
@@ -360,6 +371,8 @@ class TrainStep:
         new_state, metrics = program(*arguments)
         self._in_flight.admit(metrics)
         self._layouts.note(new_state, layout)
+        if window is not None and self._programs.donate:
+            forget(window)
         if so_far is not None:  # count on, without asking the device
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))

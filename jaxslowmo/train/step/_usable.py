@@ -27,7 +27,7 @@ def refuse_unusable(state: TrainState) -> None:
     """
     refuse_others(state)
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        if _is_gone(x):
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
@@ -46,7 +46,7 @@ def refuse_unusable_window(window: Any, weight: Any = ...) -> None:
             "`window` must be what `step.collect(state, batch)` returns first, got "
             f"{type(window).__name__}."
         )
-    if isinstance(window.count, jax.Array) and window.count.is_deleted():
+    if _is_gone(first_array(window.totals)):
         raise ValueError(
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "
             "with the window that `step.collect` returned last, or begin another with None."
@@ -57,6 +57,20 @@ def refuse_unusable_window(window: Any, weight: Any = ...) -> None:
             f"`weight` must be given for all batches of a window or for none: those before had "
             f"{has}, and this one has {'none' if weight is None else 'one'}."
         )
+
+
+def forget(window: GradientWindow) -> None:
+    """Let go of the gradients of a window that has become an update.
+
+    No result of that has their shapes, so they cannot be donated; they live until it has run.
+    """
+    for x in jax.tree.leaves(window.totals):
+        if not isinstance(x, Tracer):
+            x.delete()
+
+
+def _is_gone(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def first_array(tree: PyTree) -> Any:

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 from train.step.problem import PARAMS
 
 RNG = np.random.default_rng(3)
@@ -70,7 +71,7 @@ def assert_same(found, expected, **tolerances):
     jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, **tolerances), found, expected)
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", sweep(MESHES, lambda kind: kind in ("virtual", "inner")))
 def test_batches_are_the_microbatches_of_one(kind):
     """With model state, keys and momentum; over two updates, the second of which exchanges."""
     mesh = MESHES[kind]()
@@ -184,3 +185,75 @@ def test_wrong_windows_are_refused():
     with pytest.raises(ValueError, match="`window` was given to a step before"):
         step(state, BATCHES[0], window=window)
     assert np.all(np.asarray(again.count) == 2)
+
+
+def sent_by(fn, *arguments):
+    """(axis, collective, count, bytes) of what a function sends."""
+    rows = js.comm_report(fn, *arguments).select(level="emitted")
+    return {(row.axis, row.collective, row.count, row.bytes) for row in rows}
+
+
+def test_a_window_is_reduced_once():
+    """As `js.comm_report` tells: nothing between replicas in a batch that is only collected."""
+    size = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    for axes in {"replica": 4}, {"replica": 4, "device": 2}:
+        step = js.make_train_step(
+            plain,
+            optax.sgd(0.1),
+            gradients=js.all_reduce_gradients(tuple(axes)),
+            mesh=js.make_mesh(axes),
+        )
+        state = step.init(PARAMS)
+        window, _ = step.collect(state, BATCHES[0])
+        collected = sent_by(step.collect, state, BATCHES[0])
+        updated = {(",".join(axes), "all-reduce", 1, size)}
+        assert collected == ({("device", "all-reduce", 1, 4)} if "device" in axes else set())
+        assert sent_by(step.apply, state, window) == updated
+        last = sent_by(lambda s, b, w, step=step: step(s, b, window=w), state, BATCHES[0], window)
+        assert last == collected | updated
+
+
+def test_a_window_is_used_up():
+    """Its gradients are let go of where the step donates, and stay where it does not."""
+    for donate in True, False:
+        step = js.make_train_step(
+            plain, optax.sgd(0.1), gradients=average, mesh=MESHES["virtual"](), donate=donate
+        )
+        state = step.init(PARAMS)
+        window, _ = step.collect(state, BATCHES[0])
+        step.apply(state, window)
+        assert all(x.is_deleted() == donate for x in jax.tree.leaves(window.totals))
+        if donate:
+            with pytest.raises(ValueError, match="`window` was given to a step before"):
+                step.apply(step.init(PARAMS), window)
+
+
+def test_a_measured_step_takes_a_window():
+    step = js.measured(
+        js.make_train_step(plain, optax.sgd(0.1), gradients=average, mesh=MESHES["devices"]())
+    )
+    state = step.init(PARAMS)
+    window, _ = step.collect(state, BATCHES[0])
+    state, _ = step(state, BATCHES[1], window=window)
+    np.testing.assert_array_equal(state.step, 1)
+    assert step.report().measured == (1,)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_totals_of_half_precision_are_float32(dtype):
+    """A sum of 600 ones would stop at 256 in bfloat16, at 2048 their product with 8 in float16."""
+    step = js.make_train_step(
+        lambda params, batch: jnp.mean(batch * 8) * params["w"],
+        optax.sgd(1.0),
+        gradients=average,
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    state = step.init({"w": np.zeros((), dtype)})
+    window, batch = None, jnp.ones(2, dtype)
+    for _ in range(600):
+        window, _ = step.collect(state, batch, window=window)
+    assert window.totals["w"].dtype == np.float32
+    np.testing.assert_array_equal(window.totals["w"], 4800)
+    state, _ = step.apply(state, window)
+    assert state.params["w"].dtype == dtype
+    np.testing.assert_array_equal(np.float32(state.params["w"]), -8)
