@@ -103,6 +103,7 @@ def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
         "--eval-every": count(),
         "--eval-batches": count(most=str(2**20)),
         "--log-every": count(),
+        "--prefetch": count(least=0, most=str(2**20)),
         "--tensorboard": flag(),
         "--replicas": count(),
         "--devices-per-replica": count(2, most=str(2**31), beside="--batch 8"),

@@ -15,9 +15,17 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = ["checkpoints", "choosing", "ddp", "graphs", "index", "reading-state", "start", "your-data"]
+PAGES = [
+    "checkpoints", "choosing", "ddp", "graphs", "index", "input-pipeline", "reading-state", "start",
+    "your-data",
+]  # fmt: skip
 # tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
-ELSEWHERE = {"torch": None, "tpu": "Several slices", "your-data": "DataLoader of torch"}
+ELSEWHERE = {
+    "torch": None,
+    "tpu": "Several slices",
+    "your-data": "DataLoader of torch",
+    "input-pipeline": "DataLoader of torch",
+}
 
 
 def test_every_page_with_code_is_run():

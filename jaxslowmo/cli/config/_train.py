@@ -68,6 +68,13 @@ class TrainConfig(Checked):
     steps: int = option(300, "Optimizer steps.", panel="Training", least=1)
     batch: int = option(8, "Windows per replica and step.", panel="Training", least=1, below=2**20)
     accumulate: int = option(1, "Microbatches per step.", panel="Training", least=1)
+    prefetch: int = option(
+        2,
+        "Batches that are loaded, and put on the devices, ahead of their steps; 0: none.",
+        panel="Training",
+        least=0,
+        below=2**20,
+    )
     seed: int = option(
         0, "Of the parameters and the batches.", panel="Training", least=0, below=MOST_SEEDS
     )

@@ -19,7 +19,7 @@ from ..config._train import KEPT, TrainConfig, train_options, with_values
 _FREE_OF_A_RUN = frozenset(
     {
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
-        "execution", "mode", "eval_every", "eval_batches", "log_every", "patience",
+        "execution", "mode", "eval_every", "eval_batches", "log_every", "patience", "prefetch",
         "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointConfig),
         *options_of(ClusterConfig),
     }

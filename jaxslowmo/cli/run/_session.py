@@ -77,11 +77,10 @@ class Session:
 
     def _until_something(self, state: js.TrainState, done: int) -> tuple[str, js.TrainState, int]:
         status = "interrupted"
+        pipeline = js.TrainPipeline(self.step, state, self.batches, depth=self.config.prefetch)
+        loop = js.train_loop(pipeline, num_steps=self.config.steps, start=done)
         # The second Ctrl-C, in the middle of a step, raises.
-        with contextlib.suppress(KeyboardInterrupt):
-            loop = js.train_loop(
-                self.step, state, self.batches, num_steps=self.config.steps, start=done
-            )
+        with contextlib.suppress(KeyboardInterrupt), pipeline:
             for result in loop:
                 state, done = result.state, result.step
                 if self.waits:
@@ -90,8 +89,12 @@ class Session:
                     jax.block_until_ready(result.metrics)
                 ending = self._after(result)
                 if ending is not None:
-                    return ending, state, done
-            status = "finished"
+                    status = ending
+                    break
+            else:
+                status = "finished"
+        # Batches that were loaded ahead were not trained on: they come first after a rollback.
+        self.batches.position = pipeline.position
         return status, state, done
 
     def _after(self, result: js.StepResult) -> str | None:
@@ -115,12 +118,12 @@ class Session:
             if asked or is_due:
                 if not all_finite(result.state.params):
                     return "diverged"
-                self.keeper.save(result.state, self._progress(result.step), wait=bool(asked))
+                self.keeper.save(result.state, self._progress(result), wait=bool(asked))
         return asked or ("finished" if is_early else None)
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, result: js.StepResult) -> Progress:
         recorder = self.recorder
-        return Progress(step, self.batches.position, recorder.bytes_sent, recorder.best)
+        return Progress(result.step, result.position, recorder.bytes_sent, recorder.best)
 
     def _evaluate(self, result: js.StepResult) -> Mapping[str, float]:
         with self.stop.besides_steps():

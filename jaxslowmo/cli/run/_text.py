@@ -115,6 +115,10 @@ class RunBatches(Iterator[np.ndarray]):
         """This process' part of batch `index`: (rows, window) uint8, replica-major."""
         return self._batches.batch(index)[self._rows]
 
+    def get_state(self) -> int:
+        """The position: of the batches that were taken, also of those not trained on yet."""
+        return self.position
+
     def __next__(self) -> np.ndarray:
         batch = self.batch(self.position)
         self.position += 1

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxslowmo.checkpoint import load_consensus
+from jaxslowmo.checkpoint import Checkpoints, load_consensus
 from jaxslowmo.cli import main
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._keeper import Keeper
@@ -62,10 +62,12 @@ def saved(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "saved")
 
 
-def test_a_resumed_run_is_the_undisturbed_one(call, texts, finished, saved):
+@pytest.mark.parametrize("ahead", [("--prefetch", 0), ("--prefetch", 7)])
+def test_a_resumed_run_is_the_undisturbed_one(call, texts, finished, saved, ahead):
+    """Whatever each of the two had loaded ahead; the first has loaded two batches."""
     for step in (9, 11):  # as if it had been lost then, with metrics of later steps
         shutil.rmtree(saved / "checkpoints" / str(step))
-    outcome = call(*DEMO, "--data", texts, "--out", saved, "--resume")
+    outcome = call(*DEMO, "--data", texts, "--out", saved, "--resume", *ahead)
     assert (outcome.code, outcome.err) == (0, "")
     assert "Resumed at step 6." in outcome.out
     assert trajectory(saved) == trajectory(finished)
@@ -159,6 +161,8 @@ def test_rolling_back_leaves_out_the_batches(call, texts, tmp_path, monkeypatch)
     assert lines[5]["loss"] is None
     assert lines[6]["rolled_back_from"] == 5
     assert np.isfinite(lines[-1]["loss"])
+    # Of those loaded ahead none was left out: 7 steps and the one that was taken back.
+    assert Checkpoints(out / "checkpoints").extra()["progress"]["next_batch"] == 8
 
 
 def test_export(finished):

@@ -47,4 +47,4 @@ def test_a_process_makes_the_rows_of_its_devices(whole, monkeypatch, parts, repl
     np.testing.assert_array_equal(batches.batch(3), batch[rows])
     batches.position = 3
     np.testing.assert_array_equal(next(batches), batch[rows])
-    assert batches.position == 4
+    assert batches.position == batches.get_state() == 4
