@@ -1,14 +1,17 @@
-"""Ids of the host, looked at in NumPy before they go anywhere."""
+"""What must not be: looked for in NumPy in batches of the host, and counted on devices."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from ._bags import Bags
 from ._layout import Layout, Place
-from ._requests import slot_plan
-from ._table import OWNER
+from ._requests import BagsByTable, Requests
+from ._table import OWNER, Table
+
+PREFIX = "embeddings/"
 
 
 def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
@@ -47,29 +50,31 @@ def check_ids(table: str, feature: str, num_rows: int, ids: Any) -> None:
     )
 
 
-def check_capacities(
-    layout: Layout,
-    bags: Mapping[str, Mapping[str, Bags]],
-    capacity: Mapping[str, int | None],
-    num_parts: int,
-) -> None:
-    """Raise `ValueError` where a part of the batch has more distinct ids than slots for them.
+def slots_needed(layout: Layout, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
+    """By table, for each part of a batch the most distinct ids that lie on one owner.
 
     Args:
       layout: where the tables lie.
-      bags: by table, by feature; tables of which some ids are on devices are passed over.
-      capacity: by table, slots per owner; None: there are always enough.
+      bags: by table, by feature; tables of which some ids are on devices are left out.
       num_parts: equal parts of the batch, a device each.
     """
+    found = {}
     for name, own in bags.items():
         ids = [b.ids for b in own.values()]
-        if capacity[name] is None or not all(isinstance(i, np.ndarray) for i in ids):
-            continue
-        place = layout.places[name]
-        parts = np.concatenate([_in_parts(name, i, num_parts) for i in ids], axis=1)
-        slots = slot_plan(layout, {name: parts.shape[1]}, capacity).capacity[name]
-        for number, part in enumerate(parts):
-            most = _most_of_one_owner(place, part)
+        if all(isinstance(i, np.ndarray) for i in ids):
+            parts = np.concatenate([_in_parts(name, i, num_parts) for i in ids], axis=1)
+            found[name] = [_most_of_one_owner(layout.places[name], part) for part in parts]
+    return found
+
+
+def check_capacities(
+    layout: Layout, bags: BagsByTable, capacity: Mapping[str, int | None], num_parts: int
+) -> None:
+    """Raise `ValueError` where a part of the batch has more distinct ids than slots for them."""
+    limited = {name: own for name, own in bags.items() if capacity[name] is not None}
+    for name, needed in slots_needed(layout, limited, num_parts).items():
+        for number, most in enumerate(needed):
+            slots = capacity[name] or 0
             if most > slots:
                 raise ValueError(
                     f"{OWNER}: `capacity` of table {name!r} is {slots} slots for each owner, and "
@@ -92,3 +97,45 @@ def _most_of_one_owner(place: Place, ids: np.ndarray) -> int:
     distinct = np.unique(ids[ids >= 0])
     per_owner = np.bincount(distinct % place.parts // (place.parts // place.owners), minlength=1)
     return int(per_owner.max())
+
+
+def metrics_of(requests: Requests) -> dict[str, jax.Array]:
+    """See `Embeddings.metrics`."""
+    counts = {
+        "asked": requests.asked_for,
+        "overflow": requests.overflow,
+        "invalid": requests.invalid,
+    }
+    return {
+        f"{PREFIX}{table}/{what}": count[0]
+        for what, by_table in counts.items()
+        for table, count in by_table.items()
+    }
+
+
+def refuse(
+    metrics: Mapping[str, Any],
+    tables: Mapping[str, Table],
+    capacity: Mapping[str, int | None],
+    *,
+    drop: bool,
+) -> None:
+    """See `Embeddings.refuse`."""
+    for name, table in tables.items():
+        invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
+        if invalid:
+            raise ValueError(
+                f"{OWNER}: {invalid} ids of {_features(name, table)} were not in table {name!r}, "
+                f"which has the rows 0 to {table.num_rows - 1}. Batches of the host (NumPy) are "
+                "looked at before they are used, and the error names the id."
+            )
+        overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
+        if overflow:
+            raise ValueError(
+                f"{OWNER}: {overflow} distinct ids of table {name!r} had no slot: `capacity` is "
+                f'{capacity[name]} for each owner (overflow="drop" would count them as zeros).'
+            )
+
+
+def _features(name: str, table: Table) -> str:
+    return ", ".join(f"feature {feature!r}" for feature in table.features_of(name))

@@ -5,23 +5,26 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
-from ..mesh import is_bound, require_axes, vary_over
+from ..mesh import is_bound, require_axes
 from ..sparse import RowGradient, add_up_rows
-from ._ask import ask_for_rows, specs_of_requests
 from ._bags import Bags, bags_of
-from ._check import check_capacities, host_checked
-from ._counts import metrics_of, refuse
+from ._check import check_capacities, host_checked, metrics_of, refuse, slots_needed
 from ._exchange import num_devices, swap_blocks
-from ._initial import first_block
-from ._layout import Layout, layout_of, read_table, write_table
+from ._initial import first_local_values, first_values
+from ._layout import Layout, layout_of, read_tables, write_tables
 from ._optimizers import RowwiseOptimizer, RowwiseState
 from ._pooling import pool, position_weights_in
-from ._requests import Requests, in_blocks, in_slots, rows_as_slots
+from ._requests import (
+    Requests,
+    ask_for_rows,
+    in_blocks,
+    in_slots,
+    rows_as_slots,
+    specs_of_requests,
+)
 from ._table import OWNER, Table
 from ._update import apply_row_gradients, first_state
 
@@ -180,6 +183,16 @@ class Embeddings:
         if self.overflow == "error":
             check_capacities(self.layout(), by_table, self.capacity, num_parts)
 
+    def slots_needed(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> dict[str, int]:
+        """A `capacity` that would do for these bags of the host, by table.
+
+        Args:
+          bags: ids or `js.Bags` by feature; tables of which some ids are on devices are left out.
+          num_parts: as in `check`.
+        """
+        found = slots_needed(self.layout(), self._by_table(bags), num_parts)
+        return {name: max(parts) for name, parts in found.items()}
+
     def lookup(self, tables: Stored, requests: Requests) -> Stored:
         """The rows that this device asked for, in its slots. Under the axis.
 
@@ -285,13 +298,7 @@ class Embeddings:
 
         Communication: none.
         """
-        layout = self.layout()
-        devices = range(self.num_shards or 1)
-        made = {}
-        for name, store in layout.stores.items():
-            own = [first_block(self.tables, layout, name, key, jnp.int32(d)) for d in devices]
-            made[name] = jnp.concatenate(own, axis=1 if store.kind == "column" else 0)
-        return made
+        return first_values(self.tables, self.layout(), key)
 
     def init_local(self, key: Any) -> Stored:
         """First values of this device's part, without ever making a whole table. Under the axis.
@@ -299,10 +306,7 @@ class Embeddings:
         Communication: none.
         """
         self._require_axis("init_local")
-        layout = self.layout()
-        device = jnp.int32(0) if self.axis_name is None else lax.axis_index(self.axis_name)
-        made = {n: first_block(self.tables, layout, n, key, device) for n in layout.stores}
-        return made if self.axis_name is None else vary_over(made, (self.axis_name,))
+        return first_local_values(self.tables, self.layout(), key, self.axis_name)
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
         """The optimizer's state before any update, for stored tables, whole or a device's part.
@@ -316,11 +320,7 @@ class Embeddings:
 
         Communication: none under jit on one device; else what the compiler makes of it.
         """
-        layout = self.layout()
-        return {
-            name: read_table(place, layout.stores[place.store], tables[place.store])
-            for name, place in layout.places.items()
-        }
+        return read_tables(self.layout(), tables)
 
     def write(self, tables: Stored) -> Stored:
         """Whole stored arrays from tables (num_rows, dim) by name; undoes `read`.
@@ -328,17 +328,7 @@ class Embeddings:
         Raises:
           ValueError: a table that is missing, unknown or of another shape.
         """
-        layout = self.layout()
-        wanted = {name: (t.num_rows, t.dim) for name, t in self.tables.items()}
-        given = {name: tuple(jnp.shape(t)) for name, t in tables.items()}
-        if wanted != given:
-            raise ValueError(f"{OWNER}: `write` needs tables of shapes {wanted}, got {given}.")
-        stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
-        for name, place in layout.places.items():
-            store, table = layout.stores[place.store], jnp.asarray(tables[name])
-            table = table.astype(store.dtype)
-            stored[place.store] = write_table(place, store, stored[place.store], table)
-        return stored
+        return write_tables(self.layout(), tables)
 
     def reference(
         self, tables: Stored, bags: Mapping[str, Any], params: PyTree | None = None

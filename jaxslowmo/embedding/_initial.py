@@ -18,11 +18,8 @@ def table_key(key: Any, name: str) -> Any:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def first_rows(table: Table, key: Any, parts: int, part: jax.Array) -> jax.Array:
-    """Rows `part`, `part + parts`, ... of a table, padded with zeros to the size of all parts.
-
-    Communication: none.
-    """
+def _first_rows(table: Table, key: Any, parts: int, part: jax.Array) -> jax.Array:
+    """Rows `part`, `part + parts`, ... of a table, padded with zeros to the size of all parts."""
     per_part = -(-table.num_rows // parts)
     shape = (per_part, table.dim)
     own = jax.random.fold_in(key, part)
@@ -35,13 +32,37 @@ def first_rows(table: Table, key: Any, parts: int, part: jax.Array) -> jax.Array
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
-def first_block(
-    tables: Mapping[str, Table], layout: Layout, store_name: str, key: Any, device: jax.Array
-) -> jax.Array:
-    """What a device holds of a stored array at first.
+def first_values(tables: Mapping[str, Table], layout: Layout, key: Any) -> dict[str, jax.Array]:
+    """First values of all stored arrays, whole.
 
     Communication: none.
     """
+    made = {}
+    for name, store in layout.stores.items():
+        devices = range(store.num_shards)
+        blocks = [_first_block(tables, layout, name, key, jnp.int32(device)) for device in devices]
+        made[name] = jnp.concatenate(blocks, axis=1 if store.kind == "column" else 0)
+    return made
+
+
+def first_local_values(
+    tables: Mapping[str, Table], layout: Layout, key: Any, axis_name: str | None
+) -> dict[str, jax.Array]:
+    """What this device holds at first of each stored array; it makes nothing else of them.
+
+    Communication: none.
+    """
+    if axis_name is None:
+        return first_values(tables, layout, key)
+    device = lax.axis_index(axis_name)
+    made = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
+    return vary_over(made, (axis_name,))
+
+
+def _first_block(
+    tables: Mapping[str, Table], layout: Layout, store_name: str, key: Any, device: jax.Array
+) -> jax.Array:
+    """What a device holds of a stored array at first."""
     store = layout.stores[store_name]
     if store.kind == "table":
         return _own_tables(tables, layout, store, key, device)
@@ -51,7 +72,7 @@ def first_block(
         return _own_columns(table, key, store.local_dim, device)
     own_parts = place.parts // place.owners
     numbers = device * own_parts + jnp.arange(own_parts, dtype=jnp.int32)
-    blocks = lax.map(lambda part: first_rows(table, key, place.parts, part), numbers)
+    blocks = lax.map(lambda part: _first_rows(table, key, place.parts, part), numbers)
     return blocks.reshape(store.local_rows, store.dim)
 
 
@@ -64,7 +85,7 @@ def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) ->
     """All rows of a table, and of these the columns of a device; never all columns of all rows."""
 
     def of_part(part: jax.Array) -> jax.Array:
-        rows = first_rows(table, key, PARTS, part)
+        rows = _first_rows(table, key, PARTS, part)
         return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
 
     dealt = lax.map(of_part, jnp.arange(PARTS, dtype=jnp.int32))

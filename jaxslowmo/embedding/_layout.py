@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -167,20 +167,46 @@ def _spread(
     return places, max(taken)
 
 
-def read_table(place: Place, store: Store, stored: jax.Array) -> jax.Array:
-    """`(num_rows, dim)`: a table out of its whole stored array."""
-    if store.kind == "row":
-        blocks = stored.reshape(place.parts, -1, stored.shape[-1])
-        return blocks.transpose(1, 0, 2).reshape(-1, stored.shape[-1])[: place.num_rows]
-    first = place.first_owner * store.local_rows + place.first_row if store.kind == "table" else 0
-    return stored[first : first + place.num_rows]
+def read_tables(layout: Layout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The tables (num_rows, dim) by name out of whole stored arrays."""
+    found = {}
+    for name, place in layout.places.items():
+        store = layout.stores[place.store]
+        whole = stored[place.store]
+        if store.kind == "row":
+            # In parts, of which row r is in part r % parts.
+            blocks = whole.reshape(place.parts, -1, store.dim).transpose(1, 0, 2)
+            whole = blocks.reshape(-1, store.dim)
+        first = _first_row(place, store)
+        found[name] = whole[first : first + place.num_rows]
+    return found
 
 
-def write_table(place: Place, store: Store, stored: jax.Array, table: jax.Array) -> jax.Array:
-    """The whole stored array with a table `(num_rows, dim)` in its place."""
-    if store.kind == "row":
-        padded = jnp.pad(table, ((0, place.num_positions - place.num_rows), (0, 0)))
-        blocks = padded.reshape(-1, place.parts, table.shape[-1])
-        return blocks.transpose(1, 0, 2).reshape(stored.shape)
-    first = place.first_owner * store.local_rows + place.first_row if store.kind == "table" else 0
-    return stored.at[first : first + place.num_rows].set(table)
+def write_tables(layout: Layout, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Whole stored arrays that hold the tables; undoes `read_tables`. Padding is 0.
+
+    Raises:
+      ValueError: a table that is missing, unknown or of another shape.
+    """
+    places = layout.places
+    wanted = {name: (p.num_rows, layout.stores[p.store].dim) for name, p in places.items()}
+    given = {name: tuple(jnp.shape(table)) for name, table in tables.items()}
+    if wanted != given:
+        raise ValueError(f"{OWNER}: `write` needs tables of the shapes {wanted}, got {given}.")
+    stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
+    for name, place in places.items():
+        store = layout.stores[place.store]
+        table = jnp.asarray(tables[name]).astype(store.dtype)
+        if store.kind == "row":
+            padded = jnp.pad(table, ((0, store.num_rows - place.num_rows), (0, 0)))
+            blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
+            stored[name] = blocks.reshape(store.num_rows, store.dim)
+        else:
+            first = _first_row(place, store)
+            stored[place.store] = stored[place.store].at[first : first + place.num_rows].set(table)
+    return stored
+
+
+def _first_row(place: Place, store: Store) -> int:
+    """Where a table begins in the whole stored array."""
+    return place.first_owner * store.local_rows + place.first_row
