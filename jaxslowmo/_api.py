@@ -95,3 +95,7 @@ from .transform import init as init
 from .transform import phase_name as phase_name
 from .transform import remembers_parameters as remembers_parameters
 from .tree import assign_buckets as assign_buckets
+
+# Loaded by now: a package that is not yet makes Python ask `jaxslowmo` for it, which asks here.
+# isort: split
+from . import codecs as codecs

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 TOPICS = {
     "topology": "topology",
     "hooks": "reducer/hooks",
+    "codecs": "codecs",
     "checkpoint": "checkpoint",
     "data": "data",
     "models": "models",

@@ -3,8 +3,9 @@
 import optax
 
 from .._typing import AxisName, PyTree
+from ..codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import Outer, element_wise
+from .outer import Outer, element_wise, shards_state
 
 
 def diloco(
@@ -12,10 +13,11 @@ def diloco(
     *,
     sync_every: int | Every = 500,
     outer_optimizer: optax.GradientTransformation | None = None,
-    shard_state: bool = True,
+    shard_state: bool | None = None,
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> ParameterTransform:
     """Train alone for `sync_every` updates, then one outer step; comes last in a chain.
 
@@ -30,29 +32,34 @@ def diloco(
         sees flat shards, so it must be element-wise (SGD, Adam, ...; no global norm, no
         per-layer scaling, no masks by leaf).
       shard_state: True keeps 1/R of the anchor and of the outer state per replica; False keeps
-        trees like the parameters, for outer optimizers that are not element-wise. Of sharded
-        state one replica's is not all of it; see `js.slowmo`.
+        trees like the parameters, for outer optimizers that are not element-wise. None: True
+        without a codec. Of sharded state one replica's is not all of it; see `js.slowmo`.
       local_axis_name: axis inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
+      codec: form in which replicas send what they have moved, as in `js.slowmo`.
 
     Returns:
-      A `ParameterTransform` with state `OuterState`; exchange and outer state are float32.
+      A `ParameterTransform` with state `OuterState`; outer state is float32, and so is the
+      exchange without a codec.
 
     Raises:
-      ValueError: sync_every < 1, an outer optimizer that is no optax transform, or, sharded, one
-        that is not element-wise (tried on a small tree; where jax has no device yet, when a state
-        is made); at trace time an unbound axis, missing params, non-float leaves.
+      ValueError: sync_every < 1, a `codec` that is none or comes with shard_state=True, an outer
+        optimizer that is no optax transform, or, sharded, one that is not element-wise (tried on a
+        small tree; where jax has no device yet, when a state is made); at trace time an unbound
+        axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
-      all-gather of N bytes each (sharded), or one all-reduce of N bytes; nothing in others.
+      all-gather of N bytes each (sharded), or one all-reduce of N bytes (N / 2 with a codec);
+      nothing in others.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
       2023, algorithm 1.
     """
     owner = "diloco"
-    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+    shard_state = shards_state(owner, shard_state, exchange)
     is_default = outer_optimizer is None
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._typing import AxisName, Phase, PyTree
+from ..codecs import Codec
 from ..mesh import axis_names
 from ..transform import (
     Communicate,
@@ -44,6 +45,7 @@ def local_sgd(
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> ParameterTransform:
     """Average the parameters over replicas every `sync_every` updates; train alone between.
 
@@ -58,25 +60,31 @@ def local_sgd(
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
         replica, for leaves that are sharded there; each device exchanges its own block.
       bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
+      codec: None exchanges parameters in their own dtypes; `js.codecs.bfloat16()` or `float16()`
+        in 16 bits. params = mean of the rounded y; with error feedback each replica adds
+        y - rounded y of its own, so that replicas differ by that after an exchange. The mean is
+        in 16 bits in either case, for which float16 has bits enough, and bfloat16 has not
+        ("How to choose" has numbers, and the way round it).
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`. `update` needs `params`; updates of
       half-precision leaves come back as float32.
 
     Raises:
-      ValueError: `sync_every` < 1 or negative `bucket_bytes`, at construction; at trace time an
-        unbound axis, missing params, non-float leaves (named).
+      ValueError: `sync_every` < 1, negative `bucket_bytes` or a `codec` that is none, at
+        construction; at trace time an unbound axis, missing params, non-float leaves (named).
       UserWarning: once, if the axis has size 1.
 
     Communication: in a due update one all-reduce over `axis_name` per dtype buffer, N bytes
-      together, N the bytes of the parameters in their own dtypes; nothing in others. With
+      together, N the bytes of the parameters in their own dtypes, or at 2 bytes per element where
+      a codec narrows these; nothing in others. With
       `local_axis_name` N / L bytes per device, and one all-gather of N over that axis. With a
       weight 8 bytes more, in an all-reduce before.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
     owner = "local_sgd"
-    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
     # One group of replicas: the case of a single level.
     level = _Level(exchange, as_schedule(sync_every), "average")
     return _Averaging(owner, (level,)).transform()
@@ -87,6 +95,7 @@ def hierarchical_local_sgd(
     *,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> ParameterTransform:
     """Average the parameters over nested groups of replicas, larger groups more rarely.
 
@@ -100,18 +109,19 @@ def hierarchical_local_sgd(
         are nested: a longer period has all axes of a shorter one and more.
       param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; see `local_sgd`.
       bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
+      codec: of all groups; see `local_sgd`.
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`; a `weight` holds in every group.
 
     Raises:
       ValueError: no group, a period < 1, groups that are not nested, periods that do not grow with
-        them, negative `bucket_bytes`, at construction; at trace time an unbound axis, missing
-        params, non-float leaves.
+        them, negative `bucket_bytes`, a `codec` that is none, at construction; at trace time an
+        unbound axis, missing params, non-float leaves.
       UserWarning: once, if an axis has size 1.
 
     Communication: in a due update one all-reduce per dtype buffer over the axes of the largest due
-      group, N bytes together, N the bytes of the parameters; nothing in others.
+      group, N bytes together, N as in `local_sgd`; nothing in others.
 
     Source: torch 2.13, `HierarchicalModelAverager`, which counts from 0: its
       {k: group} with `warmup_steps=w` is `js.every(k, start=w, offset=1 - w)` for the group's axes.
@@ -119,7 +129,7 @@ def hierarchical_local_sgd(
     owner = "hierarchical_local_sgd"
     levels = [
         _Level(
-            checked_exchange(owner, axes, None, param_specs, bucket_bytes),
+            checked_exchange(owner, axes, None, param_specs, bucket_bytes, codec),
             schedule,
             f"average {','.join(axis_names(axes))}",
         )

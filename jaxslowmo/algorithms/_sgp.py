@@ -1,7 +1,6 @@
 """Stochastic gradient push: gossip with a few peers in every update."""
 
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import numpy as np
 
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
+from ..codecs import Codec
 from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
@@ -35,13 +35,16 @@ from .gossip import (
     Arrival,
     Gossip,
     GossipPlan,
+    checked_overlap,
     gossip_plan,
     over,
     pulled,
+    pulled_with_residual,
     round_event,
     round_number,
     together,
     total_mass,
+    unsent,
 )
 
 
@@ -64,6 +67,7 @@ def sgp(
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> ParameterTransform:
     """Gossip: in every update send the parameters to a few peers and mix in what arrives.
 
@@ -96,6 +100,10 @@ def sgp(
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
         replica; each device sends its own block.
       bucket_bytes: None sends one buffer per dtype, else buffers that close at this size.
+      codec: None sends parameters in their own dtypes, `js.codecs.bfloat16()` or `float16()` in 16
+        bits. A node mixes its own value as it is; with error feedback it also keeps what rounding
+        left of the share that it sent, so that the sums over the replicas are kept. float16 with
+        error feedback rounds each mixture too, as FairScale does.
 
     Returns:
       A `ParameterTransform` with state `SGPState`. As `base` of `js.slowmo` its exchange is skipped
@@ -113,16 +121,20 @@ def sgp(
 
     Communication: in every update, for each permutation of the round (`graph.permutations(step)`:
       `peers_per_step` of them where the graph is regular), one collective-permute over `axis_name`
-      per dtype buffer, N bytes together, N the bytes of the parameters in their own dtypes, and 4
-      bytes of w where weights can differ between nodes. With `local_axis_name` N / L per device,
+      per dtype buffer, N bytes together, N the bytes of the parameters in their own dtypes, or at
+      2 bytes per element where a codec narrows these, and 4 bytes of w where weights can differ
+      between nodes. With `local_axis_name` N / L per device,
       and one all-gather of N over that axis. Nothing in updates with `communicate=False`.
 
     Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
       algorithms 1 and 2; FairScale 0.4.13.
     """
-    exchange = checked_exchange("sgp", axis_name, local_axis_name, param_specs, bucket_bytes)
-    overlap = _check_arguments(graph, mixing, push_sum, overlap)
-    return _SGP(exchange, graph, mixing, push_sum, overlap).transform()
+    exchange = checked_exchange("sgp", axis_name, local_axis_name, param_specs, bucket_bytes, codec)
+    check_graph("sgp", graph)
+    check_mixing(mixing)
+    if not isinstance(push_sum, bool):
+        raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
+    return _SGP(exchange, graph, mixing, push_sum, checked_overlap("sgp", overlap)).transform()
 
 
 Operand = tuple[PyTree, Others, SGPState]  # updates, what travels along, state
@@ -315,7 +327,12 @@ class _SGP:
         # The gradient moves the numerator, x <- x + u, and the parameters by u / w: with overlap,
         # x <- P x + u, that is the weight after the exchange, else the one before.
         u = over(u, after if self.overlap else w) if moves else u
-        u = pulled(u, own, arrival, arrival.weight.astype(after.dtype) / after)
+        share, codec = arrival.weight.astype(after.dtype) / after, self.over.codec
+        if codec is None:
+            u = pulled(u, own, arrival, share)
+        else:
+            left, given = unsent(own, self.over, codec, params), (1 - kept) * w.astype(kept.dtype)
+            u = pulled_with_residual(u, own, left, arrival, codec, share=share, given=given / after)
         s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
         return u, o, s
 
@@ -381,20 +398,3 @@ class _SGP:
                 "The rotation of the graph goes on.",
             ),
         )
-
-
-def _check_arguments(graph: object, mixing: object, push_sum: object, overlap: Any) -> int:
-    """Raise `ValueError` for what is none of these; returns `overlap` as an int."""
-    check_graph("sgp", graph)
-    check_mixing(mixing)
-    try:
-        count = -1 if isinstance(overlap, bool) else operator.index(overlap)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(
-            f"sgp: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}."
-        )
-    if not isinstance(push_sum, bool):
-        raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
-    return count

@@ -10,9 +10,10 @@ from jax import lax
 
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
+from ..codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import NO_RATE, Outer, OuterRate
+from .outer import NO_RATE, Outer, OuterRate, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -40,6 +41,7 @@ def slowmo(
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> ParameterTransform:
     """Slow momentum on top of a base algorithm; comes last in a chain.
 
@@ -64,8 +66,9 @@ def slowmo(
         of an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on; in a loop of
         your own, `update(..., learning_rate=rate)` does.
       shard_state: keep 1/R of anchor and momentum on each replica. None: True where the average is
-        exact. One replica's state is then not all of it (`flax.jax_utils.unreplicate`, `x[0]`):
-        save the stacked state, or by `jaxslowmo.checkpoint`.
+        exact and there is no codec. One replica's state is then not all of it
+        (`flax.jax_utils.unreplicate`, `x[0]`): save the stacked state, or by
+        `jaxslowmo.checkpoint`.
       exact_average: True averages y over the replicas in the slow step and skips the base's own
         exchange; False takes what `base` left on this replica (implies `shard_state=False`).
       nesterov: Nesterov form of the outer step.
@@ -75,24 +78,31 @@ def slowmo(
         without any, too; each device exchanges its own block, and anchor and momentum are split
         likewise.
       bucket_bytes: None exchanges one buffer (per exchange dtype), else buffers of about this size.
+      codec: of the slow exchange (a base has its own): None is float32; `js.codecs.bfloat16()` or
+        `float16()` send in 16 bits what a replica has moved, anchor - y, which is small. With error
+        feedback params = anchor - (what of its own a replica did not send), which is part of what
+        it sends in the next slow step. Needs an exact average and a whole anchor.
 
     Returns:
       A `ParameterTransform` with state `OuterState` whose `outer` is a `SlowMomentumState`. Anchor,
-      momentum and the slow exchange are float32 (float64 for float64 leaves). Memory per replica:
-      2N/R sharded (padding apart), else 2N, N the bytes of the parameters in float32.
+      momentum and, without a codec, the slow exchange are float32 (float64 for float64 leaves).
+      Memory per replica: 2N/R sharded (padding apart), else 2N, N the bytes of the parameters in
+      float32.
 
     Raises:
       ValueError: sync_every < 1, momentum outside [0, 1), negative rates, exact_average=False with
-        shard_state=True or without a base, a plain optax transform or another slowmo as base; at
+        shard_state=True or without a base, a `codec` that is none or comes with shard_state=True or
+        exact_average=False, a plain optax transform or another slowmo as base; at
         trace time an unbound axis, missing params, non-float leaves, learning_rate="optimizer"
         without a rate.
       UserWarning: once, for sync_every that is no multiple of the base's, no base, an axis of size
         1.
 
     Communication: in a slow step over `axis_name`, sharded: one reduce-scatter and one all-gather
-      of N bytes each (per buffer); unsharded: one all-reduce of N bytes; not exact: only the
-      base's. In other updates the base's. With `local_axis_name` N / L per device, and all-gathers
-      over that axis (of N/R before and N after the outer step when sharded). With
+      of N bytes each (per buffer); unsharded: one all-reduce of N bytes (N / 2 with a
+      codec); not exact: only the base's. In other updates the base's. With `local_axis_name` N / L
+      per device, and all-gathers over that axis (of N/R before and N after the outer step when
+      sharded). With
       learning_rate="optimizer" 8 bytes more, in an all-reduce: all take the largest rate of the
       replicas that have data (the optimizer of one that ran out has not counted on).
 
@@ -100,7 +110,7 @@ def slowmo(
       `SlowMoDistributedDataParallel`.
     """
     owner = "slowmo"
-    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes)
+    exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
     schedule = as_schedule(sync_every)
     _check_base(base, schedule, exact_average)
     if shard_state and not exact_average:
@@ -117,7 +127,7 @@ def slowmo(
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
         base=base if base is None or param_specs is None else base.with_specs(param_specs),
         exact_average=exact_average,
-        shard_state=exact_average if shard_state is None else shard_state,
+        shard_state=shards_state(owner, shard_state, exchange, exact_average=exact_average),
         rate=_outer_rate(learning_rate),
     ).transform()
 

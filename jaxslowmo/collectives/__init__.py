@@ -6,6 +6,7 @@ from ._blockwise import INT8 as INT8
 from ._blockwise import Codec as Codec
 from ._blockwise import dequantise as dequantise
 from ._blockwise import quantise as quantise
+from ._coded import coded_mean as coded_mean
 from ._local import gather_slices as gather_slices
 from ._local import in_slices as in_slices
 from ._packed import pack as pack

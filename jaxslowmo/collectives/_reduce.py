@@ -60,7 +60,7 @@ def _divided(x: jax.Array, count: int) -> jax.Array:
 def all_mean_in_slices(
     flat: jax.Array,
     axis_name: AxisName,
-    local_axis_name: AxisName,
+    local_axis_name: AxisName | None,
     *,
     factor: jax.Array | None = None,
 ) -> jax.Array:
@@ -72,7 +72,7 @@ def all_mean_in_slices(
     Args:
       flat: `(n,)`, equal over `local_axis_name`.
       axis_name: axis between replicas (slow network).
-      local_axis_name: axis inside a replica (fast network).
+      local_axis_name: axis inside a replica (fast network); None: every device reduces all.
       factor: as in `all_mean`.
 
     Returns:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from .._typing import AxisName, PyTree
+from ..codecs import Codec
 from ..mesh import (
     axis_names,
     axis_size,
@@ -53,12 +54,13 @@ def checked_exchange(
     local_axis_name: AxisName | None = None,
     param_specs: PyTree | None = None,
     bucket_bytes: int | None = None,
+    codec: Codec | None = None,
 ) -> Exchange:
     """The `Exchange` of these arguments.
 
     Raises:
-      ValueError: axes that are no names, specs that are none or of stacked leaves, or a negative
-        size.
+      ValueError: axes that are no names, specs that are none or of stacked leaves, a negative
+        size, or a codec that is none.
     """
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
@@ -80,7 +82,12 @@ def checked_exchange(
             f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
             "as `P(*leaf.sharding.spec[1:])`."
         )
-    return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes)
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(
+            f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.bfloat16() or "
+            f"js.codecs.float16(error_feedback=True), got {codec!r}."
+        )
+    return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
 
 
 def require_bound(owner: str, over: Exchange) -> None:

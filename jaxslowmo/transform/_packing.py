@@ -88,13 +88,13 @@ class Packing:
 
         return self._each(packed, self._leaves(tree, role), kind="leaves", out="flat")
 
-    def map(self, fn: OnBuffer, flats: Flats, *whole: Any) -> Flats:
-        """`fn` of every flat buffer.
+    def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
+        """`fn` of every flat buffer, an array or several.
 
         Communication: that of `fn`.
         """
 
-        def mapped(plan: BufferPlan, flats: list[jax.Array], *whole: Any) -> list[jax.Array]:
+        def mapped(plan: BufferPlan, flats: list[jax.Array], *whole: Any) -> list[Any]:
             return [fn(b, flat, *whole) for b, flat in zip(plan.buffers, flats, strict=True)]
 
         return self._each(mapped, flats, *whole, kind="flat", out="flat")
@@ -125,12 +125,12 @@ class Packing:
 
     def _each(
         self,
-        fn: Callable[..., list[jax.Array]],
+        fn: Callable[..., list[Any]],
         by_group: list[list[jax.Array]],
         *whole: Any,
         kind: Kind,
         out: Kind,
-    ) -> list[list[jax.Array]]:
+    ) -> list[list[Any]]:
         """`fn(plan, arrays, *whole)` of each group's blocks."""
         kinds: list[Kind] = [kind, *["whole" for _ in whole]]
         return [

@@ -23,6 +23,7 @@ FLOORS = {
     "data": 1,
     "models": 1,
     "tracing": 1,
+    "codecs": 1,
     "collectives": 2,
     "transform": 3,
     "algorithms": 4,

@@ -121,6 +121,7 @@ def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
         "--nesterov": flag(slowmo),
         "--shard-state": flag(diloco),
         "--exact-average": flag(slowmo),
+        "--codec": choice("float16", gossip),
         "--outer-learning-rate": number(beside=diloco),
         "--outer-momentum": number(0.3, diloco, "must be < 1, got inf"),
         "--optimizer": choice("sgd"),

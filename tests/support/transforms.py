@@ -12,6 +12,8 @@ def over_local(**options):
     return js.slowmo("replica", base=base, sync_every=4, momentum=0.5, **options)
 
 
+BFLOAT16 = js.codecs.bfloat16(error_feedback=True)
+FLOAT16 = js.codecs.float16(error_feedback=True)
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 TRANSFORMS = {
@@ -38,6 +40,7 @@ TRANSFORMS = {
     "local_sgd scheduled": lambda: js.local_sgd(
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
     ),
+    "local_sgd in 16 bits": lambda: js.local_sgd("replica", sync_every=2, codec=FLOAT16),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
     "only_finite around slowmo": lambda: js.only_finite(over_local()),
     "slowmo over only_finite": lambda: js.slowmo(
@@ -46,6 +49,7 @@ TRANSFORMS = {
     "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
     "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
     "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
+    "sgp in 16 bits": lambda: js.sgp("replica", graph=IRREGULAR, overlap=2, codec=BFLOAT16),
     "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
     "skip_unused": lambda: js.skip_unused(
         optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
@@ -55,6 +59,7 @@ TRANSFORMS = {
     "slowmo inexact": lambda: over_local(exact_average=False),
     "slowmo nesterov": lambda: over_local(nesterov=True, learning_rate=0.1),
     "slowmo in buckets": lambda: over_local(bucket_bytes=8),
+    "slowmo in 16 bits": lambda: over_local(codec=BFLOAT16),
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
     ),

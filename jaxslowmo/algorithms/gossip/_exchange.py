@@ -50,7 +50,8 @@ class Gossip:
           What arrived, and the share of its own value that this node keeps, () float.
 
         Communication: for every permutation of the round one collective-permute of each flat buffer
-          over `axis_name`, and of 4 bytes of w where weights differ.
+          over `axis_name`, in the dtype of a codec that narrows it, and of 4 bytes of w where
+          weights differ.
         """
 
         def run(index: int):
@@ -66,9 +67,15 @@ class Gossip:
         flats, received, kept = run_one_of(
             number % size,
             [run(i) for i in range(size)],
-            (packing.pack(values, role="round"), weight),
+            (packing.pack(values, self._sent, role="round"), weight),
         )
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
+
+    def _sent(self, buffer: Buffer, flat: jax.Array) -> jax.Array:
+        codec = self.over.codec
+        if codec is None or not codec.narrows(buffer.dtype):
+            return flat
+        return codec.encode(flat)[0]
 
     def _run(
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
@@ -88,23 +95,22 @@ class Gossip:
         # A node that nobody sends to in this round has no mean; its weight 0 says so.
         parts = shares / jnp.where(received == 0, 1, received)
 
-        def mean_of_peers(part: jax.Array, parts: jax.Array) -> jax.Array:
+        def mean_of_peers(part: jax.Array, parts: jax.Array, dtype: np.dtype) -> jax.Array:
             arrived = [permute(part, self.over.axis_name, p) for p in round_.permutations]
             # In at least float32, rounded to the parameters' dtype once, at the end.
-            first = arrived[0].astype(at_least_float32(part.dtype))
+            first = arrived[0].astype(at_least_float32(dtype))
             mean = first
             for i, other in enumerate(arrived[1:], start=1):
                 # Differences, so that peers that agree give exactly their value.
                 mean += parts[i].astype(mean.dtype) * (other.astype(mean.dtype) - first)
-            return mean.astype(part.dtype)
+            return mean.astype(dtype)
 
         def exchange(buffer: Buffer, flat: jax.Array, parts: jax.Array) -> jax.Array:
-            del buffer
             # A permutation of nothing is not allowed.
             if flat.size == 0:
-                return flat
+                return flat.astype(buffer.dtype)
             local = self.over.local_axis_name
-            return in_slices(flat, local, lambda part: mean_of_peers(part, parts))
+            return in_slices(flat, local, lambda x: mean_of_peers(x, parts, buffer.dtype))
 
         return packing.map(exchange, flats, parts), received, self._own(round_.kept)
 

@@ -1,7 +1,9 @@
 """What a graph and a mixing ask of the program: its rounds, and whether weights move or travel."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,23 @@ class GossipPlan:
     rounds: tuple[ExchangeRound, ...]
     weight_moves: bool
     weight_differs: bool
+
+
+def checked_overlap(owner: str, overlap: Any) -> int:
+    """`overlap` as an int.
+
+    Raises:
+      ValueError: no integer, or a negative one.
+    """
+    try:
+        count = -1 if isinstance(overlap, bool) else operator.index(overlap)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"{owner}: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}."
+        )
+    return count
 
 
 def gossip_plan(

@@ -47,6 +47,7 @@ from ...tree import (
     widen_updates,
 )
 from ._anchor import OwnAnchor, WholeAnchor
+from ._coded import coded_displacement
 from ._sharded import ShardedAnchor
 
 SLOW = "slow"
@@ -325,9 +326,10 @@ class OuterStep:
         """
         updates, others, state = operand
         anchor, optimizer = self.of.anchor, self.of.optimizer
-        average, others, base_state = self.average(landing(self.params, updates), others, state)
         # D, the pseudo-gradient: what the replicas have moved since the last slow step, downhill.
-        displacement = jax.tree.map(subtracted, state.anchor, average)
+        displacement, residual, others, base_state = self.displacement(
+            landing(self.params, updates), others, state
+        )
         outer, told = self.told(state.outer)
         # Any optax optimizer, with D as its gradient; on shards, where the anchor is sharded.
         step, outer = optimizer.update(displacement, outer, state.anchor, **told)
@@ -335,6 +337,9 @@ class OuterStep:
         # Replicas get their parameters from the anchor, never by adding to what they have: rounding
         # would let them drift apart a little with every slow step.
         target = anchor.restore(moved, self.params)
+        if residual is not None:
+            # What a replica has moved and the others did not hear of: part of its next D.
+            target = jax.tree.map(subtracted, target, residual)
         target = jax.tree.map(lambda p, t: t.astype(p.dtype), self.params, target)
         after = OuterState(state.count, moved, outer, base_state)
         return updates_to(self.params, target), others, after
@@ -348,21 +353,27 @@ class OuterStep:
         outer, rate = self.of.rate.agree(outer, self.rate, axes)
         return outer, {"learning_rate": rate}
 
-    def average(
+    def displacement(
         self, y: PyTree, others: Others, state: OuterState
-    ) -> tuple[PyTree, Others, PyTree]:
-        """What the replicas amount to, in the anchor's form; what travels along; the base after."""
+    ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
+        """D, in the anchor's form; what of its own this replica keeps; what travels; the base."""
         exchange, base = self.of.exchange, self.of.base
         if not self.of.exact_average:
-            return self.of.anchor.average(y), others, state.base
-        # mean x / mean w = sum x / sum w: the exact mean also of weighted or push-sum parameters.
+            own = jax.tree.map(subtracted, state.anchor, self.of.anchor.average(y))
+            return own, None, others, state.base
         x, mass = self.mass(y, state.base)
-        average = self.of.anchor.average(x)
-        if mass is not None:
-            average = self.per_mass(average, mass, state.anchor)
+        if exchange.codec is None:
+            # sum x / sum w: the exact mean also of weighted or push-sum parameters.
+            average, residual = self.of.anchor.average(x), None
+            if mass is not None:
+                average = self.per_mass(average, mass, state.anchor)
+            displacement = jax.tree.map(subtracted, state.anchor, average)
+        else:
+            displacement, residual = coded_displacement(state.anchor, x, mass, exchange)
         if others:
             others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        return average, others, state.base if base is None else base.reset(state.base)
+        base_state = state.base if base is None else base.reset(state.base)
+        return displacement, residual, others, base_state
 
     def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
         """The weighted parameters of this replica, and their weight; None where all weigh 1."""

@@ -19,6 +19,7 @@ _AVERAGE = _of("local_sgd", "slowmo")
 _GOSSIP = _of("sgp", "slowmo_sgp")
 _SLOW = _of("slowmo", "slowmo_sgp")
 _OUTER = _of("slowmo", "slowmo_sgp", "diloco")
+_PARAMETERS = _of(*(name for name in ALGORITHMS if name != "all_reduce"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,13 @@ class AlgorithmConfig(Checked):
         "--no-shard-state).",
         panel="Algorithm",
         goes_with=_SLOW,
+    )
+    codec: str = option(
+        "none",
+        "Send parameters in 16 bits, with error feedback (and slow state whole on each replica).",
+        panel="Algorithm",
+        goes_with=_PARAMETERS,
+        choices=("none", "bfloat16", "float16"),
     )
     outer_learning_rate: float = option(
         0.7,

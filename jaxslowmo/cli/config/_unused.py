@@ -34,6 +34,10 @@ def refuse_unused(
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
     if given.get("shard_state") and not flat["exact_average"]:
         raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
+    if given.get("shard_state") and flat["codec"] != "none":
+        raise ValueError(
+            f"--shard-state does not go with --codec {flat['codec']}, which needs a whole anchor"
+        )
 
 
 def check_setting(algorithm: str, name: str, value: Any) -> None:

@@ -39,6 +39,13 @@ class Setting:
         """Argument of parameter transforms about the devices of a replica."""
         return {"local_axis_name": "device"} if self.two_levels else {}
 
+    @property
+    def codec(self) -> js.codecs.Codec | None:
+        """In which form parameters travel."""
+        known = {"bfloat16": js.codecs.bfloat16, "float16": js.codecs.float16}
+        make = known.get(self.config.codec)
+        return None if make is None else make(error_feedback=True)
+
 
 def _all_reduce(setting: Setting) -> optax.GradientTransformation:
     size = round(setting.config.bucket_mib * 2**20)
@@ -50,7 +57,9 @@ def _all_reduce(setting: Setting) -> optax.GradientTransformation:
 
 
 def _local_sgd(setting: Setting) -> js.ParameterTransform:
-    return js.local_sgd("replica", sync_every=setting.config.sync_every, **setting.levels)
+    return js.local_sgd(
+        "replica", sync_every=setting.config.sync_every, codec=setting.codec, **setting.levels
+    )
 
 
 def _sgp(setting: Setting) -> js.ParameterTransform:
@@ -60,6 +69,7 @@ def _sgp(setting: Setting) -> js.ParameterTransform:
         graph=lambda n: make_graph(config.graph, n, peers_per_step=config.peers_per_step),
         mixing=parse_mixing(config.mixing),
         overlap=config.overlap,
+        codec=setting.codec,
         **setting.levels,
     )
 
@@ -73,9 +83,10 @@ def _slowmo(setting: Setting, base: js.ParameterTransform) -> js.ParameterTransf
         momentum=config.slow_momentum,
         slow_learning_rate=config.slow_learning_rate,
         learning_rate=setting.schedule,
-        shard_state=config.shard_state and config.exact_average,
+        shard_state=config.shard_state and config.exact_average and setting.codec is None,
         exact_average=config.exact_average,
         nesterov=config.nesterov,
+        codec=setting.codec if config.exact_average else None,
         **setting.levels,
     )
 
@@ -88,7 +99,8 @@ def _diloco(setting: Setting) -> js.ParameterTransform:
         outer_optimizer=optax.sgd(
             config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
         ),
-        shard_state=config.shard_state,
+        shard_state=config.shard_state and setting.codec is None,
+        codec=setting.codec,
         **setting.levels,
     )
 

@@ -71,7 +71,11 @@ def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorith
         ({"on_nan": "rollback"}, "--on-nan rollback needs --checkpoint-every"),
         (
             {"shard_state": True, "exact_average": False},
-            "--shard-state does not go with",
+            "--shard-state does not go with --no-exact-average",
+        ),
+        (
+            {"shard_state": True, "codec": "float16"},
+            "--shard-state does not go with --codec float16, which needs a whole anchor",
         ),
     ],
 )

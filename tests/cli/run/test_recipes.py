@@ -83,3 +83,20 @@ def test_gossip_is_built_as_configured():
     moved = jax.vmap(update, axis_name="replica")(params)
     # Half of its own value, a quarter of each neighbour's on the ring.
     np.testing.assert_allclose(params + moved, [1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "all_reduce"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_parameters_travel_in_16_bits_where_that_is_asked_for(algorithm, exact):
+    given = {"algorithm": algorithm, "replicas": 2, "codec": "float16", "exact_average": exact}
+    sync = build_algorithm(train_config(given)).sync
+    assert sync is not None
+    sync = sync.sized({"replica": 2})
+    params = np.ones((2, 3), np.float32)
+
+    def update(p, phase):
+        return sync.update(p, sync.init(p), p, phase=phase)[0]
+
+    for phase in filter(None, sync.phases()):
+        lifted = jax.vmap(lambda p, phase=phase: update(p, phase), axis_name="replica")
+        assert "f16[" in str(jax.make_jaxpr(lifted)(params)), phase

@@ -1,0 +1,82 @@
+"""Numbers in fewer bits, which a collective can sum or permute as they are."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A floating format in which numbers travel, and what becomes of what it does not hold.
+
+    Attributes:
+      dtype: of what travels.
+      error_feedback: whether a replica keeps what rounding left of its own numbers.
+      rounds_mixtures: whether what a node of gossip makes of its own and the received numbers is
+        rounded to the format, as the sum of an all-reduce in it is.
+    """
+
+    dtype: np.dtype
+    error_feedback: bool
+    rounds_mixtures: bool = False
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return f"js.codecs.{self.dtype.name}(error_feedback={self.error_feedback})"
+
+    def narrows(self, dtype: np.dtype) -> bool:
+        """Whether numbers of this dtype become smaller by it; others travel as they are."""
+        return self.dtype.itemsize < dtype.itemsize
+
+    def encode(
+        self, x: jax.Array, *, divisor: int = 1, factor: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What of `factor * x / divisor` travels, and what of `x` does not.
+
+        Numbers beyond half of the format's range are cut off there, so that sums stay in range: a
+        finite number never becomes infinite, and what is cut off stays here, with error feedback or
+        without. What is not finite travels as it is.
+
+        Args:
+          x: in a dtype that this narrows.
+          divisor: how many parts are to be summed.
+          factor: () float >= 0; where it is 0 nothing travels, and nothing stays. None: 1.
+
+        Returns:
+          An array in `dtype`, and the residual in the dtype of `x`: what it keeps, so that
+          x = residual + what has travelled, with error feedback; else what was cut off.
+
+        Communication: none.
+        """
+        limit = 2.0 ** (jnp.finfo(self.dtype).maxexp - 1)
+        held = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+        if factor is None:
+            part = self.rounded(held / divisor)
+            travelled = part * divisor
+        else:
+            share, has_share = factor.astype(x.dtype) / divisor, factor > 0
+            part = self.rounded(jnp.where(has_share, held * share, jnp.zeros_like(x)))
+            travelled = part / jnp.where(has_share, share, jnp.ones_like(share))
+        residual = x - (travelled if self.error_feedback else held)
+        if factor is not None:
+            residual = jnp.where(factor > 0, residual, jnp.zeros_like(residual))
+        return part.astype(self.dtype), residual
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """The nearest number of the format, in the dtype of `x`.
+
+        Communication: none.
+        """
+        # A cast there and back would do, but compilers may take such a pair away (XLA does by
+        # default), and with it the residual.
+        info = jnp.finfo(self.dtype)
+        near = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        if info.nexp == jnp.finfo(jnp.float32).nexp:
+            return near
+        # That makes 0 of the format's subnormal numbers, which are evenly spaced.
+        spacing = float(info.smallest_subnormal)
+        subnormal = jnp.round(x / spacing) * spacing
+        return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, near)
