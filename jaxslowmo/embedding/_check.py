@@ -95,8 +95,7 @@ def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
 def _most_of_one_owner(place: Place, ids: np.ndarray) -> int:
     """The most distinct ids that lie on one owner."""
     distinct = np.unique(ids[ids >= 0])
-    per_owner = np.bincount(distinct % place.parts // (place.parts // place.owners), minlength=1)
-    return int(per_owner.max())
+    return int(np.bincount(place.owners_of(distinct), minlength=1).max())
 
 
 def metrics_of(requests: Requests) -> dict[str, jax.Array]:

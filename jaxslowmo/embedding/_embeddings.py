@@ -14,7 +14,7 @@ from ._bags import Bags, bags_of
 from ._check import check_capacities, host_checked, metrics_of, refuse, slots_needed
 from ._exchange import num_devices, swap_blocks
 from ._initial import first_local_values, first_values
-from ._layout import Layout, layout_of, read_tables, write_tables
+from ._layout import Layout, layout_of, read_tables, whole_on_each, write_tables
 from ._optimizers import RowwiseOptimizer, RowwiseState
 from ._pooling import pool, position_weights_in
 from ._requests import (
@@ -342,7 +342,7 @@ class Embeddings:
 
         Communication: none under jit on one device; else what the compiler makes of it.
         """
-        layout, found = self.layout(), {}
+        layout, found, tables = self.layout(), {}, whole_on_each(tables)
         for name, own in self._by_table(bags).items():
             place = layout.places[name]
             for feature, b in own.items():

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..mesh import vary_over, varying_axes
-from ._layout import PARTS, Layout, Store
+from ._layout import PARTS, Layout, Store, part_of_residue
 from ._table import Table
 
 
@@ -18,17 +19,17 @@ def table_key(key: Any, name: str) -> Any:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def _first_rows(table: Table, key: Any, parts: int, part: jax.Array) -> jax.Array:
-    """Rows `part`, `part + parts`, ... of a table, padded with zeros to the size of all parts."""
+def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
+    """Rows `residue`, `residue + parts`, ... of a table, and zeros up to the size of all parts."""
     per_part = -(-table.num_rows // parts)
     shape = (per_part, table.dim)
-    own = jax.random.fold_in(key, part)
+    own = jax.random.fold_in(key, residue)
     if table.init is None:
         bound = table.num_rows**-0.5
         values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
     else:
         values = table.init(own, shape, table.dtype)
-    numbers = part + parts * jnp.arange(per_part, dtype=jnp.int32)
+    numbers = residue + parts * jnp.arange(per_part, dtype=jnp.int32)
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
@@ -72,7 +73,8 @@ def _first_block(
         return _own_columns(table, key, store.local_dim, device)
     own_parts = place.parts // place.owners
     numbers = device * own_parts + jnp.arange(own_parts, dtype=jnp.int32)
-    blocks = lax.map(lambda part: _first_rows(table, key, place.parts, part), numbers)
+    residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
+    blocks = lax.map(lambda residue: _first_rows(table, key, place.parts, residue), residues)
     return blocks.reshape(store.local_rows, store.dim)
 
 
@@ -84,11 +86,11 @@ def _table_key(key: Any, name: str) -> Any:
 def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
     """All rows of a table, and of these the columns of a device; never all columns of all rows."""
 
-    def of_part(part: jax.Array) -> jax.Array:
-        rows = _first_rows(table, key, PARTS, part)
+    def of_residue(residue: jax.Array) -> jax.Array:
+        rows = _first_rows(table, key, PARTS, residue)
         return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
 
-    dealt = lax.map(of_part, jnp.arange(PARTS, dtype=jnp.int32))
+    dealt = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
     return dealt.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
 
 

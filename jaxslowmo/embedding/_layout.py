@@ -7,11 +7,31 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ._table import MOST_ROWS, OWNER, Table
 
 PARTS = 64
 """Rows are dealt out to so many parts, so that 1, 2, 4, ... 64 devices store one array alike."""
+
+
+def part_of_residue(parts: int) -> np.ndarray:
+    """The part of the rows r, r + parts, r + 2 * parts, ... for each r < parts.
+
+    Devices hold neighbouring parts, and neighbouring rows shall lie on different devices, for every
+    number of them: so r is read backwards, in binary (of `parts` the odd factor comes first).
+
+    Args:
+      parts: `PARTS` times an odd number.
+    """
+    odd, bits = parts // PARTS, PARTS.bit_length() - 1
+    residues = np.arange(parts)
+    rest, reverse = residues // odd, np.zeros(parts, np.int64)
+    for bit in range(bits):
+        reverse |= (rest >> bit & 1) << (bits - 1 - bit)
+    return (residues % odd * PARTS + reverse).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +103,17 @@ class Place:
         Args:
           ids: int32, of rows; `num_rows` stands for no row.
         """
-        rows_per_part = self.num_positions // self.parts
-        dealt = ids % self.parts * rows_per_part + ids // self.parts
-        return jnp.where(ids < self.num_rows, dealt, jnp.int32(self.num_positions))
+        positions = ids
+        if self.parts > 1:
+            part = jnp.asarray(part_of_residue(self.parts))[ids % self.parts]
+            positions = part * (self.num_positions // self.parts) + ids // self.parts
+        return jnp.where(ids < self.num_rows, positions, jnp.int32(self.num_positions))
+
+    def owners_of(self, ids: np.ndarray) -> np.ndarray:
+        """Which of the owners holds each row, for ids of the host that are in the table."""
+        if self.owners == 1:
+            return np.zeros(ids.shape, np.int64)
+        return part_of_residue(self.parts)[ids % self.parts] // (self.parts // self.owners)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,14 +197,13 @@ def _spread(
 
 def read_tables(layout: Layout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The tables (num_rows, dim) by name out of whole stored arrays."""
-    found = {}
+    found, stored = {}, whole_on_each(stored)
     for name, place in layout.places.items():
         store = layout.stores[place.store]
         whole = stored[place.store]
         if store.kind == "row":
-            # In parts, of which row r is in part r % parts.
-            blocks = whole.reshape(place.parts, -1, store.dim).transpose(1, 0, 2)
-            whole = blocks.reshape(-1, store.dim)
+            blocks = whole.reshape(place.parts, -1, store.dim)[part_of_residue(place.parts)]
+            whole = blocks.transpose(1, 0, 2).reshape(-1, store.dim)
         first = _first_row(place, store)
         found[name] = whole[first : first + place.num_rows]
     return found
@@ -191,6 +218,7 @@ def write_tables(layout: Layout, tables: Mapping[str, Any]) -> dict[str, jax.Arr
     places = layout.places
     wanted = {name: (p.num_rows, layout.stores[p.store].dim) for name, p in places.items()}
     given = {name: tuple(jnp.shape(table)) for name, table in tables.items()}
+    tables = whole_on_each(tables)
     if wanted != given:
         raise ValueError(f"{OWNER}: `write` needs tables of the shapes {wanted}, got {given}.")
     stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
@@ -200,11 +228,27 @@ def write_tables(layout: Layout, tables: Mapping[str, Any]) -> dict[str, jax.Arr
         if store.kind == "row":
             padded = jnp.pad(table, ((0, store.num_rows - place.num_rows), (0, 0)))
             blocks = padded.reshape(-1, place.parts, store.dim).transpose(1, 0, 2)
+            blocks = blocks[np.argsort(part_of_residue(place.parts))]
             stored[name] = blocks.reshape(store.num_rows, store.dim)
         else:
             first = _first_row(place, store)
             stored[place.store] = stored[place.store].at[first : first + place.num_rows].set(table)
     return stored
+
+
+def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays whose layout over Explicit axes is part of their type, with all of them everywhere.
+
+    Others are left to the compiler, which knows how to index what is split.
+    """
+    return {name: _whole_on_each(x) for name, x in arrays.items()}
+
+
+def _whole_on_each(x: Any) -> Any:
+    sharding = jax.typeof(x).sharding
+    if all(entry is None for entry in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P()))
 
 
 def _first_row(place: Place, store: Store) -> int:
