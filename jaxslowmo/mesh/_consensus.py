@@ -1,6 +1,7 @@
 """From stacked replicas to one copy: their mean."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax import lax
 
 from .._typing import AxisName, PyTree
 from ..tree import at_least_float32
+from ._axes import axis_names
 from ._broadcast import from_first
 from ._mapped import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
@@ -63,11 +65,19 @@ def consensus(
 
 @functools.lru_cache(maxsize=64)
 def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]):
+    is_alone = math.prod(mesh.shape[name] for name in axis_names(axis_name)) == 1
+
+    def total(x: jax.Array) -> jax.Array:
+        return x if is_alone else lax.psum(x, axis_name)
+
+    def first(x: jax.Array) -> jax.Array:
+        return x if is_alone else from_first(x, axis_name)
+
     def plain(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return from_first(x, axis_name)
+        if is_alone or not jnp.issubdtype(x.dtype, jnp.floating):
+            return first(x)
         wide = x.astype(at_least_float32(x.dtype))
-        return (lax.psum(wide, axis_name) / lax.axis_size(axis_name)).astype(x.dtype)
+        return (total(wide) / lax.axis_size(axis_name)).astype(x.dtype)
 
     def per_replica(weights: tuple[jax.Array, ...] | None, values: tuple[PyTree, ...]) -> PyTree:
         if weights is None:
@@ -75,19 +85,22 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
 
         @functools.cache
         def of_all(dtype: Any) -> jax.Array:
-            return lax.psum(sum(w.astype(dtype) for w in weights), axis_name)
+            return total(functools.reduce(jnp.add, [w.astype(dtype) for w in weights]))
 
         def weighted(*parts: jax.Array) -> jax.Array:
             own = parts[0]
             if not jnp.issubdtype(own.dtype, jnp.floating):
-                return from_first(own, axis_name)
+                return first(own)
             wide = at_least_float32(own.dtype)
             terms = zip(weights, parts, strict=True)
             mass = sum(w.astype(wide) * x.astype(wide) for w, x in terms)
-            return (lax.psum(mass, axis_name) / of_all(wide)).astype(own.dtype)
+            return (total(mass) / of_all(wide)).astype(own.dtype)
 
         return jax.tree.map(weighted, *values)
 
+    if is_alone:
+        # XLA refuses a sum over a manual axis of size 1 where leaves lie over automatic ones.
+        return jax.jit(lambda *stacked: per_replica(*jax.tree.map(lambda x: x[0], stacked)))
     return jax.jit(
         map_replicas(
             per_replica,

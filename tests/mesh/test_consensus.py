@@ -160,3 +160,16 @@ def test_other_shares_are_refused(shares, message):
     expected = r"`shares` must be pairs of weights of shape \(2,\).*" + message
     with pytest.raises(ValueError, match=expected):
         js.consensus(PARAMS, mesh=js.virtual_mesh({"replica": 2}), shares=shares)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_replica_whose_leaves_are_sharded_inside_is_its_own_consensus(weighted):
+    mesh = js.make_mesh({"replica": 1, "device": 8})
+    params = {"w": np.arange(16.0, dtype=np.float32).reshape(1, 8, 2), "n": np.ones((1, 3), int)}
+    specs = {"w": P("replica", "device"), "n": P("replica")}
+    params = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
+    shares = [(np.array([3.0], np.float32), None)] if weighted else None
+    found = js.consensus(params, mesh=mesh, shares=shares)
+    np.testing.assert_array_equal(found["w"], params["w"][0])
+    np.testing.assert_array_equal(found["n"], params["n"][0])
+    assert found["w"].sharding.spec == P("device")
