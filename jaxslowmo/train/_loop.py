@@ -59,8 +59,9 @@ def train_loop(
       loaded ahead are dropped then, but for those of a pipeline.
 
     Raises:
-      ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline beside
-        a state, batches or prefetch, or no batches; `batches` ended before `num_steps`.
+      ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline that
+        evaluates, or beside a state, batches or prefetch; no state or batches; `batches` ended
+        before `num_steps`.
 
     Communication: the step's; hooks state their own.
 
@@ -83,6 +84,10 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline, which has a state, batches and a depth: leave "
                 "`state`, `batches` and `prefetch` out."
+            )
+        if not step.trains:
+            raise ValueError(
+                "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
         return _run(contextlib.nullcontext(step), num_steps, tuple(hooks), start)
     if state is None or batches is None or isinstance(batches, TrainPipeline):

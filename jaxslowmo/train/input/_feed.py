@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from ..._typing import PyTree
+from ._changed import refuse_changed
 from ._clock import Clock
 from ._iterator import Loaded, SharedIterator, shared
 from ._loader import Direct, Ended, Loader
@@ -142,6 +143,7 @@ class Feed:
 
     def _prepared(self, loaded: Loaded) -> Prepared | _Failed:
         try:
+            refuse_changed(loaded.batch, loaded.sample)
             return self._stages(loaded, self._state())
         except Exception as error:  # in the turn of this batch: those before it can be used
             return _Failed(error, error.__traceback__)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..._typing import PyTree
+from ._changed import Sample, sample_of
 
 _LOCK = threading.Lock()
 _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
@@ -18,10 +19,12 @@ class Loaded(NamedTuple):
     Attributes:
       batch: a `WeightedBatch`, or whatever the step takes.
       position: what the iterator's `get_state()` said right after; None without one.
+      sample: of its arrays, to see whether they change.
     """
 
     batch: PyTree
     position: Any
+    sample: Sample
 
 
 class SharedIterator:
@@ -38,7 +41,7 @@ class SharedIterator:
                 batch = next(self.iterator)
             except StopIteration:
                 return None
-            return Loaded(batch, self._position())
+            return Loaded(batch, self._position(), sample_of(batch))
 
     def position(self) -> Any:
         """What `get_state()` says now; None for iterators without one."""

@@ -156,9 +156,8 @@ class _Queue:
                 self._changed.wait_for(lambda: self._found, seconds)
             if not self._found or isinstance(self._found[0], Ended):
                 return self._found[0] if self._found else None
-            first = self._found.popleft()
-            self._changed.notify_all()
-            return first
+            self._allowed -= 1  # what was taken is held by whoever has taken it
+            return self._found.popleft()
 
     def finish(self) -> None:
         with self._changed:

@@ -141,6 +141,11 @@ class TrainPipeline(Iterator[Any]):
             self._inside += self._ended - began
 
     @property
+    def trains(self) -> bool:
+        """Whether it has a state of its own; else it evaluates that of another."""
+        return isinstance(self._runner, Training)
+
+    @property
     def state(self) -> Any:
         """As it is after the last result."""
         return self._runner.state

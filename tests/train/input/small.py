@@ -1,6 +1,7 @@
 """A small step for tests of pipelines, and iterators that behave in every way."""
 
 import functools
+import gc
 import threading
 
 import jax
@@ -53,8 +54,12 @@ def assert_same(found, wanted) -> None:
 
 
 def loaders() -> list[threading.Thread]:
-    """Threads that load."""
-    return [t for t in threading.enumerate() if t.name == "jaxslowmo-loader"]
+    """Threads that load, but for those that end now: of pipelines that nobody holds."""
+    gc.collect()
+    found = [t for t in threading.enumerate() if t.name == "jaxslowmo-loader"]
+    for thread in found:
+        thread.join(0.05)
+    return [t for t in found if t.is_alive()]
 
 
 class Counted:
