@@ -110,7 +110,7 @@ class _OnlyFinite:
             permit=self.permit,
             anchor=None if inner.anchor is None else self.anchor,
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
-            with_specs=lambda specs: only_finite(inner.with_specs(specs)),
+            with_specs=lambda specs, **told: only_finite(inner.with_specs(specs, **told)),
             shards_whole_leaves=inner.shards_whole_leaves,
             wants_learning_rate=inner.wants_learning_rate,
             shards=lambda state: inner.shards(state.inner),

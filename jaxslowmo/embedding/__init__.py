@@ -3,6 +3,9 @@
 from ._bags import Bags as Bags
 from ._bags import bags as bags
 from ._embeddings import Embeddings as Embeddings
+from ._lookup import patched_rows as patched_rows
+from ._lookup import read_rows as read_rows
+from ._lookup import send_rows as send_rows
 from ._make import embeddings as embeddings
 from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
 from ._optimizers import RowwiseState as RowwiseState

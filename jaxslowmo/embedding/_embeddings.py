@@ -15,13 +15,13 @@ from ._check import check_capacities, host_checked, metrics_of, refuse, slots_ne
 from ._exchange import num_devices, swap_blocks
 from ._initial import first_local_values, first_values
 from ._layout import Layout, layout_of, read_tables, whole_on_each, write_tables
+from ._lookup import read_rows, send_rows
 from ._optimizers import RowwiseOptimizer, RowwiseState
 from ._pooling import pool, position_weights_in
 from ._requests import (
     Requests,
     ask_for_rows,
     in_blocks,
-    in_slots,
     rows_as_slots,
     specs_of_requests,
 )
@@ -206,13 +206,7 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
         """
         self._require_axis("lookup")
-        stores = self.layout().stores
-        rows = {
-            name: tables[name].at[asked].get(mode="fill", fill_value=0)
-            for name, asked in requests.asked.items()
-        }
-        arrived = dict(zip(rows, swap_blocks(list(rows.values()), self.axis_name), strict=True))
-        return {name: in_slots(stores[name], rows) for name, rows in arrived.items()}
+        return send_rows(self.layout(), self.axis_name, read_rows(tables, requests.asked))
 
     def pooled(
         self, vectors: Stored, requests: Requests, params: PyTree | None = None

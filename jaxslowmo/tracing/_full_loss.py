@@ -15,6 +15,8 @@ FullLoss = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """`loss_fn` as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
 
+    With `embedded=` it is handed on, what was looked up in tables for the batch.
+
     Raises:
       ValueError: not callable; at trace time, model state given to a function that takes none, or
         results of another shape.
@@ -27,7 +29,16 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     takes_rng = any_keyword or "rng" in names
     takes_state = any_keyword or "model_state" in names
 
-    def full(params: PyTree, batch: PyTree, *, rng: jax.Array, model_state: PyTree):
+    takes_embedded = any_keyword or "embedded" in names
+
+    def full(
+        params: PyTree,
+        batch: PyTree,
+        *,
+        rng: jax.Array,
+        model_state: PyTree,
+        embedded: PyTree | None = None,
+    ):
         if jax.tree.leaves(model_state) and not takes_state:
             raise ValueError(
                 "`loss_fn` must take `model_state` as a keyword, since the train state has one."
@@ -35,6 +46,13 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         keywords: dict[str, Any] = {"rng": rng} if takes_rng else {}
         if takes_state:
             keywords["model_state"] = model_state
+        if embedded is not None:
+            if not takes_embedded:
+                raise ValueError(
+                    "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
+                    "since the step was given `embeddings`."
+                )
+            keywords["embedded"] = embedded
         out = loss_fn(params, batch, **keywords)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if isinstance(aux, tuple) and len(aux) == 2:

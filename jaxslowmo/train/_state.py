@@ -103,19 +103,34 @@ class TrainState(_Fields):
         Communication: none between replicas.
         """
         stacked = replicate(params, mesh=mesh, axis_name=axis_name)
-        return cls(
-            step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
-            params=stacked,
-            opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
-            model_state=_with_own_keys(
-                replicate(
-                    {} if model_state is None else model_state, mesh=mesh, axis_name=axis_name
-                ),
-                mesh,
-                axis_name,
-            ),
-            rng=_replica_keys(seed, mesh, axis_name),
+        return started(
+            stacked, tx, mesh=mesh, axis_name=axis_name, model_state=model_state, seed=seed
         )
+
+
+def started(
+    stacked: PyTree,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName,
+    model_state: PyTree | None,
+    seed: int,
+) -> TrainState:
+    """A state before its first update, of parameters that are stacked already.
+
+    Communication: none between replicas.
+    """
+    one_state = {} if model_state is None else model_state
+    return TrainState(
+        step=replicate(jnp.zeros([], jnp.int32), mesh=mesh, axis_name=axis_name),
+        params=stacked,
+        opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
+        model_state=_with_own_keys(
+            replicate(one_state, mesh=mesh, axis_name=axis_name), mesh, axis_name
+        ),
+        rng=_replica_keys(seed, mesh, axis_name),
+    )
 
 
 def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:

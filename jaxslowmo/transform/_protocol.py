@@ -90,7 +90,8 @@ class TransformSpec:
         what depends on them: the graph that `js.sgp` chooses by itself.
       with_specs: `with_specs(param_specs)`: the same transform for parameters of which the layout
         over automatic axes is known; specs that it was made with stay, and so does the layout of
-        its state.
+        its state. Where it says `shards_whole_leaves`, `of_state=True` gives the state that layout
+        too, before there is one.
       shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
         gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
       wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
@@ -116,7 +117,7 @@ class TransformSpec:
     permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
     anchor: Callable[[PyTree, PyTree], PyTree] | None = None
     sized: Callable[[Mapping[str, int]], "ParameterTransform"] = _UNKNOWN
-    with_specs: Callable[[PyTree], "ParameterTransform"] = _UNKNOWN
+    with_specs: Callable[..., "ParameterTransform"] = _UNKNOWN
     shards_whole_leaves: bool = False
     wants_learning_rate: bool = False
     shards: Callable[[PyTree], list[Any]] = _no_shards
@@ -193,7 +194,9 @@ class ParameterTransform(optax.GradientTransformationExtraArgs, TransformSpec):
         if changed:  # what is derived from it has the same functions
             sized, with_specs = self.sized, self.with_specs
             new.__dict__["sized"] = lambda axis_sizes: sized(axis_sizes)._replace(**changed)
-            new.__dict__["with_specs"] = lambda specs: with_specs(specs)._replace(**changed)
+            new.__dict__["with_specs"] = lambda specs, **told: with_specs(specs, **told)._replace(
+                **changed
+            )
         new.__dict__.update({name: value for name, value in changed.items() if name in told})
         return new
 

@@ -181,11 +181,12 @@ class Outer:
         base = None if self.base is None else self.base.sized(axis_sizes)
         return replace(self, base=base).transform()
 
-    def with_specs(self, specs: PyTree) -> ParameterTransform:
+    def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
         """See `TransformSpec.with_specs`."""
         base = None if self.base is None else self.base.with_specs(specs)
         # The layout of shards is part of the state: only specs that were given decide it.
-        exchange = self.exchange if self.anchor.is_sharded else self.exchange.with_specs(specs)
+        keeps = self.anchor.is_sharded and not of_state
+        exchange = self.exchange if keeps else self.exchange.with_specs(specs)
         return replace(self, base=base, exchange=exchange).transform()
 
     def init(self, params: PyTree) -> OuterState:

@@ -3,11 +3,14 @@
 import jax
 from jax.core import Tracer
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from ..._typing import AxisName
+from ..._typing import AxisName, PyTree
+from ...embedding import WithTables
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key
 from .._state import KnownLayout, Layout, TrainState
 from ._usable import first_array
+from .update import Tables
 
 
 class Layouts:
@@ -16,11 +19,12 @@ class Layouts:
     Args:
       mesh: of the step.
       axis_name: the replica axis.
+      tables: of the step, whose layout is known.
     """
 
-    def __init__(self, mesh: AnyMesh, axis_name: AxisName) -> None:
-        self._mesh, self._axis_name = mesh, axis_name
-        self.last = Layout()
+    def __init__(self, mesh: AnyMesh, axis_name: AxisName, tables: Tables | None = None) -> None:
+        self._mesh, self._axis_name, self._tables = mesh, axis_name, tables
+        self.last = self._with_tables(Layout(), None)
 
     def of(self, state: TrainState) -> Layout:
         """How parameters lie inside a replica; of a traced state, as those of the last one did."""
@@ -36,6 +40,7 @@ class Layouts:
         else:
             specs = inner_specs(state.params, self._mesh, self._axis_name)
             found = Layout(axes, specs, specs_key(specs))
+        found = self._with_tables(found, state.params)
         if isinstance(first, jax.Array):
             self.last = found
         return found
@@ -50,7 +55,10 @@ class Layouts:
     def inner_axes(self, layout: Layout) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
         skip = {*axis_names(self._axis_name), *layout.axes}
-        return tuple(a for a in self._mesh.axis_names if a not in skip)
+        inner = tuple(a for a in self._mesh.axis_names if a not in skip)
+        # The last one: parts along it are dealt out inside of those along the others.
+        own = None if self._tables is None else self._tables.nested
+        return inner if own is None else (*inner, own)
 
     def data_axes(self, layout: Layout) -> tuple[str, ...]:
         """All axes over which the batch is split, replicas first."""
@@ -62,3 +70,15 @@ class Layouts:
             return False
         types = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
         return any(types[axis] == AxisType.Auto for axis in layout.axes)
+
+    def _with_tables(self, found: Layout, params: PyTree) -> Layout:
+        """A layout in which tables lie as they are made, however their arrays do."""
+        if self._tables is None or self._tables.nested is None:
+            return found
+        dense = P()
+        if found.specs is not None:
+            dense = found.specs.dense
+        elif params is not None:
+            dense = jax.tree.map(lambda _: P(), params.dense)
+        specs = WithTables(dense, self._tables.embeddings.specs)
+        return Layout(found.axes | {self._tables.nested}, specs, specs_key(specs))

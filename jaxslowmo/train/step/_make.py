@@ -6,13 +6,15 @@ from typing import Any, Literal
 import optax
 
 from ..._typing import AxisName
+from ...embedding import Embeddings
 from ...mesh import AnyMesh, replica_count
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from ..batches import HostBatch
 from ._step import Mode, TrainStep
+from ._tables import sync_of_tables, tables_of
 from ._transforms import check_gradients, check_sync_axes, checked_gradients
-from .update import Differentiation, GradientOrder, ModelStateMode, StepParts
+from .update import Differentiation, GradientOrder, ModelStateMode, StepParts, of_vectors
 
 
 def make_train_step(
@@ -29,6 +31,7 @@ def make_train_step(
     order: GradientOrder = "reverse",
     host_batch: HostBatch = "local",
     donate: bool = True,
+    embeddings: Embeddings | None = None,
 ) -> TrainStep:
     """A data-parallel training step over replicas.
 
@@ -70,6 +73,12 @@ def make_train_step(
         part out. Either way nothing is sent. Processes whose devices hold the same part, such as
         those of a model axis over processes, give the same. In one process both are equal.
       donate: reuse the state's buffers for the new state.
+      embeddings: of `js.embeddings`: tables of which each step moves the rows that it has used.
+        `loss_fn` then takes `embedded`, by feature what was looked up for the examples of one
+        device; `params` are the dense parameters, in the state `js.WithTables(dense, tables)`.
+        Tables have no dense gradient and no part in `optimizer`. Where gradients are averaged over
+        replicas so are those of rows, and `sync` exchanges tables as it does other leaves. The
+        batch is split over their axis, too, between whose devices dense gradients are averaged.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
@@ -119,12 +128,17 @@ def make_train_step(
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
+    tables = None if embeddings is None else tables_of(embeddings, mesh, axis_name)
+    loss = as_full_loss(loss_fn)
+    if tables is not None:
+        loss, own_sync = of_vectors(loss), sync_of_tables(own_sync, tables)
     parts = StepParts(
         differentiation=Differentiation(
-            loss=as_full_loss(loss_fn),
+            loss=loss,
             axis_name=axis_name,
             accumulate=accumulate,
             model_state="local" if apart else model_state,
+            tables=embeddings,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optax.with_extra_args_support(optimizer),
@@ -132,5 +146,6 @@ def make_train_step(
         apart=apart,
         axis_name=axis_name,
         order=order,
+        tables=tables,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

@@ -14,10 +14,13 @@ from ..._typing import Phase, PyTree
 from ...mesh import AnyMesh, VirtualMesh, map_replicas
 from .._state import Layout, TrainState
 from ._layouts import Layouts
-from .update import ROLES, GradientWindow, StepParts
+from .update import ROLES, GradientWindow, StepParts, TableParts
 
 # A function of one replica, bound to what is static in it.
 ReplicaFn = Callable[..., Any]
+
+
+Parts = StepParts | TableParts
 
 
 class Task(NamedTuple):
@@ -33,7 +36,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    fn: Callable[[StepParts, tuple[str, ...]], ReplicaFn]
+    fn: Callable[[Parts, tuple[str, ...]], ReplicaFn]
     in_roles: tuple[Any, ...]
     out_roles: Any
     donated: tuple[int, ...] = ()
@@ -43,7 +46,7 @@ class Task(NamedTuple):
 def update(phase: Phase | None, *, windowed: bool) -> Task:
     """`(state, batch, weight, window) -> (state, metrics)`."""
 
-    def fn(parts: StepParts, inner_axes: tuple[str, ...]) -> ReplicaFn:
+    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
         return partial(parts.per_replica, phase=phase, inner_axes=inner_axes)
 
     roles = ("stacked", "batch", "stacked", ROLES if windowed else "shared")
@@ -53,7 +56,7 @@ def update(phase: Phase | None, *, windowed: bool) -> Task:
 def update_of_window(phase: Phase | None, like: PyTree) -> Task:
     """`(state, window) -> (state, metrics)`; `like` are types of a device's part of a batch."""
 
-    def fn(parts: StepParts, inner_axes: tuple[str, ...]) -> ReplicaFn:
+    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
         return partial(parts.of_window, like=like, phase=phase, inner_axes=inner_axes)
 
     leaves, structure = jax.tree.flatten(like)
@@ -64,7 +67,7 @@ def update_of_window(phase: Phase | None, like: PyTree) -> Task:
 def open_window() -> Task:
     """`(state, batch, weight) -> window`, empty."""
 
-    def fn(parts: StepParts, inner_axes: tuple[str, ...]) -> ReplicaFn:
+    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
         return partial(parts.opened, inner_axes=inner_axes)
 
     return Task("open", fn, ("stacked", "batch", "stacked"), ROLES)
@@ -73,7 +76,7 @@ def open_window() -> Task:
 def collect() -> Task:
     """`(state, batch, weight, window) -> (window, metrics)`."""
 
-    def fn(parts: StepParts, inner_axes: tuple[str, ...]) -> ReplicaFn:
+    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
         return partial(parts.collected, inner_axes=inner_axes)
 
     roles = ("stacked", "batch", "stacked", ROLES)
@@ -83,7 +86,7 @@ def collect() -> Task:
 def evaluate() -> Task:
     """`(state, batch, weight) -> metrics`."""
 
-    def fn(parts: StepParts, inner_axes: tuple[str, ...]) -> ReplicaFn:
+    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
         return partial(parts.evaluated, inner_axes=inner_axes)
 
     return Task("evaluate", fn, ("stacked", "batch", "stacked"), "stacked")
@@ -143,12 +146,14 @@ class Programs:
         out_shardings: Any = None,
     ) -> Any:
         """A program that is not kept."""
+        parts = self._parts_for(layout)
+        runs = parts if parts.tables is None else TableParts(parts, parts.tables)
         mapped = map_replicas(
-            task.fn(self._parts_for(layout), self._layouts.inner_axes(layout)),
+            task.fn(runs, self._layouts.inner_axes(layout)),
             mesh=mesh,
             axis_name=self._parts.axis_name,
-            in_roles=task.in_roles,
-            out_roles=task.out_roles,
+            in_roles=self._roles(task.in_roles),
+            out_roles=self._roles(task.out_roles),
             automatic=layout.axes,
         )
         return jax.jit(
@@ -156,6 +161,12 @@ class Programs:
             donate_argnums=task.donated if self.donate else (),
             out_shardings=out_shardings,
         )
+
+    def _roles(self, roles: Any) -> Any:
+        """Roles outside of the axis of the tables, inside of which a device's own part is seen."""
+        if self._parts.tables is None or self._parts.tables.nested is None:
+            return roles
+        return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)
 
     def _pinned(self, task: Task, layout: Layout, arguments: tuple[Any, ...]) -> Any:
         """Where the results lie, for leaves sharded inside a replica; None where that is open."""
@@ -171,12 +182,15 @@ class Programs:
         if task.name == "open":
             mesh, first = self._mesh, self._layouts.data_axes(layout)
             assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
+            each = NamedSharding(mesh, P(first))
+            params, specs = state.params, layout.specs
+            if self._parts.tables is not None:
+                assert specs is not None, "those of the tables are known"
+                params, specs = params.dense, specs.dense
             totals = jax.tree.map(
-                lambda _, spec: NamedSharding(mesh, P(first, *spec)),
-                state.params,
-                layout.specs,
+                lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
             )
-            return GradientWindow._make((totals, None, None, None, None))
+            return GradientWindow._make((totals, None, None, None, None, each))
         return places(state), None
 
     def _parts_for(self, layout: Layout) -> StepParts:

@@ -41,8 +41,10 @@ class StateChecks:
         )
         if parts.sync is not None and not self._is_probed:
             self._is_probed = True
-            optimizer, opt_state = parts.optimizer, state.opt_state[1]
-            check_remembered(optimizer, opt_state, state.params, parts.sync, self._warn)
+            opt_state, params = state.opt_state[1], state.params
+            if parts.tables is not None:
+                opt_state, params = opt_state.dense, params.dense
+            check_remembered(parts.optimizer, opt_state, params, parts.sync, self._warn)
 
     def before_first_use(self, state: TrainState) -> None:
         """What is asked once for every program."""

@@ -7,10 +7,11 @@ from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
-from ...mesh import AnyMesh, VirtualMesh
+from ...embedding import WithTables
+from ...mesh import AnyMesh, VirtualMesh, replicate
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
-from .._state import Layout, TrainState
+from .._state import Layout, TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
@@ -27,8 +28,9 @@ from ._programs import (
     update_of_window,
 )
 from ._state_checks import StateChecks
+from ._tables import new_tables
 from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
-from .update import GradientWindow, Metrics, StepParts
+from .update import GradientWindow, Metrics, StepParts, table_chain
 
 Mode = Literal["traced", "host"]
 
@@ -44,6 +46,7 @@ class TrainStep:
       host_batch: `"local"` or `"global"`.
       sync: the parameter transform, sized for the mesh; None without one. Programs use it
         `with_specs` of the parameters that they are for.
+      embeddings: the tables; None without.
     """
 
     def __init__(
@@ -52,12 +55,14 @@ class TrainStep:
         self._parts = parts
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self.host_batch: HostBatch = host_batch
-        self.tx = parts.chain()
+        tables = parts.tables
+        self.tx = parts.chain() if tables is None else table_chain(parts, tables)
+        self.embeddings = None if tables is None else tables.embeddings
         self.sync = parts.sync
         self._warn = warn_once()
         self._checks = StateChecks(parts, mesh, mode, self._warn)
         self._counts = HostCounts()
-        self._layouts = Layouts(mesh, parts.axis_name)
+        self._layouts = Layouts(mesh, parts.axis_name, tables)
         self._programs = Programs(parts, mesh, self._layouts, donate, self._warn)
         self._in_flight = StepsInFlight()
         self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts)
@@ -67,14 +72,14 @@ class TrainStep:
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
     ) -> TrainState:
         """`TrainState.create` with this step's chain, mesh and axis."""
-        state = TrainState.create(
-            params,
-            self.tx,
-            mesh=self.mesh,
-            axis_name=self.axis_name,
-            model_state=model_state,
-            seed=seed,
-        )
+        lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
+        tables = self._parts.tables
+        if tables is None or isinstance(params, WithTables):
+            stacked = replicate(params, **lies)
+        else:
+            made = new_tables(tables, jax.random.key(seed), **lies)
+            stacked = WithTables(replicate(params, **lies), made)
+        state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         self._checks.transforms(state)
         self._layouts.of(state)
         return state

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from ...._scopes import METRICS, MODEL_STATE
 from ...._typing import AxisName, PyTree
+from ....embedding import Embeddings
 from ....mesh import axis_names, match_varying, own_keys, vary_over
 from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
+from ._looked_up import pooled
 from ._loss import value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
@@ -22,6 +24,7 @@ from ._model_state import (
     mean_over,
     vary_statistics,
 )
+from ._rows import Rows
 from ._window import Gathered, GradientWindow, Metrics, added_to, empty_window, means_of
 
 # A batch as the loss function sees it, its key, and the model state before it.
@@ -40,12 +43,15 @@ class Differentiation:
       axis_name: the replica axis.
       accumulate: microbatches of one batch.
       model_state: how it is kept together.
+      tables: those that batches are looked up in; then a batch is `Requested`, and the loss
+        function sees it `WithVectors`.
     """
 
     loss: FullLoss
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
+    tables: Embeddings | None = None
 
     def one_batch(
         self,
@@ -58,14 +64,14 @@ class Differentiation:
         """All that an update without a window wants: gradients, metrics, and what the loss saw."""
         key = _own_key(key, inner_axes)
         before, seen = self._seen(state.model_state, inner_axes)
-        metrics, model_state, grads = self._differentiated(
+        metrics, model_state, grads, rows, batch = self._differentiated(
             state.params, batch, key, seen, inner_axes
         )
         model_state = _agreed(model_state, inner_axes)
         if weight is not None:
             metrics = _counted(metrics, weight)
             model_state = kept_if_idle(weight, model_state, before)
-        gathered = Gathered(grads, metrics["loss"], model_state, weight)
+        gathered = Gathered(grads, metrics["loss"], model_state, weight, rows)
         return gathered, metrics, (batch, key, seen)
 
     def opened(
@@ -83,14 +89,14 @@ class Differentiation:
         _, seen = self._seen(state.model_state, inner_axes)
 
         # For shapes and types alone: nothing of it is computed.
-        metrics, _, grads = jax.eval_shape(
+        metrics, _, grads, rows, _ = jax.eval_shape(
             partial(self._differentiated, inner_axes=inner_axes),
             state.params,
             batch,
             _own_key(key, inner_axes),
             seen,
         )
-        return empty_window(grads, metrics, seen, weight)
+        return empty_window(grads, metrics, seen, weight, rows)
 
     def collected(
         self,
@@ -107,26 +113,26 @@ class Differentiation:
         """
         key = jax.random.fold_in(_own_key(key, inner_axes), window.count)
         seen = window.model_state
-        metrics, model_state, grads = self._differentiated(
+        metrics, model_state, grads, rows, _ = self._differentiated(
             state.params, batch, key, seen, inner_axes
         )
         own = metrics
         if weight is not None:
             own = _counted(metrics, weight)
             model_state = kept_if_idle(weight, model_state, seen)
-        return added_to(window, grads, metrics, model_state, weight), own
+        return added_to(window, grads, metrics, model_state, weight, rows), own
 
     def closed(
         self, state: TrainState, window: GradientWindow, inner_axes: tuple[str, ...]
     ) -> tuple[Gathered, Metrics]:
         """What an update wants of a window, and the means of its metrics."""
-        grads, metrics = means_of(window)
+        grads, rows, metrics = means_of(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), grads, state.params)
         model_state = _agreed(window.model_state, inner_axes)
         if window.weight is not None:
             metrics = _counted(metrics, window.weight)
             model_state = kept_if_idle(window.weight, model_state, state.model_state)
-        return Gathered(grads, metrics["loss"], model_state, window.weight), metrics
+        return Gathered(grads, metrics["loss"], model_state, window.weight, rows), metrics
 
     def evaluated(
         self,
@@ -145,12 +151,17 @@ class Differentiation:
         _, seen = self._seen(state.model_state, inner_axes)
         axes = (*axis_names(self.axis_name), *inner_axes)
         params = vary_over(state.params, axes)
+        if self.tables is not None:
+            batch = pooled(self.tables, batch, params).batch
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         metrics = _of_replica(with_loss(metrics, value), inner_axes)
         return metrics if weight is None else _counted(metrics, weight)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """The order in which gradients become ready; found at trace time, from the types alone."""
+        if self.tables is not None:
+            tables = self.tables
+            batch = jax.eval_shape(lambda b, p: pooled(tables, b, p).batch, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             _type_only, (state.params, batch, state.rng, state.model_state)
         )
@@ -172,20 +183,32 @@ class Differentiation:
         key: jax.Array,
         seen: PyTree,
         inner_axes: tuple[str, ...],
-    ) -> tuple[Metrics, PyTree, PyTree]:
-        """Metrics of the replica; this device's model state after the batch, and its gradients."""
+    ) -> tuple[Metrics, PyTree, PyTree, Rows, PyTree]:
+        """What a batch gives.
+
+        Metrics of the replica; this device's model state after the batch, its gradients and those
+        of the rows that it holds; and the batch as the loss function saw it.
+        """
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
         axes = (*axis_names(self.axis_name), *inner_axes)
-        metrics, model_state, grads = value_and_gradients(
+        params = vary_over(params, axes)
+        looked_up = None
+        if self.tables is not None:
+            looked_up = pooled(self.tables, batch, params)
+            batch = looked_up.batch
+        metrics, model_state, grads, own = value_and_gradients(
             self.loss,
-            vary_over(params, axes),
+            params,
             batch,
             rng=key,
             model_state=seen,
             accumulate=self.accumulate,
         )
-        return _of_replica(metrics, inner_axes), model_state, grads
+        rows: Rows = {}
+        if looked_up is not None:
+            grads, rows = looked_up.gradients(grads, own)
+        return _of_replica(metrics, inner_axes), model_state, grads, rows, batch
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:

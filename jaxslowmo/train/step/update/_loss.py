@@ -1,5 +1,7 @@
 """Gradients over microbatches."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,6 +10,27 @@ from ...._typing import PyTree
 from ....mesh import match_varying
 from ....tracing import FullLoss
 from ....tree import at_least_float32
+
+
+class WithVectors(NamedTuple):
+    """A batch, and what was looked up in tables for it.
+
+    Attributes:
+      batch: as the step was given it.
+      embedded: by feature, (examples, ...), rows or sums of rows.
+    """
+
+    batch: PyTree
+    embedded: PyTree
+
+
+def of_vectors(loss: FullLoss) -> FullLoss:
+    """`loss` of a batch `WithVectors`."""
+
+    def full(params: PyTree, batch: WithVectors, **told: Any):
+        return loss(params, batch.batch, embedded=batch.embedded, **told)
+
+    return full
 
 
 def _split(batch: PyTree, parts: int) -> PyTree:
@@ -35,19 +58,28 @@ def value_and_gradients(
     rng: jax.Array,
     model_state: PyTree,
     accumulate: int,
-) -> tuple[dict[str, jax.Array], PyTree, PyTree]:
+) -> tuple[dict[str, jax.Array], PyTree, PyTree, PyTree]:
     """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
 
     Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
-    state is threaded through in order.
+    state is threaded through in order. Last comes the gradient of what was looked up for a batch
+    `WithVectors`, example by example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
-    differentiate = jax.value_and_grad(loss, has_aux=True)
+
+    def of(both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree):
+        params, embedded = both
+        if embedded is not None:
+            part = part._replace(embedded=embedded)
+        return loss(params, part, rng=key, model_state=state)
+
+    differentiate = jax.value_and_grad(of, has_aux=True)
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
-        (value, (metrics, state)), grads = differentiate(params, part, rng=key, model_state=state)
-        return with_loss(metrics, value), state, grads
+        both = params, part.embedded if isinstance(part, WithVectors) else None
+        (value, (metrics, state)), (grads, own) = differentiate(both, part, key, state)
+        return with_loss(metrics, value), state, grads, own
 
     if accumulate == 1:
         return one(model_state, batch, rng)
@@ -61,11 +93,13 @@ def value_and_gradients(
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
-        metrics, state, grads = one(state, *x)
+        metrics, state, grads, own = one(state, *x)
         state = match_varying(state, carried)
         totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
-        return (totals, state), None
+        return (totals, state), own
 
-    (totals, model_state), _ = lax.scan(add, (totals, carried), (parts, keys))
+    (totals, model_state), own = lax.scan(add, (totals, carried), (parts, keys))
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
-    return metrics, model_state, grads
+    # Of an example only its own microbatch tells.
+    own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
+    return metrics, model_state, grads, own

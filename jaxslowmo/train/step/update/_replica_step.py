@@ -1,14 +1,16 @@
 """One update as one replica sees it: loss, gradients, optimizer, exchange."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
 
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
+from ....embedding import Embeddings
 from ....mesh import axis_names, vary_over, varying_axes
 from ....reducer import mean_gradients
 from ....transform import (
@@ -26,10 +28,49 @@ from ....tree import apply_exactly, leaf_names
 from ..._state import TrainState
 from ._differentiate import Data, Differentiation, kept_if_idle
 from ._model_state import Statistics
+from ._rows import Rows, mean_rows
 from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
 from ._window import Gathered, GradientWindow, Metrics
 
 GradientOrder = Literal["reverse", "ready"]
+
+
+class Tables(NamedTuple):
+    """The embedding tables of a step.
+
+    Attributes:
+      embeddings: the tables; they know no axis where there is one device along it.
+      axis: over which they are sharded; None without one.
+      nested: the same, where it is left to the compiler and bound around what needs it; None where
+        there is nothing to bind.
+    """
+
+    embeddings: Embeddings
+    axis: str | None
+    nested: str | None
+
+
+class Reduced(NamedTuple):
+    """Gradients that were averaged, and what was averaged with them."""
+
+    grads: PyTree
+    rows: Rows
+    state: PyTree  # of the gradient transform
+    loss: jax.Array
+    over: tuple[str, ...]  # axes, in some update
+
+
+class Moved(NamedTuple):
+    """An update before the exchange of parameters."""
+
+    updates: PyTree
+    rows: Rows  # gradients of rows, as the tables are to be moved by
+    active: jax.Array | None  # () bool, whether they are; None: always
+    gradients_state: PyTree
+    optimizer_state: PyTree
+    model_state: PyTree
+    weight: jax.Array | None
+    rate: jax.Array | None  # that the optimizer used, where `sync` wants it
 
 
 @dataclass(frozen=True)
@@ -47,13 +88,14 @@ class StepParts:
     apart: bool  # replicas were said to train apart
     axis_name: AxisName
     order: GradientOrder
+    tables: Tables | None = None
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
         first = self.gradients or optax.identity(), self.optimizer
         if self.sync is None:
             return optax.chain(*first, no_exchange())
-        return following(first, _of_known_layout(self.sync))
+        return following(first, of_known_layout(self.sync))
 
     def per_replica(
         self,
@@ -81,7 +123,7 @@ class StepParts:
                 state, batch, key, weight, window, inner_axes
             )
             gathered, _ = differentiation.closed(state, window, inner_axes)
-        order = self._order(state, batch)
+        order = self.order_of(state, batch)
         return self._updated(state, rng, gathered, data, order, phase, inner_axes), metrics
 
     def opened(
@@ -132,7 +174,7 @@ class StepParts:
         """
         rng, _ = jax.random.split(state.rng)
         gathered, metrics = self.differentiation.closed(state, window, inner_axes)
-        order = self._order(state, like)
+        order = self.order_of(state, like)
         return self._updated(state, rng, gathered, None, order, phase, inner_axes), metrics
 
     def _updated(
@@ -146,61 +188,113 @@ class StepParts:
         inner_axes: tuple[str, ...],
     ) -> TrainState:
         """The state after: gradients reduced, optimizer, exchange."""
-        gradients_state, optimizer_state, sync_state = state.opt_state
-        weight = gathered.weight
-        grads, gradients_state, value, averaged = self._reduced(
-            gathered.grads, gradients_state, state.params, gathered.loss, weight, order, inner_axes
+        return self.exchanged(
+            state, rng, self.moved(state, gathered, data, order, inner_axes), phase
         )
-        loss = Loss(value, averaged, self.differentiation, data)
-        updates, optimizer_state, rate = self._optimized(
-            grads, optimizer_state, state.params, loss, weight, averaged
+
+    def moved(
+        self,
+        state: TrainState,
+        gathered: Gathered,
+        data: Data | None,
+        order: tuple[int, ...] | None,
+        inner_axes: tuple[str, ...],
+    ) -> Moved:
+        """What an update comes to before parameters are exchanged; that part of `state` is used."""
+        gradients_state, optimizer_state, *_ = state.opt_state
+        weight = gathered.weight
+        reduced = self._reduced(gathered, gradients_state, state.params, order, inner_axes)
+        loss = Loss(reduced.loss, reduced.over, self.differentiation, data)
+        updates, optimizer_state, rate, alone = self._optimized(
+            reduced.grads, optimizer_state, state.params, loss, weight, reduced.over
         )
         _check_reduced(updates, inner_axes)
-        own_updates = updates
-        updates, model_state, sync_state = self._exchanged(
-            updates, gathered.model_state, sync_state, state.params, weight, phase, rate
+        # A replica that follows the others leaves its tables to what they exchange.
+        active = None
+        if weight is not None and (self.sync is not None or alone):
+            active = weight > 0
+        return Moved(
+            updates,
+            reduced.rows,
+            active,
+            reduced.state,
+            optimizer_state,
+            gathered.model_state,
+            weight,
+            rate,
         )
+
+    def exchanged(
+        self,
+        state: TrainState,
+        rng: jax.Array,
+        moved: Moved,
+        phase: Phase | None,
+        dense: Callable[[PyTree], PyTree] = lambda tree: tree,
+    ) -> TrainState:
+        """The state after the exchange of parameters.
+
+        `dense` takes from a tree like the parameters the part that the optimizer knows.
+        """
+        updates, model_state, sync_state = self._exchanged(
+            moved.updates,
+            moved.model_state,
+            state.opt_state[-1],
+            state.params,
+            moved.weight,
+            phase,
+            moved.rate,
+        )
+        optimizer_state = moved.optimizer_state
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
-            own_updates = unless_idle(own_updates, weight)
-            optimizer_state = moved_copies(optimizer_state, state.params, own_updates, updates)
+            own_updates = unless_idle(dense(moved.updates), moved.weight)
+            optimizer_state = moved_copies(
+                optimizer_state, dense(state.params), own_updates, dense(updates)
+            )
         return TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),
-            opt_state=(gradients_state, optimizer_state, sync_state),
+            opt_state=(moved.gradients_state, optimizer_state, sync_state),
             model_state=model_state,
             rng=rng,
         )
 
     def _reduced(
         self,
-        grads: PyTree,
+        gathered: Gathered,
         state: PyTree,
         params: PyTree,
-        loss: jax.Array,
-        weight: jax.Array | None,
         order: tuple[int, ...] | None,
         inner_axes: tuple[str, ...],
-    ) -> tuple[PyTree, PyTree, jax.Array, tuple[str, ...]]:
-        """Reduced gradients, the transform's state, the loss likewise, and over which axes."""
-        value, averaged = as_value(loss), frozenset[str]()
+    ) -> Reduced:
+        """Gradients, those of rows and the loss, averaged alike."""
+        grads, weight = gathered.grads, gathered.weight
+        value, averaged = as_value(gathered.loss), frozenset[str]()
+        # Devices along other inner axes have other examples and the same rows.
+        axis, nested = (None, None) if self.tables is None else self.tables[1:]
+        rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
             known: dict[str, Any] = {} if weight is None else {"weight": weight}
             if order is not None:
                 known["ready_order"] = order
+            update = partial(self.gradients.update, **known)
             operands = grads, state, params
-            reduction = TracedUpdate(
-                partial(self.gradients.update, **known), self.axis_name, *operands
-            )
+            reduction = TracedUpdate(update, self.axis_name, *operands)
+            if axis is not None and not reduction.communicates_over(axis):
+                # It knows the replicas alone: their devices' gradients are averaged before.
+                operands = mean_gradients(grads, (axis,), order), state, params
+                reduction = TracedUpdate(update, self.axis_name, *operands)
             grads, state = reduction(*operands)
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
+            rows = reduction.rows(rows, weight, *operands)
         elif inner_axes:
             grads = mean_gradients(grads, inner_axes, order)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         names = axis_names(self.axis_name)
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        return vary_over(grads, names), state, vary_over(value, names), over
+        return Reduced(vary_over(grads, names), rows, state, vary_over(value, names), over)
 
     def _optimized(
         self,
@@ -210,8 +304,11 @@ class StepParts:
         loss: Loss,
         weight: jax.Array | None,
         averaged: tuple[str, ...],
-    ) -> tuple[PyTree, PyTree, jax.Array | None]:
-        """Updates, the optimizer's state, and the rate that it used where `sync` wants it."""
+    ) -> tuple[PyTree, PyTree, jax.Array | None, bool]:
+        """Updates, the optimizer's state, the rate that it used where `sync` wants it.
+
+        And whether nothing brings replicas together.
+        """
         with jax.named_scope("optimizer"):
             updates, after = update_told(
                 self.optimizer,
@@ -234,7 +331,7 @@ class StepParts:
         )
         if weight is not None and (self.sync is not None or alone):
             after = kept_if_idle(weight, after, state)
-        return unless_idle(updates, weight) if alone else updates, after, rate
+        return unless_idle(updates, weight) if alone else updates, after, rate, alone
 
     def _exchanged(
         self,
@@ -265,12 +362,12 @@ class StepParts:
             )
         return updates, statistics.replaced(means), state
 
-    def _order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
+    def order_of(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """In which gradients go into buckets; None leaves it to what reduces them."""
         return self.differentiation.ready_order(state, batch) if self.order == "ready" else None
 
 
-def _of_known_layout(sync: ParameterTransform) -> ParameterTransform:
+def of_known_layout(sync: ParameterTransform) -> ParameterTransform:
     """`sync` for a step, which gives it the specs of the parameters once there are some."""
 
     def init(params: PyTree) -> PyTree:

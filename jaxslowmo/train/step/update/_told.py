@@ -24,6 +24,7 @@ from ....transform import holds_state
 from ....tree import at_least_float32
 from ._as_varying import run_as_varying
 from ._differentiate import Data, Differentiation
+from ._rows import Rows, mean_rows, with_entries_of
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -47,6 +48,10 @@ class TracedUpdate:
         self._replica_axes = axis_names(axis_name)
         self.axes = self._axes_of(self._closed.jaxpr)
 
+    def communicates_over(self, name: str) -> bool:
+        """Whether it reduces over another axis, too."""
+        return name in collective_axes(self._closed.jaxpr, _may_average_gradients)
+
     def __call__(self, *operands: PyTree) -> tuple[PyTree, PyTree]:
         """The result of the update."""
         return self._update(*operands)
@@ -65,6 +70,33 @@ class TracedUpdate:
         Communication: one all-reduce of `x` over `axes`, with a weight of 8 bytes more; none where
           nothing uses the result.
         """
+        return self._as_gradients(lambda axes, x: self._mean_over(axes, weight, x), x, operands)
+
+    def rows(self, rows: Rows, weight: jax.Array | None, *operands: PyTree) -> Rows:
+        """Gradients of rows averaged over replicas, as this update averages dense ones.
+
+        Args:
+          rows: of this device.
+          weight: as in `mean`.
+          *operands: of the update.
+
+        Communication: per table one all-gather of the row numbers and one of the rows.
+        """
+
+        def mean(axes: frozenset[str], rows: Rows) -> Rows:
+            names = tuple(name for name in self._replica_axes if name in axes)
+            means = with_entries_of(mean_rows(rows, names, weight), rows, self._replica_axes)
+            return vary_over(means, self._replica_axes)  # as the dense gradients
+
+        return self._as_gradients(mean, rows, operands) if rows else rows
+
+    def _as_gradients(
+        self,
+        mean: Callable[[frozenset[str], PyTree], PyTree],
+        x: PyTree,
+        operands: tuple[PyTree, ...],
+    ) -> PyTree:
+        """`mean(axes, x)` over the axes over which this update averages gradients."""
         jaxpr = self._closed.jaxpr
         choices = [
             place
@@ -74,10 +106,10 @@ class TracedUpdate:
         others = [eqn for place, eqn in enumerate(jaxpr.eqns) if place not in choices]
         if len(choices) != 1 or self._axes_of(jaxpr.replace(eqns=others)):
             # Several exchanges, each in some updates: averaged as if all took place in all.
-            return self._mean_over(self.axes, weight, x)
+            return mean(self.axes, x)
         (place,) = choices
         branches = self._axes_of_branches(jaxpr.eqns[place])
-        means = [partial(self._mean_over, branch, weight) for branch in branches]
+        means = [partial(mean, branch) for branch in branches]
         return lax.switch(self._index_of(place, operands), means, x)
 
     def _mean_over(self, axes: frozenset[str], weight: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ...._typing import PyTree
 from ....mesh import match_varying
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if
+from ._rows import Rows, beside, no_rows, summed
 
 Metrics = dict[str, jax.Array]
 
@@ -24,6 +25,8 @@ class GradientWindow(NamedTuple):
       model_state: leaves (devices, ...), as the last batch left it.
       weight: (replicas,) float32, sum of the weights; None where batches have none.
       count: (replicas,) int32, batches so far; equal on all replicas.
+      rows: by table, (devices, k) and (devices, k, *s): weighted gradients of the rows that a
+        device holds, those of one batch beside those of the others; {} without tables.
     """
 
     totals: PyTree
@@ -31,10 +34,11 @@ class GradientWindow(NamedTuple):
     model_state: PyTree
     weight: jax.Array | None
     count: jax.Array
+    rows: Rows
 
 
 # How each part relates to the replicas, as `map_replicas` wants to know.
-ROLES = GradientWindow._make(("device", "stacked", "device", "stacked", "stacked"))
+ROLES = GradientWindow._make(("device", "stacked", "device", "stacked", "stacked", "device"))
 
 
 class Gathered(NamedTuple):
@@ -45,16 +49,22 @@ class Gathered(NamedTuple):
       loss: () likewise, of all examples of the replica.
       model_state: equal on all devices of the replica.
       weight: () this replica's share in averages over replicas; None where all are alike.
+      rows: by table, mean gradients of the rows that this device holds, each row once.
     """
 
     grads: PyTree
     loss: jax.Array
     model_state: PyTree
     weight: jax.Array | None
+    rows: Rows
 
 
 def empty_window(
-    grads: PyTree, metrics: Metrics, model_state: PyTree, weight: jax.Array | None
+    grads: PyTree,
+    metrics: Metrics,
+    model_state: PyTree,
+    weight: jax.Array | None,
+    rows: Rows,
 ) -> GradientWindow:
     """A window before its first batch.
 
@@ -63,6 +73,7 @@ def empty_window(
       metrics: likewise.
       model_state: as the first batch will see it.
       weight: of the first batch, likewise; None where batches have none.
+      rows: of one batch, likewise.
     """
 
     def zeros(x: Any) -> jax.Array:
@@ -75,6 +86,7 @@ def empty_window(
         model_state,
         None if weight is None else jnp.zeros_like(weight),
         count,
+        no_rows(rows),
     )
 
 
@@ -84,6 +96,7 @@ def added_to(
     metrics: Metrics,
     model_state: PyTree,
     weight: jax.Array | None,
+    rows: Rows,
 ) -> GradientWindow:
     """The window with one batch more."""
     return GradientWindow(
@@ -92,18 +105,23 @@ def added_to(
         model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
+        beside(window.rows, rows, weight),
     )
 
 
-def means_of(window: GradientWindow) -> tuple[PyTree, Metrics]:
-    """Means of gradients and metrics, in at least float32; zeros on a replica that was idle."""
+def means_of(window: GradientWindow) -> tuple[PyTree, Rows, Metrics]:
+    """Means of gradients, dense and of rows, and of metrics, in at least float32.
+
+    They are zeros on a replica that was idle.
+    """
     if window.weight is None:
         divisor = by_dtype(window.count)
     else:
         # Over infinity everything is zero, without a choice for every leaf.
         divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
     sums = window.totals, window.metrics
-    return jax.tree.map(lambda x: x / divisor(x.dtype), sums)
+    totals, metrics = jax.tree.map(lambda x: x / divisor(x.dtype), sums)
+    return totals, summed(window.rows, divisor), metrics
 
 
 def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:

@@ -1,0 +1,159 @@
+"""Rows on their way to who asked for them: all at once, or those again that have changed."""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..transform import run_if
+from ._exchange import num_devices, swap_blocks
+from ._layout import Layout
+from ._requests import Requests, in_blocks, in_slots
+
+Stored = dict[str, jax.Array]
+Counts = dict[str, jax.Array]
+
+
+def read_rows(tables: Mapping[str, jax.Array], asked: Mapping[str, jax.Array]) -> Stored:
+    """The rows of this device that others asked for; an unused slot is 0.
+
+    Args:
+      tables: this device's part of the stored arrays.
+      asked: by stored array, row numbers.
+
+    Communication: none.
+    """
+    return {
+        name: tables[name].at[rows].get(mode="fill", fill_value=0) for name, rows in asked.items()
+    }
+
+
+def send_rows(layout: Layout, axis_name: str | None, rows: Mapping[str, jax.Array]) -> Stored:
+    """The rows that this device asked for, in its slots, (slots, dim), from all that were read.
+
+    Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
+    """
+    arrived = swap_blocks(list(rows.values()), axis_name)
+    return {
+        name: in_slots(layout.stores[name], own) for name, own in zip(rows, arrived, strict=True)
+    }
+
+
+def patched_rows(
+    layout: Layout,
+    axis_name: str | None,
+    tables: Mapping[str, jax.Array],
+    requests: Requests,
+    vectors: Stored,
+    changed: Mapping[str, jax.Array],
+    *,
+    room: float,
+    everything: bool | jax.Array = False,
+) -> tuple[Stored, Counts]:
+    """Vectors that were looked up in older tables, brought up to date. Under the axis.
+
+    A lookup can then run beside the step before its own, and the vectors are those of a lookup
+    after it, bit by bit: rows that have changed since are sent again.
+
+    Args:
+      layout: where the tables lie.
+      axis_name: axis of the devices; None: there is one.
+      tables: this device's part, as it is now.
+      requests: of `Embeddings.exchange_ids`.
+      vectors: of `Embeddings.lookup`, in the tables as they were.
+      changed: by stored array, the rows of this device that have changed, as numbered here, sorted;
+        numbers outside of its part are padding.
+      room: the part of each owner's slots that can be sent again, above 0 and up to 1.
+      everything: whether all rows may have changed; equal on the devices that share the tables.
+
+    Returns:
+      The vectors, and by stored array () int32, how many rows this device has sent, to itself too,
+      to be summed over devices: those that have changed, or where there was no room for these, or
+      everything has changed, all that were asked for.
+
+    Communication: one all-reduce of 4 bytes; then, in a `lax.cond`, two all-to-alls, of numbers and
+      rows, `room` times the slots each; or, where on some device there is no room, or with
+      `everything`, one of all slots.
+    """
+    hits = {name: _is_among(asked, changed.get(name)) for name, asked in requests.asked.items()}
+    rooms = {n: max(1, math.ceil(room * asked.shape[1])) for n, asked in requests.asked.items()}
+    too_many = jnp.array(False)
+    for name, hit in hits.items():
+        too_many |= jnp.any(jnp.sum(hit, axis=1, dtype=jnp.int32) > rooms[name])
+
+    def anew(vectors: Stored) -> tuple[Stored, Counts]:
+        del vectors
+        every = {n: jnp.ones_like(hit) for n, hit in hits.items()}
+        new = send_rows(layout, axis_name, read_rows(tables, requests.asked))
+        return new, _counts(layout, axis_name, requests, every)
+
+    def again(vectors: Stored) -> tuple[Stored, Counts]:
+        places = {name: _first_hits(hit, rooms[name]) for name, hit in hits.items()}
+        asked = {
+            name: jnp.take_along_axis(rows, places[name], axis=1, mode="fill", fill_value=-1)
+            for name, rows in requests.asked.items()
+        }
+        # What has no place is not read either.
+        numbers = {
+            name: jnp.where(rows < 0, layout.stores[name].local_rows, rows)
+            for name, rows in asked.items()
+        }
+        told = swap_blocks(list(places.values()), axis_name)
+        rows = swap_blocks(list(read_rows(tables, numbers).values()), axis_name)
+        new = {
+            name: _with_rows(layout, name, vectors[name], place, own)
+            for name, place, own in zip(places, told, rows, strict=True)
+        }
+        return new, _counts(layout, axis_name, requests, hits)
+
+    if everything is True:
+        return anew(vectors)
+    flag = too_many.astype(jnp.int32)
+    if axis_name is not None and num_devices(axis_name) > 1:
+        flag = lax.pmax(flag, axis_name)
+    fall_back = flag > 0
+    if everything is not False:
+        fall_back |= everything
+    return run_if(fall_back, anew, again, vectors)
+
+
+def _is_among(asked: jax.Array, changed: jax.Array | None) -> jax.Array:
+    """Which of the rows asked for are among some sorted ones; padding of both may be, too."""
+    if changed is None or changed.size == 0:
+        return jnp.zeros(asked.shape, bool)
+    place = jnp.minimum(jnp.searchsorted(changed, asked), changed.size - 1)
+    return changed[place] == asked
+
+
+def _first_hits(hit: jax.Array, room: int) -> jax.Array:
+    """(devices, room) int32: where in each row the first hits stand; its size for none."""
+    size = hit.shape[1]
+    numbers = jnp.where(hit, jnp.arange(size, dtype=jnp.int32), jnp.int32(size))
+    return jnp.sort(numbers, axis=1)[:, :room]
+
+
+def _with_rows(
+    layout: Layout, name: str, vectors: jax.Array, places: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """`vectors` with the rows that each device has sent, in the places it has named."""
+    store = layout.stores[name]
+    blocks = in_blocks(store, vectors)
+    device = jnp.arange(blocks.shape[0], dtype=jnp.int32)[:, None]
+    return in_slots(store, blocks.at[device, places].set(rows, mode="drop"))
+
+
+def _counts(
+    layout: Layout, axis_name: str | None, requests: Requests, hits: Mapping[str, jax.Array]
+) -> Counts:
+    """By stored array, how many of the rows that a device was asked for are hit."""
+    found = {}
+    for name, hit in hits.items():
+        store = layout.stores[name]
+        real = hit & (requests.asked[name] < store.local_rows)
+        if store.kind == "column" and axis_name is not None:
+            # All devices are asked for all rows, of which each sends some columns.
+            real = lax.dynamic_index_in_dim(real, lax.axis_index(axis_name))
+        found[name] = jnp.sum(real, dtype=jnp.int32)
+    return found

@@ -1,0 +1,156 @@
+"""Row gradients of the tables between the devices that hold them, and what they change."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...._typing import PyTree
+from ....mesh import axis_size, match_varying
+from ....sparse import RowGradient, all_reduce_rows, coalesce
+from ....tree import at_least_float32, cast
+
+Rows = Mapping[str, RowGradient]
+"""By table: gradients of the rows that a device holds, in at least float32."""
+
+
+def mean_rows(rows: Rows, axes: tuple[str, ...], weight: jax.Array | None = None) -> Rows:
+    """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
+
+    Args:
+      rows: of each device.
+      axes: mapped; none leaves `rows` as they are.
+      weight: of a replica, as `js.all_reduce_rows` takes it.
+
+    Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
+    """
+    if not axes or not rows:
+        return rows
+    reduce = all_reduce_rows(axes, output="rows")
+    told = {} if weight is None else {"weight": weight}
+    gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
+    means: Any
+    means, _ = reduce.update(gradients, reduce.init({}), **told)
+    return means
+
+
+def with_entries_of(rows: Rows, own: Rows, axes: tuple[str, ...]) -> Rows:
+    """`rows` in as many entries as the mean of `own` over all of `axes` has.
+
+    Means over different axes can then be branches of one conditional.
+
+    Communication: none.
+    """
+    count = math.prod(map(axis_size, axes))
+
+    def padded(rows: RowGradient, own: RowGradient) -> RowGradient:
+        entries = min(own.rows.shape[0], own.num_rows)
+        room = min(count * entries, own.num_rows) - rows.rows.shape[0]
+        if room <= 0:
+            return rows
+        numbers = jnp.pad(rows.rows, (0, room), constant_values=own.num_rows)
+        values = jnp.pad(rows.values, ((0, room), *[(0, 0)] * (own.values.ndim - 1)))
+        return RowGradient(numbers, values, own.num_rows)
+
+    return {name: padded(rows[name], own[name]) for name in rows}
+
+
+def only_if(counts: jax.Array | bool, rows: Rows) -> Rows:
+    """`rows`, or padding alone where `counts` is False: nothing is changed by that."""
+    if counts is True:
+        return rows
+
+    def kept(own: RowGradient) -> RowGradient:
+        nothing = jnp.full_like(own.rows, own.num_rows)
+        return RowGradient(jnp.where(counts, own.rows, nothing), own.values, own.num_rows)
+
+    return {name: kept(own) for name, own in rows.items()}
+
+
+def all_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
+    """Whether all values are finite, on all devices along `axes`.
+
+    Communication: one all-reduce of 4 bytes over `axes`.
+    """
+    found = jnp.array(True)
+    for own in rows.values():
+        real = (own.rows < own.num_rows)[:, None]
+        found &= jnp.all(jnp.isfinite(jnp.where(real, own.values, 0)))
+    return lax.pmin(found.astype(jnp.int32), axes) > 0 if axes else found
+
+
+def after(rows: Rows, read: PyTree) -> Rows:
+    """`rows` that are not known before all of `read` is.
+
+    What changes them in a table then comes after what was read from it, which the compiler must
+    know: it would keep a copy of the whole table otherwise, so that both could run in any order.
+    (A barrier is not enough: jax 0.10 forgets it before copies are decided upon.)
+
+    Communication: none.
+    """
+    zero = jnp.zeros([], jnp.int32)
+    for x in jax.tree.leaves(read):
+        if x.size:
+            zero = zero + _zero_of(x.reshape(-1)[-1])
+    return {
+        name: RowGradient(own.rows + match_varying(zero, own.rows), own.values, own.num_rows)
+        for name, own in rows.items()
+    }
+
+
+def _zero_of(x: jax.Array) -> jax.Array:
+    """0, computed from the bits of `x` in a way that no compiler sees through."""
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    one = jnp.ones_like(bits)
+    high = lax.shift_right_logical(bits, jnp.full_like(bits, 8 * x.dtype.itemsize - 1))
+    return lax.shift_right_logical(high, one).astype(jnp.int32)
+
+
+def no_rows(like: Rows) -> Rows:
+    """Rows of no batch yet.
+
+    Args:
+      like: of one batch; dtypes, widths and varying axes are all that is looked at.
+    """
+
+    def empty(own: RowGradient) -> RowGradient:
+        wide = at_least_float32(own.values.dtype)
+        values = jnp.zeros((0, *own.values.shape[1:]), wide)
+        nothing = RowGradient(jnp.zeros(0, own.rows.dtype), values, own.num_rows)
+        return match_varying(nothing, own)
+
+    return {name: empty(own) for name, own in like.items()}
+
+
+def beside(before: Rows, rows: Rows, weight: jax.Array | None) -> Rows:
+    """The entries of `before`, and behind them those of another batch, times its weight.
+
+    Communication: none.
+    """
+    if weight is not None:
+        rows = only_if(weight > 0, rows)
+
+    def weighted(own: RowGradient) -> RowGradient:
+        wide = at_least_float32(own.values.dtype)
+        values = cast(own.values, wide)
+        return RowGradient(
+            own.rows, values if weight is None else values * cast(weight, wide), own.num_rows
+        )
+
+    return {name: before[name] + weighted(own) for name, own in rows.items()}
+
+
+def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
+    """Each row once, with the sum of its values over `divisor` of their dtype.
+
+    Communication: none.
+    """
+
+    def one(own: RowGradient) -> RowGradient:
+        once = coalesce(own).gradient
+        return RowGradient(once.rows, once.values / divisor(once.values.dtype), once.num_rows)
+
+    return {name: one(own) for name, own in rows.items()}

@@ -1,0 +1,108 @@
+"""A small model with tables, and the same one whose tables are ordinary parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxslowmo as js
+
+REPLICAS, ROWS = 2, 8
+SIZES = {"item": (40, 4), "user": (24, 4)}
+DENSE = {"w": np.linspace(-1.0, 1.0, 8, dtype=np.float32), "b": np.float32(0.1)}
+RATE, EPS = 0.5, 1e-8
+
+
+def batches(count, seed=0, rows=REPLICAS * ROWS):
+    """Bags of items, some empty, and a user each; frequent ids are frequent."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "item": np.where(
+                rng.random((rows, 3)) < 0.3, -1, rng.integers(0, 40, (rows, 3)) ** 2 // 40
+            ).astype(np.int32),
+            "user": rng.integers(0, 24, rows).astype(np.int32),
+            "y": rng.normal(size=rows).astype(np.float32),
+        }
+        for _ in range(count)
+    ]
+
+
+def embeddings(shard="row", axis="shard", **options):
+    """Two tables of one width."""
+    tables = {
+        "item": js.Table(*SIZES["item"], shard=shard, pooling="mean"),
+        "user": js.Table(*SIZES["user"], shard=shard),
+    }
+    optimizer = js.rowwise_adagrad(RATE, eps=EPS)
+    return js.embeddings(tables, axis_name=axis, optimizer=optimizer, **options)
+
+
+def loss(params, batch, *, embedded):
+    """Least squares of what was looked up."""
+    found = jnp.concatenate([embedded["item"], embedded["user"]], axis=1)
+    return jnp.mean((jnp.tanh(found @ params["w"] + params["b"]) - batch["y"]) ** 2)
+
+
+def step_of(shards, *, shard="row", kinds=jax.sharding.AxisType.Auto, mesh=None, **options):
+    """A step on so many devices per replica."""
+    if mesh is None:
+        devices = np.array(jax.devices()[: REPLICAS * shards]).reshape(REPLICAS, shards)
+        mesh = jax.sharding.Mesh(devices, ("replica", "shard"), axis_types=(kinds,) * 2)
+    made = options.pop("embeddings", None) or embeddings(shard)
+    return js.make_train_step(loss, optax.sgd(0.3), mesh=mesh, embeddings=made, **options)
+
+
+def whole(step, state):
+    """The tables of all replicas by name, (replicas, rows, dim), on the host."""
+    sized = step.embeddings.over(step.mesh)
+    stored = jax.tree.map(np.asarray, state.params.tables)
+    read = [
+        sized.read(jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), stored)) for i in range(REPLICAS)
+    ]
+    return {name: np.stack([np.asarray(one[name]) for one in read]) for name in SIZES}
+
+
+def rowwise():
+    """Row-wise Adagrad of a dense gradient."""
+
+    def init(params):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape[0]), params)
+
+    def update(grads, state, params=None):
+        del params
+        sums = jax.tree.map(lambda s, g: s + jnp.mean(g * g, axis=1), state, grads)
+        moved = jax.tree.map(lambda g, s: -RATE * g / (jnp.sqrt(s) + EPS)[:, None], grads, sums)
+        return moved, sums
+
+    return optax.GradientTransformation(init, update)
+
+
+def twin(tables, **options):
+    """Step and state of the model whose tables are ordinary parameters, on virtual replicas."""
+
+    def dense_loss(params, batch):
+        ids = batch["item"]
+        there = (ids >= 0)[..., None]
+        bags = jnp.where(there, params["item"][ids], 0).sum(1) / jnp.maximum(there.sum(1), 1)
+        found = {"item": bags, "user": params["user"][batch["user"]]}
+        return loss(params, batch, embedded=found)
+
+    kinds = {"w": "dense", "b": "dense", "item": "table", "user": "table"}
+    optimizer = optax.partition({"dense": optax.sgd(0.3), "table": rowwise()}, kinds)
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = js.make_train_step(dense_loss, optimizer, mesh=mesh, **options)
+    return step, step.init({**DENSE, **tables})
+
+
+def assert_equal(found, expected):
+    """Trees that are equal bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, _plain(found), _plain(expected))
+
+
+def _plain(tree):
+    def plain(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(plain, tree)

@@ -1,0 +1,126 @@
+"""Steps with tables: those of a model whose tables are ordinary parameters."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import jaxslowmo as js
+from support.exhaustive import sweep
+from train.step.tables import DENSE, REPLICAS, batches, embeddings, loss, step_of, twin, whole
+
+BATCHES = batches(5)
+PLAIN = (None,) * 5
+WEIGHTS = [[1.0, 1.0], [2.0, 1.0], [0.0, 3.0], [0.0, 0.0], [1.0, 1.0]]
+local = js.local_sgd("replica", sync_every=2)
+late = js.every(2, start=3)
+WAYS = {
+    "gradients": lambda: {"gradients": js.all_reduce_gradients("replica")},
+    "post_local": lambda: {
+        "gradients": js.post_local_gradients(late, js.all_reduce_gradients("replica")),
+        "sync": js.local_sgd("replica", sync_every=late),
+    },
+    "local_sgd": lambda: {"sync": local},
+    "slowmo": lambda: {"sync": js.slowmo("replica", base=local, sync_every=4)},
+    "slowmo_whole": lambda: {
+        "sync": js.slowmo("replica", base=local, sync_every=4, shard_state=False)
+    },
+    "sgp": lambda: {"sync": js.sgp("replica")},
+    "diloco": lambda: {"sync": js.diloco("replica", sync_every=2)},
+    "apart": lambda: {"sync": "none"},
+}
+USUAL = {
+    ("row", 2, "slowmo", "traced"),
+    ("column", 2, "local_sgd", "traced"),
+    ("table", 2, "gradients", "traced"),
+    ("row", 1, "post_local", "traced"),
+}
+
+
+def run(step, state, weights=PLAIN):
+    values = []
+    for batch, weight in zip(BATCHES, weights, strict=True):
+        state, metrics = step(state, batch, weight)
+        values.append(np.asarray(metrics["loss"]))
+    return state, values
+
+
+def compare(step, weights=PLAIN, **options):
+    state = step.init(DENSE)
+    other, expected = twin({name: x[0] for name, x in whole(step, state).items()}, **options)
+    state, values = run(step, state, weights)
+    expected, wanted = run(other, expected, weights)
+    np.testing.assert_allclose(values, wanted, rtol=2e-5, atol=1e-6)
+    found = {**state.params.dense, **whole(step, state)}
+    for name, x in expected.params.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("shard", "shards", "way", "mode"),
+    sweep(
+        itertools.product(["row", "column", "table"], [1, 2, 4], WAYS, ["traced", "host"]),
+        lambda *case: case in USUAL,
+    ),
+)
+def test_steps_are_those_of_dense_tables(shard, shards, way, mode):
+    compare(step_of(shards, shard=shard, mode=mode, **WAYS[way]()), mode=mode, **WAYS[way]())
+
+
+@pytest.mark.parametrize("way", sweep(["gradients", "local_sgd", "apart"], lambda w: w != "apart"))
+def test_replicas_of_weight_zero_leave_their_tables(way):
+    compare(step_of(2, **WAYS[way]()), WEIGHTS, **WAYS[way]())
+
+
+@pytest.mark.parametrize(
+    "kinds", sweep([AxisType.Auto, AxisType.Explicit], lambda k: k != AxisType.Auto)
+)
+def test_microbatches_and_types_of_axes(kinds):
+    compare(step_of(2, kinds=kinds, accumulate=4, sync=local), accumulate=4, sync=local)
+
+
+def test_without_an_axis_on_virtual_replicas():
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    made = embeddings(axis=None)
+    compare(step_of(1, mesh=mesh, embeddings=made, sync=local), sync=local)
+
+
+def test_windows_of_batches():
+    step, options = step_of(2, sync=local), {"sync": local}
+    state = step.init(DENSE)
+    other, expected = twin({name: x[0] for name, x in whole(step, state).items()}, **options)
+    for one in (0, 2):
+        window, _ = step.collect(state, BATCHES[one])
+        twin_window, _ = other.collect(expected, BATCHES[one])
+        if one:
+            window, _ = step.collect(state, BATCHES[4], window=window)
+            twin_window, _ = other.collect(expected, BATCHES[4], window=twin_window)
+        state, metrics = step(state, BATCHES[one + 1], window=window)
+        expected, wanted = other(expected, BATCHES[one + 1], window=twin_window)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=2e-5)
+    for name, x in whole(step, state).items():
+        np.testing.assert_allclose(x, expected.params[name], rtol=1e-4, atol=2e-6)
+
+
+def test_no_gradient_of_a_table_exists():
+    """Of 8 MB of tables on a device a host-scheduled local step changes rows where they stand."""
+    table = js.Table(1 << 19, 16, pooling="mean")
+    made = js.embeddings({"item": table}, axis_name="shard", optimizer=js.rowwise_adagrad(0.1))
+
+    def own_loss(params, batch, *, embedded):
+        found = {"item": embedded["item"][:, :4], "user": embedded["item"][:, 4:8]}
+        return loss(params, batch, embedded=found)
+
+    mesh = js.make_mesh({"replica": 2, "shard": 4})
+    step = js.make_train_step(
+        own_loss, optax.sgd(0.3), mesh=mesh, embeddings=made, sync=local, mode="host"
+    )
+    state = step.init(DENSE)
+    memory = step.compiled(state, BATCHES[0]).memory_analysis()
+    own = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state.params.tables))
+    assert own == (1 << 19) // 4 * 16 * 4
+    assert memory.alias_size_in_bytes >= own
+    assert memory.temp_size_in_bytes < own / 50
