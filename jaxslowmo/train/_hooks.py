@@ -25,7 +25,10 @@ class StepResult:
       phase: what was exchanged, `()` for a local step; see `js.phase_name`.
       reports: what hooks returned, merged in their order.
       position: what the `get_state()` of the batches said right after the batch of this step, None
-        where they have none: batches that were loaded ahead are not in it. Save it with the state.
+        where they have none: batches that were loaded ahead are not in it, nor those of an update
+        that is not complete. Save it with the state.
+      is_update: False for a batch whose gradients wait for those of the batches that follow, with
+        `js.TrainPipeline(accumulate=...)`; `step` is then the number of the last update.
     """
 
     step: int
@@ -34,6 +37,7 @@ class StepResult:
     phase: Phase
     reports: dict[str, Any] = field(default_factory=dict)
     position: Any = None
+    is_update: bool = True
 
 
 class Hook(Protocol):

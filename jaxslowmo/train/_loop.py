@@ -4,10 +4,12 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import jax
+
 from .._typing import Phase, PyTree
 from ._hooks import Hook, StepResult, is_hook_due
 from ._state import TrainState
-from .input import TrainPipeline, at_most
+from .input import Partial, TrainPipeline, at_most, means_over_batches
 
 _PREFETCH = 2  # where nobody can tell
 
@@ -35,6 +37,8 @@ def train_loop(
     hooks: Sequence[Hook] = (),
     start: int = 0,
     prefetch: int | None = None,
+    accumulate: int = 1,
+    partial: Partial = "step",
 ) -> Iterator[StepResult]:
     """Run steps and yield after each; hooks run first.
 
@@ -42,7 +46,7 @@ def train_loop(
       step: made by `js.make_train_step`, or such a one in `js.measured`. Or a `js.TrainPipeline`
         that trains, which has state and batches and goes on from where it is.
       state: where to start; its buffers are donated if the step does so.
-      batches: one batch per step, or `js.uneven_batches(...)`.
+      batches: one batch per step, or `accumulate` of them; or `js.uneven_batches(...)`.
       num_steps: at which step to end; None goes on until `batches` ends.
       hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
         returns is merged into `reports`, so later hooks see it.
@@ -53,15 +57,18 @@ def train_loop(
         (`get_state()`) or go on with it; 2 for what the loop makes an iterator of, such as a list
         or a loader, of which nobody else takes batches. With `result.position` in place of
         `get_state()` an iterator can be given 2, too.
+      accumulate: so many batches make one step, of the mean of their gradients, and its metrics are
+        their means; see `js.TrainPipeline`. (`js.make_train_step(accumulate=)` splits each batch.)
+      partial: what becomes of fewer batches at the end: `"step"`, `"discard"` or `"error"`.
 
     Yields:
-      A `StepResult` per step. Stopping early (`break`) is safe at any step; batches that were
-      loaded ahead are dropped then, but for those of a pipeline.
+      A `StepResult` per step, also of a pipeline that accumulates. Stopping early (`break`) is safe
+      at any step; batches that were loaded ahead are dropped then, but for those of a pipeline.
 
     Raises:
       ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline that
-        evaluates, or beside a state, batches or prefetch; no state or batches; `batches` ended
-        before `num_steps`.
+        evaluates, or beside a state, batches, prefetch or accumulate; no state or batches;
+        `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step.
 
     Communication: the step's; hooks state their own.
 
@@ -80,10 +87,12 @@ def train_loop(
                 f"every=10), got {what} without one: give it one, or call it in the loop's body."
             )
     if isinstance(step, TrainPipeline):
-        if state is not None or batches is not None or prefetch is not None:
+        given = any(x is not None for x in (state, batches, prefetch)) or accumulate != 1
+        if given or partial != "step":
             raise ValueError(
-                "`step` is a js.TrainPipeline, which has a state, batches and a depth: leave "
-                "`state`, `batches` and `prefetch` out."
+                "`step` is a js.TrainPipeline, which has a state, batches, a depth and how many "
+                "batches it accumulates: leave `state`, `batches`, `prefetch`, `accumulate` and "
+                "`partial` out."
             )
         if not step.trains:
             raise ValueError(
@@ -98,7 +107,14 @@ def train_loop(
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     left = None if num_steps is None else max(0, num_steps - start)
-    pipeline = TrainPipeline(step, state, at_most(iter(batches), left), depth=prefetch)
+    pipeline = TrainPipeline(
+        step,
+        state,
+        at_most(iter(batches), left, accumulate),
+        depth=prefetch,
+        accumulate=accumulate,
+        partial=partial,
+    )
     return _run(pipeline, num_steps, tuple(hooks), start)
 
 
@@ -110,7 +126,7 @@ def _run(
 ) -> Iterator[StepResult]:
     with pipeline as results:
         while num_steps is None or done < num_steps:
-            result = next(results, None)
+            result = _next_update(results)
             if result is None:
                 if num_steps is not None:
                     raise ValueError(
@@ -123,3 +139,14 @@ def _run(
                 if is_hook_due(hook, done):
                     result.reports.update(hook(result) or {})
             yield result
+
+
+def _next_update(pipeline: TrainPipeline) -> StepResult | None:
+    """The result of the next update, with the means of metrics over its batches."""
+    seen: list[dict[str, jax.Array]] = []
+    for result in pipeline:
+        seen.append(result.metrics)
+        if result.is_update:
+            result.metrics = means_over_batches(seen)
+            return result
+    return pipeline.partial_update

@@ -66,9 +66,11 @@ def shared(iterator: Iterator[PyTree]) -> SharedIterator:
         return found
 
 
-def at_most(iterator: Iterator[PyTree], count: int | None) -> Iterator[PyTree]:
-    """The first `count` batches of an iterator, or all: no more are taken from it."""
-    return iterator if count is None else _AtMost(iterator, count)
+def at_most(
+    iterator: Iterator[PyTree], num_steps: int | None, per_step: int = 1
+) -> Iterator[PyTree]:
+    """The batches of the first steps, or all: no more are taken from it."""
+    return iterator if num_steps is None else _AtMost(iterator, num_steps * per_step)
 
 
 class _AtMost(Iterator[PyTree]):

@@ -3,16 +3,17 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from ..._typing import PyTree
+from .._hooks import StepResult
 from .._state import TrainState
 from ._clock import Clock
 from ._feed import Feed
 from ._report import PipelineReport, StageTimes
-from ._runner import Evaluation, Runner, Training
+from ._runner import Evaluation, Partial, Runner, Training
 from ._stages import Stage, Stages
 
 
@@ -44,18 +45,31 @@ class TrainPipeline(Iterator[Any]):
       depth: how many batches may be loaded beyond the one that is used. 0: none, and no thread.
       drain: train the batches that are held when an iterator ends. False keeps them for the next
         iterator that `progress` is given, as torchrec does: of the first one all but `depth`.
+      accumulate: A batches of the iterator make one update, of the mean of their gradients: batch
+        c = 0, 1, 2, ... begins with none where c % A == 0 and makes the update where
+        (c + 1) % A == 0. Those before it are only collected (`step.collect`): their results have
+        the metrics of their batch, the state as it was, and `is_update` False. Needs a step of
+        `js.make_train_step`, whose own `accumulate` splits each batch besides.
+      partial: what becomes of fewer than A batches when `StopIteration` is raised: `"step"`, an
+        update of their mean in that call; `"discard"`, nothing, their positions included;
+        `"error"`, a ValueError in its place, and they wait for the batches of another iterator.
+        With drain=False they always wait.
       timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
 
     Attributes:
       state: as it is after the last result; may be set between calls. Read it at each use: steps
         reuse its buffers.
-      position: what the `get_state()` of the iterator said right after the last batch that was
-        used; before the first one, as it was. None where it has no `get_state`. To be saved with
-        the state: batches that are loaded ahead are not in it.
+      position: what the `get_state()` of the iterator said right after the last batch that is in
+        the state; before the first one, as it was. None where it has no `get_state`. To be saved
+        with the state: batches that are loaded ahead are not in it, nor those that wait for the
+        others of an update.
+      partial_update: the `js.StepResult` of the update that `partial="step"` made when the batches
+        ended, whose metrics are means over its batches; None at any other time.
 
     Raises:
-      ValueError: depth < 0, a timeout that is not positive or has no thread to wait for, stages
-        that are not functions, batches without an iterator.
+      ValueError: accumulate < 1, or > 1 where the pipeline evaluates or the step is a function;
+        another partial; depth < 0, a timeout that is not positive or has no thread to wait for,
+        stages that are not functions, batches without an iterator.
 
     Communication: the step's and the stages'. In several processes batches are placed in the same
       order between the same steps on all of them, so each call waits until the next batch is there.
@@ -72,10 +86,13 @@ class TrainPipeline(Iterator[Any]):
         stages: Sequence[Stage] | None = None,
         depth: int = 2,
         drain: bool = True,
+        accumulate: int = 1,
+        partial: Partial = "step",
         timeout: float | None = None,
     ) -> None:
         _check(step, stages, depth, timeout)
-        prepare, runner = Stages(step, stages), _runner(step, state)
+        _check_accumulation(accumulate, partial)
+        prepare, runner = Stages(step, stages), _runner(step, state, accumulate, partial)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
             prepare, depth=depth, drain=drain, timeout=timeout, state=lambda: runner.state
@@ -86,7 +103,7 @@ class TrainPipeline(Iterator[Any]):
         self._began: float | None = None
         self._ended = self._inside = 0.0
         self._has_batches = batches is not None
-        self._is_closed = False
+        self._drain, self._is_closed = drain, False
 
     def __iter__(self) -> "TrainPipeline":
         return self
@@ -108,10 +125,12 @@ class TrainPipeline(Iterator[Any]):
         Raises:
           StopIteration: there is no batch left. An iterator that ended is asked again at the next
             call, as a loop would.
+          ValueError: likewise, with `partial="error"` in the middle of an update.
           TimeoutError: none came within `timeout`; the next call waits for the same.
           ValueError: there is no iterator, or the pipeline was closed.
           Exception: what the iterator or a stage raised in place of this batch, with its traceback;
-            the batches before it were used. The next call goes on behind it.
+            the batches before it were used, or wait for the others of an update. The next call goes
+            on behind it.
 
         Communication: the step's and the stages'.
         """
@@ -132,6 +151,8 @@ class TrainPipeline(Iterator[Any]):
         try:
             batch = self._feed.next()
             if batch is None:
+                if self._drain:
+                    self._runner.end()
                 raise StopIteration
             result = self._clocks[-1](self._runner, batch)
             self._feed.prepare()
@@ -160,8 +181,13 @@ class TrainPipeline(Iterator[Any]):
 
     @property
     def position(self) -> Any:
-        """Of the iterator, right after the last batch that was used."""
+        """Of the iterator, right after the last batch that is in the state."""
         return self._runner.position
+
+    @property
+    def partial_update(self) -> StepResult | None:
+        """Of the batches that were left when their iterator ended."""
+        return self._runner.partial_update if isinstance(self._runner, Training) else None
 
     def report(self) -> PipelineReport:
         """What the stages took so far.
@@ -201,13 +227,20 @@ class TrainPipeline(Iterator[Any]):
         self.close()
 
 
-def _runner(step: Callable[..., Any], state: Any) -> Runner:
+def _runner(step: Callable[..., Any], state: Any, accumulate: int, partial: Partial) -> Runner:
     if isinstance(state, TrainPipeline):
-        return Evaluation(step, lambda: state.state)
+        read: Callable[[], Any] = lambda: state.state  # noqa: E731
     # A model that is a tree of arrays may be callable as well.
-    if callable(state) and jax.tree_util.all_leaves([state]):
-        return Evaluation(step, state)
-    return Training(step, state)
+    elif callable(state) and jax.tree_util.all_leaves([state]):
+        read = state
+    else:
+        return Training(step, state, accumulate, partial)
+    if accumulate > 1:
+        raise ValueError(
+            f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
+            "makes none: leave it out."
+        )
+    return Evaluation(step, read)
 
 
 def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
@@ -216,6 +249,16 @@ def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
             f"`batches` must be an iterator, or have one, got {type(batches).__name__}."
         )
     return iter(batches)
+
+
+def _check_accumulation(accumulate: Any, partial: Any) -> None:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ValueError(
+            f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
+        )
+    if partial not in get_args(Partial):
+        names = ", ".join(f'"{name}"' for name in get_args(Partial))
+        raise ValueError(f"`partial` must be one of {names}, got {partial!r}.")
 
 
 def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:

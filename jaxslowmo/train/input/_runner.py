@@ -1,12 +1,14 @@
 """What a pipeline does with a batch whose turn it is: an update, or an evaluation."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from ..._typing import PyTree
+from ..._typing import Phase, PyTree
 from .._hooks import StepResult
 from ..step import bounded
 from ._stages import Prepared
+
+Partial = Literal["step", "discard", "error"]
 
 
 class Runner(Protocol):
@@ -28,34 +30,108 @@ class Runner(Protocol):
         """The result of a batch."""
         ...
 
+    def end(self) -> None:
+        """There are no more batches, until another iterator comes."""
+        ...
+
 
 class Training:
-    """One update per batch.
+    """One update per batch, or per `accumulate` of them.
+
+    Batch c = 0, 1, 2, ... begins a window of gradients where c % A == 0 and ends it with an update
+    where (c + 1) % A == 0.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`, with a third argument for weights.
       state: where to start.
+      accumulate: A.
+      partial: what becomes of a window that the batches leave open.
+
+    Attributes:
+      partial_update: the update of such a window, since the last batch; None where there was none.
     """
 
-    def __init__(self, step: Callable[..., Any], state: PyTree) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        state: PyTree,
+        accumulate: int = 1,
+        partial: Partial = "step",
+    ) -> None:
         self.state, self.position = state, None
-        self._step, self._done = _of_few(step), 0
+        self.partial_update: StepResult | None = None
+        self._step: Any = _of_few(step)
+        self._done = 0
         self._next_phase = getattr(step, "next_phase", None)
+        self._accumulate, self._partial = accumulate, partial
+        self._window: Any = None
+        self._collected = 0
+        self._position: Any = None  # of the last batch in the window
+        if accumulate > 1 and not (hasattr(step, "collect") and hasattr(step, "apply")):
+            raise ValueError(
+                f"`accumulate`={accumulate} needs a step of js.make_train_step, got "
+                f"{getattr(step, '__name__', type(step).__name__)}."
+            )
 
     def __call__(self, batch: Prepared) -> StepResult:
-        """The update."""
-        phase = () if self._next_phase is None else self._next_phase(self.state)
-        found = self._step(self.state, *_arguments(batch))
+        """The batch into its window, and the update where it is the last one there."""
+        self.partial_update = None
+        if self._collected + 1 < self._accumulate:
+            return self._collect(batch)
+        windowed = {"window": self._window} if self._accumulate > 1 else {}
+        phase = self._phase()
+        found = self._step(self.state, *_arguments(batch), **windowed)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(
                 "`step` must return `(state, metrics)` where `state` is one to train, got "
                 f"{type(found).__name__}; to evaluate, give a pipeline or a function that returns "
                 "the state."
             )
+        return self._updated(found, phase, batch.position)
+
+    def end(self) -> None:
+        """As `partial` says, of the window that is open.
+
+        Raises:
+          ValueError: "error" and some batches wait in a window, where they stay.
+        """
+        self.partial_update = None
+        if not self._collected:
+            return
+        if self._partial == "error":
+            raise ValueError(
+                f"`batches` ended after {self._collected} of the {self._accumulate} of an update "
+                '(`accumulate`), and `partial`="error". They wait: batches of another iterator '
+                "complete the update."
+            )
+        if self._partial == "discard":
+            self._forget()
+            return
+        phase = self._phase()
+        found = self._step.apply(self.state, self._window)
+        self.partial_update = self._updated(found, phase, self._position)
+
+    def _collect(self, batch: Prepared) -> StepResult:
+        collect: Any = self._step.collect
+        self._window, metrics = collect(self.state, *_arguments(batch), window=self._window)
+        self._collected += 1
+        self._position = batch.position
+        return StepResult(
+            self._done, self.state, metrics, (), position=self.position, is_update=False
+        )
+
+    def _updated(self, found: tuple[PyTree, Any], phase: Phase, position: Any) -> StepResult:
         self.state, metrics = found
-        self.position = batch.position
+        self.position = position
         self._done += 1
-        return StepResult(self._done, self.state, metrics, phase, position=batch.position)
+        self._forget()
+        return StepResult(self._done, self.state, metrics, phase, position=position)
+
+    def _forget(self) -> None:
+        self._window, self._collected, self._position = None, 0, None
+
+    def _phase(self) -> Phase:
+        return () if self._next_phase is None else self._next_phase(self.state)
 
 
 class Evaluation:
@@ -79,6 +155,9 @@ class Evaluation:
         found = self._step(self.state, *_arguments(batch))
         self.position = batch.position
         return found
+
+    def end(self) -> None:
+        """Nothing is left open."""
 
 
 def _arguments(batch: Prepared) -> tuple[Any, ...]:
