@@ -13,6 +13,7 @@ from ._uneven import uneven_batches as uneven_batches
 from .input import PipelineReport as PipelineReport
 from .input import StageTimes as StageTimes
 from .input import TrainPipeline as TrainPipeline
+from .step import GradientWindow as GradientWindow
 from .step import TrainStep as TrainStep
 from .step import bounded as bounded
 from .step import make_train_step as make_train_step

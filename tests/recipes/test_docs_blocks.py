@@ -16,8 +16,8 @@ from recipes.doc_blocks import (
 )
 
 PAGES = [
-    "checkpoints", "choosing", "ddp", "graphs", "index", "input-pipeline", "reading-state", "start",
-    "your-data",
+    "accumulation", "checkpoints", "choosing", "ddp", "graphs", "index", "input-pipeline",
+    "reading-state", "start", "your-data",
 ]  # fmt: skip
 # tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
 ELSEWHERE = {
@@ -55,6 +55,11 @@ def test_page_runs(page):
 def test_mixing_prints_what_the_page_shows(capsys):
     fresh("graphs", "Mixing")
     assert [capsys.readouterr().out] == outputs("graphs", "Mixing")
+
+
+def test_accumulation_prints_what_the_page_shows(capsys):
+    fresh("accumulation", SETTING, "What is sent")
+    assert [capsys.readouterr().out] == outputs("accumulation", "What is sent")
 
 
 def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_without():

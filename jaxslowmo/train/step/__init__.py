@@ -3,3 +3,4 @@
 from ._in_flight import bounded as bounded
 from ._make import make_train_step as make_train_step
 from ._step import TrainStep as TrainStep
+from .update import GradientWindow as GradientWindow
