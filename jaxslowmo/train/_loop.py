@@ -9,7 +9,7 @@ import jax
 from .._typing import Phase, PyTree
 from ._hooks import Hook, StepResult, is_hook_due
 from ._state import TrainState
-from .input import Partial, TrainPipeline, at_most, means_over_batches
+from .input import Partial, TrainPipeline, at_most, check_accumulation, means_over_batches
 
 _PREFETCH = 2  # where nobody can tell
 
@@ -79,6 +79,7 @@ def train_loop(
         raise ValueError(f"`num_steps` must be >= 0, got {num_steps}.")
     if start < 0:
         raise ValueError(f"`start` must be >= 0, got {start}.")
+    check_accumulation(accumulate, partial)
     for hook in hooks:
         if not hasattr(hook, "every"):
             what = getattr(hook, "__name__", type(hook).__name__)

@@ -3,6 +3,7 @@
 from ._iterator import at_most as at_most
 from ._means import means_over_batches as means_over_batches
 from ._pipeline import TrainPipeline as TrainPipeline
+from ._pipeline import check_accumulation as check_accumulation
 from ._report import PipelineReport as PipelineReport
 from ._report import StageTimes as StageTimes
 from ._runner import Partial as Partial

@@ -91,7 +91,7 @@ class TrainPipeline(Iterator[Any]):
         timeout: float | None = None,
     ) -> None:
         _check(step, stages, depth, timeout)
-        _check_accumulation(accumulate, partial)
+        check_accumulation(accumulate, partial)
         prepare, runner = Stages(step, stages), _runner(step, state, accumulate, partial)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
@@ -251,7 +251,8 @@ def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
     return iter(batches)
 
 
-def _check_accumulation(accumulate: Any, partial: Any) -> None:
+def check_accumulation(accumulate: Any, partial: Any) -> None:
+    """Raise `ValueError` for what is no number of batches, or no way to end."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(
             f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."

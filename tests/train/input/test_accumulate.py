@@ -338,14 +338,16 @@ def test_a_measured_step_accumulates():
 def test_wrong_arguments_are_named():
     step = small_step()
     state = small_start(step)
-    for wrong in (0, -1, 1.5, True, "2"):
+    for wrong in (0, -1, 1.5, True, "2", None):
         with pytest.raises(ValueError, match="`accumulate` counts batches"):
             js.TrainPipeline(step, state, accumulate=wrong)
+        with pytest.raises(ValueError, match="`accumulate` counts batches"):
+            js.train_loop(step, state, BATCHES, num_steps=3, accumulate=wrong)
     with pytest.raises(ValueError, match=r'`partial` must be one of "step", "discard", "error"'):
         js.TrainPipeline(step, state, partial="drop")
     with pytest.raises(ValueError, match=r"needs a step of js\.make_train_step"):
         js.TrainPipeline(lambda state, batch: (state, {}), state, accumulate=2)
     with pytest.raises(ValueError, match="a pipeline that evaluates makes none"):
         js.TrainPipeline(step.evaluate, lambda: state, accumulate=2)
-    with pytest.raises(ValueError, match="leave `state`, `batches`, `prefetch` and `accumulate`"):
+    with pytest.raises(ValueError, match="`prefetch`, `accumulate` and `partial` out"):
         js.train_loop(js.TrainPipeline(step, state), accumulate=2)

@@ -116,7 +116,7 @@ def test_the_loop_around_a_pipeline():
 def test_what_the_loop_refuses():
     step = small_step()
     pipeline = js.TrainPipeline(step, start(step), BATCHES)
-    with pytest.raises(ValueError, match="leave `state`, `batches` and `prefetch` out"):
+    with pytest.raises(ValueError, match="`prefetch`, `accumulate` and `partial` out"):
         js.train_loop(pipeline, prefetch=2)
     with pytest.raises(ValueError, match=r"js\.train_loop\(pipeline\)"):
         js.train_loop(step, start(step), pipeline)
