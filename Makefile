@@ -8,19 +8,23 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH_VENV ?= .venv-torch$(patsubst .venv%,%,$(VENV))
 TORCH_PY := $(TORCH_VENV)/bin/python
 
+DLRM ?=
 DEMO ?= compare --preset demo --out runs/demo --overwrite
 TEST_WORKERS ?= 2
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-jax test-all test-torch test-cluster test-failures torch-env lint lint-torch format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-jax test-all test-torch test-cluster test-failures torch-env lint lint-torch format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
 demo: $(VENV)/.stamp-train ## Train replicas that rarely talk beside replicas that talk every step.
 	$(PY) -m jaxslowmo $(DEMO)
+
+dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, beside boosted trees; DLRM="--mode exact" passes options on.
+	$(PY) examples/dlrm/train.py $(DLRM)
 
 test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for torch.
 	@if $(TORCH_WHEELS); then $(MAKE) --no-print-directory test-torch; \
@@ -103,13 +107,17 @@ $(VENV)/.stamp-train: $(VENV)/.stamp-venv pyproject.toml
 	$(PIP) --editable '.[train]'
 	@touch $@
 
+$(VENV)/.stamp-examples: $(VENV)/.stamp-venv pyproject.toml
+	$(PIP) --editable '.[train,examples]'
+	@touch $@ $(VENV)/.stamp-train
+
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv pyproject.toml
 	$(PIP) --editable '.[train,test]'
-	@touch $@ $(VENV)/.stamp-train
+	@touch $@ $(VENV)/.stamp-train $(VENV)/.stamp-examples
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml
 	$(PIP) --editable '.[train,test,dev]'
-	@touch $@ $(VENV)/.stamp-test $(VENV)/.stamp-train
+	@touch $@ $(VENV)/.stamp-test $(VENV)/.stamp-train $(VENV)/.stamp-examples
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv pyproject.toml
 	$(PIP) --editable '.[docs]'

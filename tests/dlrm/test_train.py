@@ -1,0 +1,59 @@
+"""The DLRM example as one command: it learns however its tables lie."""
+
+import json
+
+import numpy as np
+import pytest
+import typer
+
+from support.exhaustive import sweep
+
+CASES = [
+    ("row", 2, "local_sgd"),
+    ("table", 1, "all_reduce"),
+    ("column", 4, "slowmo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicas", "algorithm"),
+    sweep(CASES, lambda shard, *_: shard == "row"),
+)
+def test_the_command_trains_and_writes_what_it_measured(
+    real_flights, monkeypatch, tmp_path, capsys, shard, replicas, algorithm
+):
+    import flights
+
+    import train
+
+    parts = (part.rows(slice(None, None, 40)) for part in real_flights[:3])
+    some = flights.Split(*parts, real_flights.num_rows)
+    monkeypatch.setattr(flights, "split", lambda: some)
+    train.main(
+        shard=shard,
+        replicas=replicas,
+        algorithm=algorithm,
+        batch_size=256,
+        dim=8,
+        learning_rate=1e-2,
+        table_rate=0.1,
+        steps=20,
+        scores=2,
+        tries=0,
+        out=tmp_path,
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == [10, 20]
+    losses = result["losses"]
+    assert len(losses) == 20
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert min(result["validation"][-1], result["test"][-1]) > 0.55
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{result['test'][-1]:.4f}" in capsys.readouterr().out
+
+
+def test_replicas_that_do_not_divide_the_devices_are_refused():
+    import train
+
+    with pytest.raises(typer.BadParameter, match=r"--replicas must divide 8, got 3\."):
+        train.main(replicas=3)
