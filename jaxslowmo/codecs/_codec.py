@@ -12,6 +12,8 @@ from jax import lax
 class Codec:
     """A floating format in which numbers travel, and what becomes of what it does not hold.
 
+    Made by `js.codecs.bfloat16` and `js.codecs.float16`.
+
     Attributes:
       dtype: of what travels.
       error_feedback: whether a replica keeps what rounding left of its own numbers.
