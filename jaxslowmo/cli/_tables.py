@@ -24,6 +24,14 @@ def run_table(summary: dict[str, Any]) -> Table:
             (f"  in a step of kind {kind}", format_bytes(count))
             for kind, count in summary["bytes_per_step_by_kind"].items()
         ),
+        *(
+            [
+                ("scale of the loss", f"{summary['loss_scale']:g}"),
+                ("updates skipped, all replicas", str(summary["skipped_updates"])),
+            ]
+            if "loss_scale" in summary
+            else []
+        ),
         ("tokens/s, all replicas", "-" if speed is None else format_count(speed)),
         ("seconds", f"{summary['seconds']:.1f}"),
     ):

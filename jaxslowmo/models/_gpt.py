@@ -13,8 +13,7 @@ from .._extras import needed_by
 with needed_by("jaxslowmo.models"):
     from flax import nnx
 
-# float16 is left out: it would need loss scaling.
-COMPUTE_DTYPES = ("float32", "bfloat16")
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,8 @@ class GPTConfig:
       embed_dim: width of the residual stream.
       context_length: bytes that the model sees; a training window has one more.
       vocab_size: 256, one symbol per byte value.
-      dtype: dtype of activations and matrix products: "float32" or "bfloat16".
+      dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
+        trains with `js.dynamic_loss_scale`.
         Parameters, softmax, layer-norm statistics and the loss are always float32.
 
     Raises:
@@ -72,10 +72,13 @@ class Block(nnx.Module):
         batch, time, width = x.shape
         qkv = self.qkv(self.norm_attention(x))
         qkv = qkv.reshape(batch, time, 3, self.num_heads, width // self.num_heads)
+        if qkv.dtype == jnp.float16:
+            # The product that jax asks for, of float16 and summed in float32, no CPU has.
+            qkv = qkv.astype(jnp.float32)
         mixed = jax.nn.dot_product_attention(
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
         )
-        x = x + self.project(mixed.reshape(batch, time, width))
+        x = x + self.project(mixed.reshape(batch, time, width).astype(x.dtype))
         # The tanh form: erf has no fast vector version on the CPU backend.
         return x + self.contract(jax.nn.gelu(self.expand(self.norm_mlp(x)), approximate=True))
 

@@ -24,7 +24,7 @@ def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
 
     Args:
       name: one of `GPT_PRESETS`.
-      dtype: what it computes in, `"float32"` or `"bfloat16"`; parameters are float32.
+      dtype: what it computes in, `"float32"`, `"bfloat16"` or `"float16"`; parameters are float32.
 
     Returns:
       The shape of the model.

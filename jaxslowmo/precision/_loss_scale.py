@@ -16,10 +16,10 @@ from ..transform import (
     holds_state,
     increment,
 )
-from ..tree import at_least_float32, by_dtype, cast
-from ._overflow import anywhere, as_before_if, is_number, overflowed, zero_if
+from ._overflow import anywhere, as_before_if, overflowed, zero_if
 from ._scale_of import DynamicLossScaleState, scale_state
 from ._scale_rule import Scale, ScaleRule
+from ._scaled_gradients import divided
 
 _OWNER = "dynamic_loss_scale"
 
@@ -179,9 +179,9 @@ class _LossScale:
             found = found | ~_as_flag(finite)
         if weight is not None:
             extra["weight"] = weight
-        grads = updates if unscaled else _divided(updates, state.scale)
+        grads = updates if unscaled else divided(updates, state.scale)
         if "grad" in extra and not unscaled:
-            extra["grad"] = _divided(extra["grad"], state.scale)
+            extra["grad"] = divided(extra["grad"], state.scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         skip = anywhere(found, {*self._axes, *inner_axes}, share)
         # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and what
@@ -203,20 +203,6 @@ class _LossScale:
                 f"{error} Axes over which the compiler shards are not mapped: leave them out, "
                 "since gradients are looked at as a whole there."
             ) from None
-
-
-def _divided(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Gradients of the loss, from those of the scaled loss, in their own dtypes."""
-    divisor = by_dtype(scale)
-
-    def one(g: Any) -> Any:
-        if not is_number(g):
-            return g
-        g = jnp.asarray(g)
-        wide = at_least_float32(g.dtype)
-        return cast(cast(g, wide) / divisor(wide), g.dtype)
-
-    return jax.tree.map(one, grads)
 
 
 def _as_flag(finite: Any) -> jax.Array:

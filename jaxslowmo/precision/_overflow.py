@@ -1,7 +1,7 @@
 """Whether something overflowed, on any device that must not take the step alone."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ from .._scopes import LOSS_SCALE
 from .._typing import PyTree
 from ..mesh import vary_over
 from ..tree import cast, kept_if
+
+Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def is_number(x: Any) -> bool:
@@ -63,3 +65,31 @@ def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         return jnp.where(overflow, cast(jnp.asarray(o), jnp.asarray(n).dtype), n)
 
     return jax.tree.map(one, new, old)
+
+
+def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
+    """`update(grads, state, params)` that keeps overflows out of what it remembers and sends.
+
+    A hook that feeds back what it did not send would never be rid of a NaN. Where one of those
+    along `axes` has an overflow all get NaN for the mean, which is what makes a loss scale skip;
+    counters in the state count on, and what the state holds of gradients is as before.
+
+    Args:
+      update: of a gradient transform.
+      axes: over which it reduces.
+      weight: see `anywhere`.
+
+    Communication: that of `update`, and where its state holds numbers that of `anywhere`.
+    """
+
+    def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        if not any(map(is_number, jax.tree.leaves(state))):
+            return update(grads, state, *rest)
+        overflow = anywhere(overflowed(grads), axes, weight)
+        means, after = update(zero_if(overflow, grads), state, *rest)
+        after = jax.tree.map(
+            lambda n, o: jnp.where(overflow, o, n) if is_number(n) else n, after, state
+        )
+        return jax.tree.map(lambda g: jnp.where(overflow, jnp.nan, g), means), after
+
+    return guarded

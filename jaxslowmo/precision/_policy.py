@@ -85,7 +85,7 @@ def computing_in(policy: Policy, loss: FullLoss) -> FullLoss:
     """
 
     def full(params: PyTree, batch: PyTree, *, rng: jax.Array, model_state: PyTree, **extra: Any):
-        policy.check_names(params, batch)
+        policy.check_names(params, batch, extra)
         value, (metrics, after) = loss(
             policy.cast(params),
             policy.cast(batch),

@@ -38,6 +38,19 @@ def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
     return found[0] if found else None
 
 
+def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
+    """What an update tells of its loss scale: the one it used, all skipped updates so far.
+
+    Args:
+      before: the state of the optimizer, which may have no loss scale.
+      after: likewise, after the update.
+    """
+    old, new = scale_state(before), scale_state(after)
+    if old is None or new is None:
+        return {}
+    return {"loss_scale": old.scale, "skipped_updates": new.skipped.astype(old.scale.dtype)}
+
+
 # States of optax inside of which a loss scale does not work, and why.
 _NOT_AROUND = {
     "ApplyIfFiniteState": "optax.apply_if_finite, which keeps every overflow from it, so that the "

@@ -95,6 +95,8 @@ def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
         "--out": path("--out"),
         "--preset": choice("tiny"),
         "--dtype": choice("bfloat16"),
+        "--loss-scale": number(2.0, "--dtype float16"),
+        "--loss-scale-interval": count(beside="--dtype float16"),
         "--steps": count(),
         "--batch": count(),
         "--accumulate": count(4, most=str(2**31), beside="--batch 8"),

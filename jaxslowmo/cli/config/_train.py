@@ -13,7 +13,8 @@ OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
 EXECUTIONS = ("auto", "devices", "virtual")
 MODES = ("traced", "host")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_LOSS_SCALE = 2**24  # where it stops growing, too
 # jax takes 32 bits of a seed: of two that differ above them it makes the same keys.
 MOST_SEEDS = 2**32
 
@@ -65,6 +66,16 @@ class TrainConfig(Checked):
         panel="Model",
         choices=DTYPES,
     )
+    loss_scale: float = option(
+        2.0**16,
+        "First scale of the loss, which then follows overflows; 0: none.",
+        panel="Model", least=0, goes_with=("dtype", ("float16",)),
+    )  # fmt: skip
+    loss_scale_interval: int = option(
+        2000,
+        "Updates without overflow after which the scale of the loss doubles.",
+        panel="Model", least=1, goes_with=("dtype", ("float16",)),
+    )  # fmt: skip
     steps: int = option(300, "Optimizer steps.", panel="Training", least=1)
     batch: int = option(8, "Windows per replica and step.", panel="Training", least=1, below=2**20)
     accumulate: int = option(1, "Microbatches per step.", panel="Training", least=1)
@@ -167,6 +178,10 @@ class TrainConfig(Checked):
             name = "--schedule-steps" if self.optimizer.schedule_steps else "--steps"
             raise ValueError(
                 f"--warmup must be < {name}, got {self.optimizer.warmup} and {self.schedule_length}"
+            )
+        if self.loss_scale and not 1 <= self.loss_scale <= MOST_LOSS_SCALE:
+            raise ValueError(
+                f"--loss-scale must be 0, or from 1 to {MOST_LOSS_SCALE}, got {self.loss_scale}"
             )
         if self.overwrite and self.checkpoint.resume:
             raise ValueError(

@@ -16,6 +16,7 @@ from ..processes._launchers import ALONE, Cluster
 from ..processes._stop import StopOnSignal
 from ._devices import Placement
 from ._keeper import Keeper, Progress
+from ._precision import policy_of
 from ._recipes import build_algorithm
 from ._session import Session
 from ._text import RunBatches, Text
@@ -88,6 +89,7 @@ class Job:
             mesh=placement.mesh,
             mode=config.mode,  # pyright: ignore[reportArgumentType]
             accumulate=config.accumulate,
+            policy=policy_of(config),
             # As the backward pass finishes the gradients, so that buckets can travel beside it.
             order="ready" if self._algorithm.gradients else "reverse",
         )

@@ -12,6 +12,7 @@ from jaxslowmo.topology import make_graph
 
 from ..config._algorithms import ALGORITHMS, AlgorithmConfig, parse_mixing
 from ..config._train import OptimizerConfig, TrainConfig
+from ._precision import scaled
 
 # What replicas exchange besides gradients, in words; in this order where there are several.
 _AVERAGE = "average every {sync_every}"
@@ -180,7 +181,8 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
                 "exchanges gradients, and its loss tells"
             )
         sync = js.only_finite(sync)
-    return Algorithm(schedule, _optimizer(config.optimizer, schedule), gradients, sync)
+    optimizer = scaled(_optimizer(config.optimizer, schedule), config)
+    return Algorithm(schedule, optimizer, gradients, sync)
 
 
 def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> list[str]:

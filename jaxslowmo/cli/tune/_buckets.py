@@ -22,6 +22,7 @@ from .._units import format_bytes, format_count, format_limit
 from ..figures._limits import draw_limits
 from ..processes._stop import StopOnSignal
 from ..run._devices import Placement, choose_mesh
+from ..run._precision import policy_of
 from ..run._recipes import build_algorithm
 from ._config import TuneBucketsConfig
 
@@ -126,6 +127,7 @@ class Bench:
                 ),
                 mesh=placement.mesh,
                 accumulate=train.accumulate,
+                policy=policy_of(train),
                 order="ready" if config.order == "ready" else "reverse",
             )
             for limit in config.candidates

@@ -8,6 +8,7 @@ import optax
 from ..._typing import AxisName
 from ...embedding import Embeddings
 from ...mesh import AnyMesh, replica_count
+from ...precision import Policy, computing_in
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from ..batches import HostBatch
@@ -32,6 +33,7 @@ def make_train_step(
     host_batch: HostBatch = "local",
     donate: bool = True,
     embeddings: Embeddings | None = None,
+    policy: Policy | None = None,
 ) -> TrainStep:
     """A data-parallel training step over replicas.
 
@@ -79,6 +81,11 @@ def make_train_step(
         Tables have no dense gradient and no part in `optimizer`. Where gradients are averaged over
         replicas so are those of rows, and `sync` exchanges tables as it does other leaves. The
         batch is split over their axis, too, between whose devices dense gradients are averaged.
+      policy: the dtype in which the loss function computes, apart from that of the parameters;
+        None: as they and the batch are. With `js.Policy("float16")` put `js.dynamic_loss_scale`
+        around `optimizer`: the loss is then multiplied by its scale wherever gradients are taken,
+        and these are divided by it at once; metrics are of the loss itself, and have `loss_scale`
+        and `skipped_updates`, too.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
@@ -124,12 +131,18 @@ def make_train_step(
             '`sync`="none" says that replicas train apart, and `model_state`="broadcast" gives all '
             "of them replica 0's before every forward pass: leave one of the two out."
         )
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(
+            f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
+        )
     check_gradients(gradients)
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
     tables = None if embeddings is None else tables_of(embeddings, mesh, axis_name)
     loss = as_full_loss(loss_fn)
+    if policy is not None:
+        loss = computing_in(policy, loss)
     if tables is not None:
         loss, own_sync = of_vectors(loss), sync_of_tables(own_sync, tables)
     parts = StepParts(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import Phase, PyTree
 from ...mesh import AnyMesh, VirtualMesh, map_replicas
+from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from ._layouts import Layouts
 from .update import ROLES, GradientWindow, StepParts, TableParts
@@ -43,11 +44,21 @@ class Task(NamedTuple):
     static: Hashable = None
 
 
+def _telling(fn: ReplicaFn) -> ReplicaFn:
+    """`fn`, `(state, ...) -> (state, metrics, ...)`, whose metrics tell of the loss scale, too."""
+
+    def told(state: TrainState, *rest: PyTree) -> tuple[Any, ...]:
+        new, metrics, *more = fn(state, *rest)
+        return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, *more
+
+    return told
+
+
 def update(phase: Phase | None, *, windowed: bool) -> Task:
     """`(state, batch, weight, window) -> (state, metrics)`."""
 
     def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.per_replica, phase=phase, inner_axes=inner_axes)
+        return _telling(partial(parts.per_replica, phase=phase, inner_axes=inner_axes))
 
     roles = ("stacked", "batch", "stacked", ROLES if windowed else "shared")
     return Task("update", fn, roles, ("stacked", "stacked"), (0,), (phase, windowed))
@@ -57,7 +68,7 @@ def update_of_window(phase: Phase | None, like: PyTree) -> Task:
     """`(state, window) -> (state, metrics)`; `like` are types of a device's part of a batch."""
 
     def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.of_window, like=like, phase=phase, inner_axes=inner_axes)
+        return _telling(partial(parts.of_window, like=like, phase=phase, inner_axes=inner_axes))
 
     leaves, structure = jax.tree.flatten(like)
     static = phase, structure, tuple((x.shape, x.dtype) for x in leaves)

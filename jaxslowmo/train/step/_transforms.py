@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from ..._typing import AxisName, PyTree
 from ...mesh import AnyMesh, axis_names
+from ...precision import check_place, scale_state
 from ...transform import ParameterTransform, holds_state
 
 
@@ -70,11 +71,13 @@ def check_transforms(
         train apart.
 
     Raises:
-      ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; several
+      ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; a loss
+        scale in `gradients`, several in `optimizer`, or one where it does not work; several
         replicas that would train apart without anyone having said so.
     """
     gradients, optimizer = opt_state[:2]
     _check_gradients_state(gradients)
+    check_place(optimizer)
     found = holds_state(optimizer, "parameters")
     if mode == "host" and found:
         raise ValueError(
@@ -132,6 +135,11 @@ def _glance(x: jax.Array) -> np.ndarray:
 def _check_gradients_state(state: PyTree) -> None:
     if holds_state(state, "parameters"):
         raise ValueError(_misplaced("a chain that holds a parameter transform"))
+    if scale_state(state) is not None:
+        raise ValueError(
+            "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
+            "of a skipped update for gradients. Put it around `optimizer`."
+        )
 
 
 def _misplaced(what: str) -> str:

@@ -26,7 +26,9 @@ class Recorder:
     A record has `step`, `loss` (mean over replicas, of that step's batches), `learning_rate` (of
     that step's update), `tokens_per_second` (since the last record; null where a program was
     compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` where the
-    consensus model was evaluated. The record of step 0 has only the last two.
+    consensus model was evaluated; with a loss scale also `loss_scale`, the smallest of the replicas
+    in that step, and `skipped_updates`, of all of them so far. The record of step 0 has
+    `bytes_sent` and `validation_loss` alone.
 
     Args:
       config: of the run.
@@ -99,6 +101,7 @@ class Recorder:
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
             "tokens_per_second": self._lap(),
             "bytes_sent": sent,
+            **_of_scale(result.metrics),
         }
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
@@ -131,9 +134,15 @@ class Recorder:
             "best_step": self.best.step,
             "stopped_early": status == "finished" and self.is_patience_over,
             "bytes_sent": self._ledger.sent,
+            **self._last_scale(),
             "tokens_per_second": speed,
             "seconds": time.perf_counter() - self._began,
         }
+
+    def _last_scale(self) -> dict[str, Any]:
+        """The last that was recorded of the loss scale, if there is one."""
+        last = next((r for r in reversed(self.records) if "loss_scale" in r), {})
+        return {name: last[name] for name in ("loss_scale", "skipped_updates") if name in last}
 
     def note(self, step: int, **facts: Any) -> None:
         """Records something else than a step: where a run was resumed or rolled back."""
@@ -160,10 +169,23 @@ class Recorder:
 
 
 def _mean_of_all(losses: jax.Array) -> float:
-    """The mean over the replicas of all processes, so that all decide alike.
+    """The mean over the replicas of all processes, so that all decide alike."""
+    return float(np.mean(_of_all(losses).astype(np.float64)))
+
+
+def _of_scale(metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """What a record tells of the loss scale, if there is one; a replica may have its own."""
+    if "loss_scale" not in metrics:
+        return {}
+    scales, skipped = (_of_all(metrics[name]) for name in ("loss_scale", "skipped_updates"))
+    return {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
+
+
+def _of_all(values: jax.Array) -> np.ndarray:
+    """A metric of the replicas of all processes.
 
     Communication: with several processes one all-gather of 4 bytes per replica.
     """
-    if not losses.is_fully_addressable:
-        losses = multihost_utils.process_allgather(losses, tiled=True)
-    return float(np.mean(np.asarray(losses, np.float64)))
+    if not values.is_fully_addressable:
+        values = multihost_utils.process_allgather(values, tiled=True)
+    return np.asarray(values)

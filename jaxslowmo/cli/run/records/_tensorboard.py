@@ -20,7 +20,10 @@ FOLDER = "tensorboard"
 _PREFIX = "events.out.tfevents"
 _VERSION = "brain.Event:2"
 # A curve for each of these that a record has.
-_CURVES = ("loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent")
+_CURVES = (
+    "loss", "validation_loss", "learning_rate", "tokens_per_second", "bytes_sent", "loss_scale",
+    "skipped_updates",
+)  # fmt: skip
 
 
 class EventFile:

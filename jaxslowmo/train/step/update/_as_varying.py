@@ -21,13 +21,14 @@ def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     and the program is then run with all constants typed as the rest.
 
     Args:
-      fn: a function of arrays alone, without collectives.
+      fn: a function of arrays alone. Of collectives it may hold those whose results are equal on
+        all devices, such as whether something overflowed on one of them.
       *operands: what it is called with; it must not close over values of this trace.
 
     Returns:
       Its result; every leaf varies over all those axes.
 
-    Communication: none.
+    Communication: that of `fn`.
     """
     leaves, treedef = jax.tree.flatten(operands)
     axes = frozenset().union(*map(varying_axes, leaves))
@@ -74,6 +75,8 @@ def _run(program: Any, axes: Iterable[str], operands: Sequence[Any]) -> list[Any
 def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Sequence[Any]:
     params = eqn.params
     match eqn.primitive.name:
+        case "pvary" | "pcast":  # all values vary over these axes already
+            return operands
         case "cond":
             branches = [lambda *x, b=b: _run(b, axes, x) for b in params["branches"]]
             return lax.switch(operands[0].astype(jnp.int32), branches, *operands[1:])

@@ -11,6 +11,7 @@ from ...._scopes import METRICS, MODEL_STATE
 from ...._typing import AxisName, PyTree
 from ....embedding import Embeddings
 from ....mesh import axis_names, match_varying, own_keys, vary_over
+from ....precision import loss_scale_of
 from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
@@ -65,7 +66,7 @@ class Differentiation:
         key = _own_key(key, inner_axes)
         before, seen = self._seen(state.model_state, inner_axes)
         metrics, model_state, grads, rows, batch = self._differentiated(
-            state.params, batch, key, seen, inner_axes
+            state.params, batch, key, seen, loss_scale_of(state.opt_state), inner_axes
         )
         model_state = _agreed(model_state, inner_axes)
         if weight is not None:
@@ -95,6 +96,7 @@ class Differentiation:
             batch,
             _own_key(key, inner_axes),
             seen,
+            loss_scale_of(state.opt_state),
         )
         return empty_window(grads, metrics, seen, weight, rows)
 
@@ -114,7 +116,7 @@ class Differentiation:
         key = jax.random.fold_in(_own_key(key, inner_axes), window.count)
         seen = window.model_state
         metrics, model_state, grads, rows, _ = self._differentiated(
-            state.params, batch, key, seen, inner_axes
+            state.params, batch, key, seen, loss_scale_of(state.opt_state), inner_axes
         )
         own = metrics
         if weight is not None:
@@ -182,6 +184,7 @@ class Differentiation:
         batch: PyTree,
         key: jax.Array,
         seen: PyTree,
+        scale: jax.Array | None,
         inner_axes: tuple[str, ...],
     ) -> tuple[Metrics, PyTree, PyTree, Rows, PyTree]:
         """What a batch gives.
@@ -204,6 +207,7 @@ class Differentiation:
             rng=key,
             model_state=seen,
             accumulate=self.accumulate,
+            scale=None if scale is None else vary_over(scale, axes),
         )
         rows: Rows = {}
         if looked_up is not None:

@@ -8,6 +8,7 @@ from jax import lax
 
 from ...._typing import PyTree
 from ....mesh import match_varying
+from ....precision import scaled_value_and_grad
 from ....tracing import FullLoss
 from ....tree import at_least_float32
 
@@ -58,11 +59,14 @@ def value_and_gradients(
     rng: jax.Array,
     model_state: PyTree,
     accumulate: int,
+    scale: jax.Array | None = None,
 ) -> tuple[dict[str, jax.Array], PyTree, PyTree, PyTree]:
     """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
 
     Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
-    state is threaded through in order. Last comes the gradient of what was looked up for a batch
+    state is threaded through in order. With a `scale` it is that many times the loss of which
+    gradients are taken, and they are divided by it again; the loss is then at least float32. Last
+    comes the gradient of what was looked up for a batch
     `WithVectors`, example by example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
@@ -74,7 +78,7 @@ def value_and_gradients(
             part = part._replace(embedded=embedded)
         return loss(params, part, rng=key, model_state=state)
 
-    differentiate = jax.value_and_grad(of, has_aux=True)
+    differentiate = scaled_value_and_grad(of, scale)
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None

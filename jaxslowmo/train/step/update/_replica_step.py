@@ -12,6 +12,7 @@ from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....embedding import Embeddings
 from ....mesh import axis_names, vary_over, varying_axes
+from ....precision import loss_scale_of, scale_state, unless_overflow
 from ....reducer import mean_gradients
 from ....transform import (
     ParameterTransform,
@@ -28,7 +29,7 @@ from ....tree import apply_exactly, leaf_names
 from ..._state import TrainState
 from ._differentiate import Data, Differentiation, kept_if_idle
 from ._model_state import Statistics
-from ._rows import Rows, mean_rows
+from ._rows import Rows, all_finite, mean_rows
 from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
 from ._window import Gathered, GradientWindow, Metrics
 
@@ -201,18 +202,20 @@ class StepParts:
         inner_axes: tuple[str, ...],
     ) -> Moved:
         """What an update comes to before parameters are exchanged; that part of `state` is used."""
-        gradients_state, optimizer_state, *_ = state.opt_state
         weight = gathered.weight
-        reduced = self._reduced(gathered, gradients_state, state.params, order, inner_axes)
+        reduced = self._reduced(state, gathered, order, inner_axes)
         loss = Loss(reduced.loss, reduced.over, self.differentiation, data)
         updates, optimizer_state, rate, alone = self._optimized(
-            reduced.grads, optimizer_state, state.params, loss, weight, reduced.over
+            reduced, state.opt_state[1], state.params, loss, weight, inner_axes
         )
         _check_reduced(updates, inner_axes)
         # A replica that follows the others leaves its tables to what they exchange.
-        active = None
-        if weight is not None and (self.sync is not None or alone):
-            active = weight > 0
+        active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
+        scale = scale_state(optimizer_state)
+        if scale is not None:
+            # What the optimizer has skipped, tables skip, too.
+            taken = ~scale.skipped_last
+            active = taken if active is None else active & taken
         return Moved(
             updates,
             reduced.rows,
@@ -262,14 +265,13 @@ class StepParts:
 
     def _reduced(
         self,
+        state: TrainState,
         gathered: Gathered,
-        state: PyTree,
-        params: PyTree,
         order: tuple[int, ...] | None,
         inner_axes: tuple[str, ...],
     ) -> Reduced:
         """Gradients, those of rows and the loss, averaged alike."""
-        grads, weight = gathered.grads, gathered.weight
+        grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         value, averaged = as_value(gathered.loss), frozenset[str]()
         # Devices along other inner axes have other examples and the same rows.
         axis, nested = (None, None) if self.tables is None else self.tables[1:]
@@ -279,13 +281,16 @@ class StepParts:
             if order is not None:
                 known["ready_order"] = order
             update = partial(self.gradients.update, **known)
-            operands = grads, state, params
-            reduction = TracedUpdate(update, self.axis_name, *operands)
+            operands = grads, after, state.params
+            reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
             if axis is not None and not reduction.communicates_over(axis):
                 # It knows the replicas alone: their devices' gradients are averaged before.
-                operands = mean_gradients(grads, (axis,), order), state, params
-                reduction = TracedUpdate(update, self.axis_name, *operands)
-            grads, state = reduction(*operands)
+                operands = mean_gradients(grads, (axis,), order), after, state.params
+                reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
+            run = reduction
+            if loss_scale_of(state.opt_state) is not None:
+                run = unless_overflow(reduction, {*reduction.axes, *inner_axes}, weight)
+            grads, after = run(*operands)
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
             rows = reduction.rows(rows, weight, *operands)
         elif inner_axes:
@@ -294,37 +299,41 @@ class StepParts:
         # with conditionals (optax.apply_if_finite) need both alike.
         names = axis_names(self.axis_name)
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        return Reduced(vary_over(grads, names), rows, state, vary_over(value, names), over)
+        return Reduced(vary_over(grads, names), rows, after, vary_over(value, names), over)
 
     def _optimized(
         self,
-        grads: PyTree,
+        reduced: Reduced,
         state: PyTree,
         params: PyTree,
         loss: Loss,
         weight: jax.Array | None,
-        averaged: tuple[str, ...],
+        inner_axes: tuple[str, ...],
     ) -> tuple[PyTree, PyTree, jax.Array | None, bool]:
         """Updates, the optimizer's state, the rate that it used where `sync` wants it.
 
         And whether nothing brings replicas together.
         """
+        finite = None
+        if reduced.rows and loss_scale_of(state) is not None:
+            finite = all_finite(reduced.rows, inner_axes)
         with jax.named_scope("optimizer"):
             updates, after = update_told(
                 self.optimizer,
-                grads,
+                reduced.grads,
                 state,
                 params,
                 loss=loss,
                 axis_name=self.axis_name,
                 weight=weight,
+                finite=finite,
             )
         wants_rate = self.sync is not None and self.sync.wants_learning_rate
         rate = optimizer_rate(after) if wants_rate else None
         # Whether nothing brings replicas together, so that an idle one has nobody to follow.
         alone = (
             self.sync is None
-            and not set(averaged) & set(axis_names(self.axis_name))
+            and not set(reduced.over) & set(axis_names(self.axis_name))
             and (self.gradients is None or self.apart)
             and not holds_state(state, "gradients")
             and not holds_state(state, "parameters")

@@ -20,6 +20,7 @@ from ...._scopes import METRICS, PHASE
 from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
+from ....precision import loss_scale_of
 from ....transform import holds_state
 from ....tree import at_least_float32
 from ._as_varying import run_as_varying
@@ -36,13 +37,18 @@ class TracedUpdate:
       update: `(*operands) -> (updates, state)`.
       axis_name: the replica axis.
       *operands: what it will be called with.
+      of_gradients: whether it exchanges nothing but gradients: hooks have phases of their own
+        (PowerSGD), which are then no exchanges of parameters.
 
     Attributes:
       axes: those of `axis_name` over which it communicates in some update, exchanges of parameters
         apart.
     """
 
-    def __init__(self, update: Update, axis_name: AxisName, *operands: PyTree) -> None:
+    def __init__(
+        self, update: Update, axis_name: AxisName, *operands: PyTree, of_gradients: bool = False
+    ) -> None:
+        self._counts = _is_no_predicate if of_gradients else _may_average_gradients
         self._update = jax.jit(update, inline=True)
         self._closed: Any = self._update.trace(*operands).jaxpr
         self._replica_axes = axis_names(axis_name)
@@ -50,7 +56,7 @@ class TracedUpdate:
 
     def communicates_over(self, name: str) -> bool:
         """Whether it reduces over another axis, too."""
-        return name in collective_axes(self._closed.jaxpr, _may_average_gradients)
+        return name in collective_axes(self._closed.jaxpr, self._counts)
 
     def __call__(self, *operands: PyTree) -> tuple[PyTree, PyTree]:
         """The result of the update."""
@@ -134,14 +140,18 @@ class TracedUpdate:
         return [self._axes_of(branch.jaxpr) for branch in equation.params["branches"]]
 
     def _axes_of(self, jaxpr: Any) -> frozenset[str]:
-        found = collective_axes(jaxpr, _may_average_gradients) & set(self._replica_axes)
+        found = collective_axes(jaxpr, self._counts) & set(self._replica_axes)
         return frozenset(name for name in found if axis_size(name) > 1)
 
 
 def _may_average_gradients(equation: Any) -> bool:
-    """Not an exchange of parameters, nor what makes predicates alike under vmap (`uniform`)."""
-    scopes = str(equation.source_info.name_stack)
-    return PHASE not in scopes and equation.primitive.name != "pmax"
+    """Not an exchange of parameters, nor a predicate."""
+    return PHASE not in str(equation.source_info.name_stack) and _is_no_predicate(equation)
+
+
+def _is_no_predicate(equation: Any) -> bool:
+    """Not what makes predicates alike (`uniform`, `js.dynamic_loss_scale`)."""
+    return equation.primitive.name != "pmax"
 
 
 @dataclass(frozen=True)
@@ -220,11 +230,13 @@ def update_told(
     loss: Loss,
     axis_name: AxisName,
     weight: jax.Array | None,
+    finite: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
     Where `optimizer` is a chain that averages gradients by a transform of ours, `value` is averaged
-    likewise.
+    likewise. One that keeps a loss scale is told that gradients were divided by it, and whether
+    those that it does not get are `finite`.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
@@ -236,26 +248,34 @@ def update_told(
     averaged = loss.averaged or (axis_names(axis_name) if is_chain else ())
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree, value: jax.Array, weight: Any, data: Any
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+        value: jax.Array,
+        weight: Any,
+        finite: Any,
+        data: Any,
     ) -> tuple[PyTree, PyTree]:
         extra = {} if weight is None else {"weight": weight}
+        # Divided as soon as they were taken, so that all that reads them gets what it expects.
+        scaled = {} if loss_scale_of(state) is None else {"unscaled": True, "finite": finite}
         is_refused = averaged or loss.data is None
         own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
         told = {"value": value, "grad": grads, "value_fn": own}
         try:
-            return optimizer.update(grads, state, params, **told, **extra)
+            return optimizer.update(grads, state, params, **told, **extra, **scaled)
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
             # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
-            return optimizer.update(grads, state, params)
+            return optimizer.update(grads, state, params, **scaled)
 
-    operands = grads, state, params, loss.value, weight, None if averaged else loss.data
+    operands = grads, state, params, loss.value, weight, finite, None if averaged else loss.data
     try:
         if is_chain:
             traced = TracedUpdate(update, axis_name, *operands)
             value = traced.mean(loss.value, weight, *operands)
-            return traced(grads, state, params, value, weight, None)
+            return traced(grads, state, params, value, weight, finite, None)
         return update(*operands)
     except (TypeError, AssertionError) as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
