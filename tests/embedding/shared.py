@@ -82,12 +82,13 @@ def per_device(emb: js.Embeddings, tables: Any, state: Any, bags: Any) -> Update
     return Update(embedded, tables, state, metrics)
 
 
-def update_of(emb: js.Embeddings, num_shards: int, *, check_vma: bool = True):
-    """`update(tables, state, bags) -> Update` on so many devices, compiled once."""
+def update_of(emb: js.Embeddings, mesh: Any, *, check_vma: bool = True):
+    """`update(tables, state, bags) -> Update` on a mesh, or on so many devices."""
     run = functools.partial(per_device, emb)
     if emb.axis_name is None:
         return jax.jit(run)
-    mesh = js.make_mesh({emb.axis_name: num_shards}, devices=jax.devices()[:num_shards])
+    if isinstance(mesh, int):
+        mesh = js.make_mesh({emb.axis_name: mesh}, devices=jax.devices()[:mesh])
     specs, split = (emb.specs, emb.optimizer_specs), P(emb.axis_name)
     return jax.jit(
         jax.shard_map(
