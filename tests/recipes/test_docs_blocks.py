@@ -16,8 +16,8 @@ from recipes.doc_blocks import (
 )
 
 PAGES = [
-    "accumulation", "checkpoints", "choosing", "ddp", "graphs", "index", "input-pipeline",
-    "reading-state", "start", "your-data",
+    "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
+    "input-pipeline", "reading-state", "start", "your-data",
 ]  # fmt: skip
 # tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
 ELSEWHERE = {
