@@ -72,8 +72,8 @@ class Codec:
 
         Communication: none.
         """
-        # A cast there and back would do, but compilers may take such a pair away (XLA does by
-        # default), and with it the residual.
+        # A cast there and back would do, but XLA may compute more precisely than it is asked to
+        # (`xla_allow_excess_precision`), take such a pair away, and with it the residual.
         info = jnp.finfo(self.dtype)
         near = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
         if info.nexp == jnp.finfo(jnp.float32).nexp:
