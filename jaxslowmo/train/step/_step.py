@@ -157,7 +157,8 @@ class TrainStep:
 
         Args:
           state: as `step` takes it; nothing of it is donated.
-          batch: as `step` takes it, of the same shapes in all batches of a window.
+          batch: as `step` takes it. Without weights each batch of a window counts alike, whatever
+            its size.
           weight: as `step` takes it; for all batches of a window or for none.
           window: what the batches before gave; None begins another. It is donated where the step
             donates.

@@ -10,7 +10,7 @@ from ...._typing import PyTree
 from ....mesh import match_varying
 from ....precision import scaled_value_and_grad
 from ....tracing import FullLoss
-from ....tree import at_least_float32
+from ....tree import at_least_float32, zeros_like
 
 
 class WithVectors(NamedTuple):
@@ -49,6 +49,12 @@ def _split(batch: PyTree, parts: int) -> PyTree:
 def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.Array]:
     """What a loss function says of a batch, in float32, and the loss in its own dtype."""
     return {**{name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}, "loss": value}
+
+
+def wide_zeros(kind: Any) -> jax.Array:
+    """Zeros to add values of a type to: at least float32, varying and laid out as it is."""
+    wide = kind.update(dtype=at_least_float32(kind.dtype))
+    return match_varying(zeros_like(wide), kind)
 
 
 def value_and_gradients(
@@ -91,8 +97,7 @@ def value_and_gradients(
     first = jax.tree.map(lambda x: x[0], parts)
     shapes = jax.eval_shape(one, model_state, first, keys[0])
     kinds = (shapes[0], shapes[2])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, at_least_float32(s.dtype)), kinds)
-    totals = match_varying(zeros, kinds)
+    totals = jax.tree.map(wide_zeros, kinds)
     carried = match_varying(model_state, shapes[1])
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):

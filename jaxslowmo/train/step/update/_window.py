@@ -1,13 +1,13 @@
 """Gradients of several batches that become one update."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...._typing import PyTree
-from ....mesh import match_varying
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if
+from ._loss import wide_zeros
 from ._rows import Rows, beside, no_rows, summed
 
 Metrics = dict[str, jax.Array]
@@ -75,14 +75,10 @@ def empty_window(
       weight: of the first batch, likewise; None where batches have none.
       rows: of one batch, likewise.
     """
-
-    def zeros(x: Any) -> jax.Array:
-        return match_varying(jnp.zeros(x.shape, at_least_float32(x.dtype)), x)
-
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
-        jax.tree.map(zeros, grads),
-        jax.tree.map(zeros, metrics),
+        jax.tree.map(wide_zeros, grads),
+        jax.tree.map(wide_zeros, metrics),
         model_state,
         None if weight is None else jnp.zeros_like(weight),
         count,

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step.problem import PARAMS
+from train.step.problem import KINDS, PARAMS
 
 RNG = np.random.default_rng(3)
 REPLICAS, ROWS = 4, 4
@@ -149,23 +149,37 @@ def test_updates_are_counted_not_batches():
     assert np.ptp(np.asarray(state.params["w"]), axis=0).max() == 0
 
 
-def test_leaves_sharded_inside_a_replica_stay_so():
-    mesh = js.make_mesh({"replica": 2, "model": 2})
-    step = js.make_train_step(plain, optax.sgd(0.1), gradients=average, mesh=mesh)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_leaves_sharded_inside_a_replica_stay_so(kind):
+    """Accumulated by the window, and in one program beside it."""
+    mesh = KINDS[kind]({"replica": 2, "model": 2})
+    step, whole = (
+        js.make_train_step(
+            plain,
+            optax.sgd(0.1),
+            sync=js.local_sgd("replica", sync_every=1),
+            mesh=mesh,
+            accumulate=parts,
+        )
+        for parts in (1, 3)
+    )
     params = {"w": np.ones((8, 4), np.float32), "b": np.zeros(4, np.float32)}
     state = step.init(params)
     sharding = NamedSharding(mesh, P("replica", None, "model"))
     state = state._replace(
         params={**state.params, "w": jax.device_put(state.params["w"], sharding)}
     )
+    at_once, _ = whole(jax.tree.map(jnp.copy, state), joined(BATCHES[:3], 2))
     window, _ = step.collect(state, BATCHES[0])
     window, _ = step.collect(state, BATCHES[1], window=window)
     assert window.totals["w"].sharding.is_equivalent_to(sharding, 3)
     state, _ = step(state, BATCHES[2], window=window)
+    assert_same(state.params, at_once.params, rtol=1e-6, atol=1e-7)
     assert state.params["w"].sharding.is_equivalent_to(sharding, 3)
     grads = [jax.grad(plain)(params, batch) for batch in BATCHES[:3]]
     expected = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / 3, params, *grads)
-    assert_same(jax.tree.map(lambda x: x[1], state.params), expected, rtol=1e-6, atol=1e-7)
+    second = jax.tree.map(lambda x: np.asarray(x)[1], state.params)
+    assert_same(second, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_wrong_windows_are_refused():
