@@ -17,7 +17,7 @@ from recipes.doc_blocks import (
 
 PAGES = [
     "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
-    "input-pipeline", "reading-state", "start", "your-data",
+    "input-pipeline", "mixed-precision", "reading-state", "start", "your-data",
 ]  # fmt: skip
 # tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
 ELSEWHERE = {
