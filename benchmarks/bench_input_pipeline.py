@@ -3,8 +3,8 @@
     python benchmarks/bench_input_pipeline.py --out benchmarks/results/bench_input_pipeline
 
 A loader takes 0.5, 1 and 2 of the step's time, asleep or computing in NumPy on one core. The step
-computes on another core, or stands for a device that is not the host: its program waits, so that
-the host's cores are free. Loops take turns; each reads the loss of every step, as one with a
+computes on another core of the host, or elsewhere: a thread that sleeps stands for a device that
+leaves the host's cores alone. Loops take turns; each reads the loss of every step, as one with a
 progress bar does. The least possible is max(load, step), of the same round. Last, one pipelined run
 under the jax profiler: how much of each stage lies beside the step's own work.
 """
@@ -14,8 +14,10 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +44,44 @@ from machine import describe  # noqa: E402
 import jaxslowmo as js  # noqa: E402
 
 FRACTIONS = (0.5, 1.0, 2.0)
+WARM = 3
 ROWS, WIDTH = 256, 1024
-STAGE = "jaxslowmo.input/"
+STAGE, DEVICE = "jaxslowmo.input/", "device that stands elsewhere"
 Load = Callable[[], None]
 
 
-def a_step(kind: str, seconds: float) -> tuple[js.TrainStep, js.TrainState]:
-    """A step that computes, or one that waits, for about so long."""
+class StandIn:
+    """A device that is not the host: one thread that sleeps for each step, in their order."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._queue = ThreadPoolExecutor(1)
+
+    def place(self, batch: Any, weight: Any = None, *, state: Any = None) -> Any:
+        del state
+        return jax.device_put(batch), weight
+
+    def _run(self) -> float:
+        with jax.profiler.TraceAnnotation(DEVICE):
+            time.sleep(self._seconds)
+        return 0.0
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        self.place(batch)
+        return state, {"loss": self._queue.submit(self._run)}
+
+
+def a_step(kind: str, seconds: float) -> tuple[Any, Any]:
+    """A step that computes on the host, or a stand-in, for about so long; and its state."""
+    if kind == "elsewhere":
+        return StandIn(seconds), {}
     layers = 1
 
-    def wait(x: np.ndarray) -> np.ndarray:
-        time.sleep(seconds)
-        return np.zeros_like(x)
-
-    def loss(params: dict[str, jax.Array], batch: jax.Array) -> Any:
+    def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
         x = batch
-        if kind == "waits":
-            sum_ = jax.lax.stop_gradient(batch.sum())
-            waited = jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.float32), sum_)
-            return jnp.mean((x[:, :8] @ params["w"][:8, :8]) ** 2), {"waited": waited}
         for _ in range(layers):
             x = jnp.tanh(x @ params["w"])
-        return jnp.mean(x**2), {"waited": x[0, 0]}
+        return jnp.mean(x**2)
 
     def made() -> tuple[js.TrainStep, js.TrainState]:
         mesh = js.make_mesh({"replica": 1}, devices=jax.devices()[:1])
@@ -71,21 +89,25 @@ def a_step(kind: str, seconds: float) -> tuple[js.TrainStep, js.TrainState]:
         w = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)) / WIDTH**0.5
         return step, step.init({"w": w.astype(np.float32)})
 
-    if kind == "waits":
-        return made()
-    taken = time_of_steps(*made())
-    layers = max(1, round(layers * seconds / taken))
+    layers = max(1, round(seconds / time_of_steps(*made())))
     return made()
 
 
-def time_of_steps(step: js.TrainStep, state: js.TrainState, steps: int = 10) -> float:
+def read(metrics: dict[str, Any]) -> float:
+    """The loss, when it is there."""
+    loss = metrics["loss"]
+    return loss.result() if isinstance(loss, Future) else float(loss[0])
+
+
+def time_of_steps(step: Any, state: Any, steps: int = 10) -> float:
     """Seconds per step of a batch that is there."""
     batch, _ = step.place(np.ones((ROWS, WIDTH), np.float32))
-    for i in range(steps + 2):
-        if i == 2:
+    began = 0.0
+    for i in range(steps + WARM):
+        if i == WARM:
             began = time.perf_counter()
         state, metrics = step(state, batch)
-        float(metrics["loss"][0])
+        read(metrics)
     return (time.perf_counter() - began) / steps
 
 
@@ -120,43 +142,61 @@ def of_loader(step: Any, state: Any, load: Load) -> float:
     return (time.perf_counter() - began) / ARGS.steps
 
 
-def of_step(step: js.TrainStep, state: js.TrainState, load: Load) -> float:
+def of_step(step: Any, state: Any, load: Load) -> float:
     """Seconds per step alone."""
     del load
     return time_of_steps(step, state, ARGS.steps)
 
 
-def of_plain(step: js.TrainStep, state: js.TrainState, load: Load) -> float:
+def of_both(step: Any, state: Any, load: Load) -> float:
+    """The same of loader and step at once, each with batches of its own: what cores they share."""
+    loading = threading.Thread(target=lambda: [load() for _ in range(ARGS.steps)])
+    batch, _ = step.place(np.ones((ROWS, WIDTH), np.float32))
+    began = 0.0
+    for i in range(ARGS.steps + WARM):
+        if i == WARM:
+            began = time.perf_counter()
+            loading.start()
+        state, metrics = step(state, batch)
+        read(metrics)
+    loading.join()
+    return (time.perf_counter() - began) / ARGS.steps
+
+
+def of_plain(step: Any, state: Any, load: Load) -> float:
     """Seconds per step of a loop that reads each loss."""
     began = time.perf_counter()
     for batch in batches(load, ARGS.steps):
         state, metrics = step(state, batch)
-        float(metrics["loss"][0])
+        read(metrics)
     return (time.perf_counter() - began) / ARGS.steps
 
 
-def of_unread(step: js.TrainStep, state: js.TrainState, load: Load) -> float:
+def of_unread(step: Any, state: Any, load: Load) -> float:
     """The same of one that reads the last loss alone: jax starts steps and goes on."""
     began = time.perf_counter()
     for batch in batches(load, ARGS.steps):
         state, metrics = step(state, batch)
-    float(metrics["loss"][0])
+    read(metrics)
     return (time.perf_counter() - began) / ARGS.steps
 
 
-def of_pipeline(step: js.TrainStep, state: js.TrainState, load: Load) -> float:
-    """The same of a pipeline, whose first batch no step can hide: one batch more is not counted."""
-    pipeline = js.TrainPipeline(step, state, batches(load, ARGS.steps + 1), depth=ARGS.depth)
-    next(pipeline)
+def of_pipeline(step: Any, state: Any, load: Load) -> float:
+    """The same of a pipeline, once it runs: its first batch no step can hide."""
+    count = ARGS.steps + WARM
+    pipeline = js.TrainPipeline(step, state, batches(load, count), depth=ARGS.depth)
+    for _ in range(WARM):
+        read(next(pipeline).metrics)
     began = time.perf_counter()
     for result in pipeline:
-        float(result.metrics["loss"][0])
+        read(result.metrics)
     return (time.perf_counter() - began) / ARGS.steps
 
 
 LOOPS = {
     "load": of_loader,
     "step": of_step,
+    "both": of_both,
     "plain": of_plain,
     "unread": of_unread,
     "pipeline": of_pipeline,
@@ -178,7 +218,7 @@ def measured(kind: str, loader: str) -> list[dict[str, Any]]:
         least = [max(pair) for pair in zip(taken["load"], taken["step"], strict=True)]
         row = {"kind": kind, "loader": loader, "fraction": fraction}
         row |= {name: round(1000 * statistics.median(t), 2) for name, t in taken.items()}
-        for name, other in (("plain", taken["plain"]), ("least", least)):
+        for name, other in (("plain", taken["plain"]), ("both", taken["both"]), ("least", least)):
             ratios = [p / o for p, o in zip(taken["pipeline"], other, strict=True)]
             row[f"of {name}"] = round(statistics.median(ratios), 3)
         rows.append(row)
@@ -190,21 +230,29 @@ def traced(kind: str, loader: str) -> dict[str, Any]:
     """Of a pipelined run under the profiler: per stage its time, and how much beside the step."""
     step, state = a_step(kind, ARGS.milliseconds / 1000)
     alone = time_of_steps(step, jax.tree.map(jnp.copy, state))
-    load = a_load(loader, alone)
-    source = batches(load, ARGS.steps)
+    load = a_load(loader, alone / 2)
+    source = batches(load, ARGS.steps + WARM)
     pipeline = js.TrainPipeline(step, state, source, depth=ARGS.depth)
-    next(pipeline)
+    for _ in range(WARM):
+        read(next(pipeline).metrics)
+    waited = pipeline.report().waiting_seconds
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
         for result in pipeline:
-            float(result.metrics["loss"][0])
+            read(result.metrics)
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
         host = next(plane for plane in data.planes if plane.name == "/host:CPU")
         events = [e for line in host.lines for e in line.events]
     spans = {name: spans_of(events, name) for name in ("load", "place", "step")}
-    device = joined([(e.start_ns, e.end_ns) for e in events if "hlo_op" in dict(e.stats)])
+    device = joined(
+        [
+            (e.start_ns, e.end_ns)
+            for e in events
+            if e.name == DEVICE or (kind == "computes" and "hlo_op" in dict(e.stats))
+        ]
+    )
     report = pipeline.report()
     return {
         "kind": kind,
@@ -218,7 +266,7 @@ def traced(kind: str, loader: str) -> dict[str, Any]:
             }
             for name, found in spans.items()
         },
-        "waited": round(1000 * report.waiting_seconds / report.batches, 2),
+        "waited": round(1000 * (report.waiting_seconds - waited) / ARGS.steps, 2),
         "slowest": report.slowest,
     }
 
@@ -254,25 +302,25 @@ def page(result: dict[str, Any]) -> str:
         "by other work.",
         "",
         f"Milliseconds per step, medians of {ARGS.rounds} rounds in which all loops take turns, "
-        f"{ARGS.steps} steps each, depth {ARGS.depth}. `plain` reads each loss, `unread` the last "
-        "one, `pipeline` each. The last columns are medians of ratios of one round: to the plain "
-        "loop, and to max(load, step).",
+        f"{ARGS.steps} steps each, depth {ARGS.depth}. `both`: loader and step at once, nothing "
+        "between them. `plain` reads each loss, `unread` the last one, `pipeline` each. The last "
+        "columns are medians of ratios of one round.",
         "",
-        "| step | loader | load / step | load | step | plain | unread | pipeline | of plain | "
-        "of max(load, step) |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| step | loader | load / step | load | step | both | plain | unread | pipeline | of plain "
+        "| of both | of max(load, step) |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         numbers = [f"{row[name]:.1f}" for name in LOOPS]
-        ratios = [f"{row['of plain']:.2f}", f"{row['of least']:.3f}"]
+        ratios = [f"{row['of plain']:.2f}", f"{row['of both']:.2f}", f"{row['of least']:.3f}"]
         cells = [row["kind"], row["loader"], f"{row['fraction']:g}", *numbers, *ratios]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "Under the jax profiler, a loader that takes as long as the step: milliseconds of each "
-        "stage on the host, and the share of them during which the step's program runs.",
+        "Under the jax profiler, a loader that takes half of the step's time: milliseconds of each "
+        "stage on the host, and the share of them during which the step runs on its device.",
         "",
-        "| step | loader | program | load | beside | place | beside | step, called | waited |",
+        "| step | loader | on its device | load | beside | place | beside | call | waited |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["traces"]:
@@ -287,9 +335,12 @@ def page(result: dict[str, Any]) -> str:
 
 def main() -> None:
     load_average = round(os.getloadavg()[0], 1)
-    pairs = [(kind, loader) for kind in ("waits", "computes") for loader in ("sleeps", "computes")]
+    kinds, loaders = ("elsewhere", "computes"), ("sleeps", "computes")
+    pairs = [(kind, loader) for kind in kinds for loader in loaders]
+    first = "chrt -r 10 " if os.sched_getscheduler(0) == os.SCHED_RR else ""
     result = {
-        "command": "python benchmarks/bench_input_pipeline.py",
+        "command": f"{first}python benchmarks/bench_input_pipeline.py --rounds {ARGS.rounds} "
+        f"--steps {ARGS.steps}",
         "arguments": {k: v for k, v in vars(ARGS).items() if k != "out"},
         "machine": describe(),
         "load_average": load_average,

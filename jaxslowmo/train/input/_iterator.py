@@ -33,6 +33,7 @@ class SharedIterator:
     def __init__(self, iterator: Iterator[PyTree]) -> None:
         self.iterator = iterator
         self._lock = threading.Lock()
+        self._last: Any = None
 
     def take(self) -> Loaded | None:
         """The next batch, None after the last; raises what the iterator does."""
@@ -41,12 +42,20 @@ class SharedIterator:
                 batch = next(self.iterator)
             except StopIteration:
                 return None
-            return Loaded(batch, self._position(), sample_of(batch))
+            self._last = self._position()
+            return Loaded(batch, self._last, sample_of(batch))
 
     def position(self) -> Any:
-        """What `get_state()` says now; None for iterators without one."""
-        with self._lock:
+        """What `get_state()` says now; None for iterators without one.
+
+        While another thread waits for a batch, what it said before.
+        """
+        if not self._lock.acquire(blocking=False):
+            return self._last
+        try:
             return self._position()
+        finally:
+            self._lock.release()
 
     def _position(self) -> Any:
         get_state = getattr(self.iterator, "get_state", None)

@@ -174,10 +174,11 @@ class Gated(Counted):
 
     def __init__(self, count):
         super().__init__()
-        self.count, self.gate = count, threading.Event()
+        self.count, self.gate, self.waiting = count, threading.Event(), False
 
     def __next__(self):
         if self.next_index >= self.count:
+            self.waiting = True
             self.gate.wait(30)
         return super().__next__()
 
@@ -265,6 +266,17 @@ def test_a_generator_that_two_pipelines_share_gives_each_batch_once():
     assert results == 9
     assert [i for i, _ in taken] == list(range(9))
     assert {name for _, name in taken} == {"jaxslowmo-loader"}
+
+
+def test_another_pipeline_does_not_wait_for_the_batch_of_the_first():
+    batches = Gated(1)
+    one = pipeline_of(batches)
+    next(one)  # its thread waits at the gate from now on
+    wait_until(lambda: batches.waiting)
+    two = pipeline_of(batches)
+    assert two.position == {"next_index": 1}
+    batches.gate.set()
+    assert len(list(one)) + len(list(two)) == 8
 
 
 def test_what_holds_in_the_calling_context_holds_in_the_thread():
