@@ -4,6 +4,7 @@ The text of a program compiled for TPU is scheduled: instructions stand in the o
 run, and what stands between the start and the end of a transfer runs beside it.
 """
 
+import re
 from dataclasses import dataclass
 
 from jaxslowmo.diagnostics.readers._hlo_text import HloModule, Instruction, parse_module
@@ -104,3 +105,75 @@ def _count(module: HloModule, op: Instruction, opcodes: set[str]) -> int:
         if name in module.computations
         for inner in _instructions(module, name)
     )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One all-to-all in the schedule of the entry computation; between slices, its send.
+
+    Attributes:
+      shape: of what is sent, such as "s32[8,1,2048]".
+      is_blocking: nothing can run beside it.
+      products: products of the model (`dot_general`) beside it, as instructions.
+      others: instructions that compute something else, beside it.
+    """
+
+    shape: str
+    is_blocking: bool
+    products: int
+    others: int
+
+
+def read_all_to_alls(text: str, num_devices: int) -> tuple[list[Transfer], int]:
+    """The all-to-alls of a compiled program in the order of their starts, and its products.
+
+    Args:
+      text: of `compiled.as_text()`.
+      num_devices: along the axis of the all-to-alls, by which sends between slices are known.
+    """
+    assert "is_scheduled=true" in text.partition("\n")[0]
+    module = parse_module(text)
+    ops = list(_instructions(module, module.entry))
+    products = [place for place, op in enumerate(ops) if _is_product_of_model(module, op)]
+    others = [place for place, op in enumerate(ops) if op.opcode in {"fusion", "sort", "while"}]
+    others = sorted({*others} - {*products})
+    ends = _ends(ops)
+    found = []
+    for place, op in enumerate(ops):
+        shape = _sent(op, num_devices)
+        if shape is None:
+            continue
+        end = ends.get(op.name, place)
+        beside = [sum(place < p < end for p in places) for places in (products, others)]
+        found.append(Transfer(shape, end == place, *beside))
+    return found, len(products)
+
+
+def _sent(op: Instruction, num_devices: int) -> str | None:
+    """The shape that an all-to-all sends; None for other instructions."""
+    if op.opcode not in {"all-to-all", "all-to-all-start", "send"}:
+        return None
+    match = re.search(r"\w+\[[\d,]*\]", op.type)
+    assert match, op
+    is_of_axis = match[0].partition("[")[2].startswith(f"{num_devices},")
+    return match[0] if is_of_axis else None
+
+
+def _ends(ops: list[Instruction]) -> dict[str, int]:
+    """Where what each start brings has arrived; a send ends with the receipt of the same shape."""
+    ends: dict[str, int] = {}
+    receipts = [(place, op) for place, op in enumerate(ops) if op.opcode == "recv-done"]
+    for place, op in enumerate(ops):
+        if op.opcode == "all-to-all-done":
+            ends[op.operands[0].lstrip("%")] = place
+        elif op.opcode == "send":
+            kind = op.type.partition("{")[0]
+            same = next(r for r in receipts if r[0] > place and r[1].type.startswith(kind))
+            receipts.remove(same)
+            ends[op.name] = same[0]
+    return ends
+
+
+def _is_product_of_model(module: HloModule, op: Instruction) -> bool:
+    named = "dot_general" in op.attributes.get("metadata", "")
+    return named and _count(module, op, _PRODUCTS) > 0
