@@ -246,7 +246,7 @@ class Embeddings:
           By stored array the sum over devices: distinct rows of this device, sorted, and float32
           values; padding is the number of rows. The sums are made device by device, in one order.
 
-        Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
+        Communication: one all-to-all of devices * capacity rows for all tables of one dtype, in it.
         """
         self._require_axis("send_back")
         stores = self.layout().stores

@@ -43,8 +43,8 @@ def pool(
         # The weight of padding may be anything, and 0 times it must be 0.
         found = found * jnp.where(padding, 0, weights.astype(wide.dtype)[..., None])
     if position_weights is not None:
-        factor = position_weights.astype(wide.dtype)[:, None]
-        found = found * (factor if slots.ndim == 2 else factor[0])
+        factors = position_weights.astype(wide.dtype)[:, None]
+        found = found * (factors if slots.ndim == 1 else factors[None])
     if pooling is None or slots.ndim == 1:
         return found.astype(vectors.dtype)
     total = jnp.sum(found, axis=1)

@@ -27,7 +27,8 @@ class Table:
         often the small ones, lie on all devices. `"column"`: each holds some columns of all rows;
         the number of devices must divide `dim`. `"table"`: one device holds all of it; such tables
         of one `dim` and `dtype` are spread over the devices so that all hold about as many rows,
-        in one array.
+        in one array, in which each has room for the rows of the fullest: use it for many tables,
+        since of a lone one all devices have the room.
       pooling: how the vectors of a bag become one: `"sum"`; `"mean"`, their sum divided by the
         number of ids, whatever the weights; None, not at all. A bag without ids gives 0.
       features: names of the inputs that look up this table; None: the one of the table's name.
