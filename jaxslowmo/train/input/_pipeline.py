@@ -57,8 +57,8 @@ class TrainPipeline(Iterator[Any]):
       timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
 
     Attributes:
-      state: as it is after the last result; may be set between calls. Read it at each use: steps
-        reuse its buffers.
+      state: as it is after the last result; may be set between calls, and gradients that wait for
+        others of their update go on waiting. Read it at each use: steps reuse its buffers.
       position: what the `get_state()` of the iterator said right after the last batch that is in
         the state; before the first one, as it was. None where it has no `get_state`. To be saved
         with the state: batches that are loaded ahead are not in it, nor those that wait for the

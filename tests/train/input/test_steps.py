@@ -190,6 +190,14 @@ def uneven(depth):
     joined = js.uneven_batches(shares, mesh=mesh)
     return [values(r.metrics) for r in js.TrainPipeline(step, start(), joined, depth=depth)]
 
+def accumulated(depth):
+    # Updates of three batches, the last of one, where replicas run out at different times.
+    counts = [2, 7, 5, 6][here * 2 : here * 2 + 2]
+    joined = js.uneven_batches([list(BATCHES[:n, :2]) for n in counts], mesh=mesh)
+    loop = js.train_loop(step, start(), joined, accumulate=3, prefetch=depth)
+    return [(values(r.metrics), np.asarray(r.metrics["weight"].addressable_data(0))[0].item())
+            for r in loop]
+
 def wrong(depth):
     rows = [4, 4, 6 - 4 * here]
     short = (b[:n] + here for b, n in zip(BATCHES, rows))
@@ -200,7 +208,8 @@ def wrong(depth):
     except ValueError as error:
         return done, str(error)
 
-said = {"same": run(0) == run(3), "uneven": uneven(0) == uneven(3), "wrong": wrong(2)}
+said = {"same": run(0) == run(3), "uneven": uneven(0) == uneven(3), "wrong": wrong(2),
+        "accumulated": accumulated(0) == accumulated(2) and [w for _, w in accumulated(1)]}
 print(json.dumps(said))
 """
 
@@ -208,8 +217,9 @@ print(json.dumps(said))
 def test_two_processes(tmp_path):
     """Whoever is late: the same results with and without threads, and errors on both alike."""
     printed = two_processes(PROGRAM, tmp_path, devices=2)
-    for text in printed:
+    for text, weights in zip(printed, ([4, 0, 0], [6, 4, 0]), strict=True):
         said = json.loads(text.splitlines()[-1])
+        assert said["accumulated"] == weights  # of the first replica of each process
         assert (said["same"], said["uneven"]) == (True, True)
         done, error = said["wrong"]
         assert done == 2
