@@ -196,7 +196,7 @@ def test_a_model_that_diverges_in_float16_trains_with_the_scale():
 
     def mean_square(params, x):
         x, y = x[:, :8], x[:, 8:]
-        return jnp.mean(((x @ params["w"] - y) / 4096) ** 2)
+        return jnp.mean(((x @ params["w"] - y) / 16384) ** 2)
 
     def distances(optimizer, compute, corrupt=None, steps=40):
         """From the right parameters, after each step; at the start it is 1."""
@@ -219,7 +219,7 @@ def test_a_model_that_diverges_in_float16_trains_with_the_scale():
             found.append(np.linalg.norm(away) / np.linalg.norm(right))
         return np.asarray(found), metrics
 
-    rate = optax.sgd(4096.0**2 * 0.1)
+    rate = optax.sgd(16384.0**2 * 0.1)
     alone, _ = distances(rate, "float16", corrupt=10, steps=12)
     assert alone[:10].min() > 0.9  # gradients of 0
     assert np.isnan(alone[10:]).all()
