@@ -1,5 +1,7 @@
 """The scale against a scaler in plain Python, over any pattern of overflows."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -40,34 +42,37 @@ def expected(options, pattern):
     return found
 
 
-def run(options, pattern):
+@functools.cache
+def compiled(**options):
     rule = ScaleRule(**options)
 
     def step(state, overflow):
         state = rule.after(state, overflow)
         return state, state
 
-    return jax.lax.scan(step, rule.start(), np.asarray(pattern, bool))[1]
+    return jax.jit(lambda pattern: jax.lax.scan(step, rule.start(), pattern)[1])
 
 
-@given(
-    st.lists(st.booleans(), min_size=24, max_size=24),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([(2.0, 0.5), (3.0, 0.3), (1.5, 0.9)]),
-    st.sampled_from([(1.0, 64.0), (8.0, 24.0), (16.0, 16.0), (1e-30, 1e30)]),
-)
-def test_any_pattern(pattern, interval, hysteresis, factors, bounds):
-    growth, backoff = factors
-    options = {
-        "initial": 16.0,
-        "growth_interval": interval,
-        "growth": growth,
-        "backoff": backoff,
-        "hysteresis": hysteresis,
-        "min_scale": bounds[0],
-        "max_scale": bounds[1],
-    }
+def run(options, pattern):
+    return compiled(**options)(np.asarray(pattern, bool))
+
+
+# Interval, hysteresis, growth, backoff, least and largest scale.
+RULES = [
+    (1, 1, 2.0, 0.5, 1.0, 64.0),
+    (2, 1, 3.0, 0.3, 8.0, 24.0),
+    (3, 1, 1.5, 0.9, 1e-30, 1e30),
+    (1, 2, 3.0, 0.3, 1.0, 64.0),
+    (2, 2, 2.0, 0.5, 1e-30, 1e30),
+    (3, 3, 2.0, 0.5, 8.0, 24.0),
+    (2, 3, 1.5, 0.9, 16.0, 16.0),
+]
+
+
+@given(st.lists(st.booleans(), min_size=24, max_size=24), st.sampled_from(RULES))
+def test_any_pattern(pattern, rule):
+    names = ("growth_interval", "hysteresis", "growth", "backoff", "min_scale", "max_scale")
+    options = {"initial": 16.0, **dict(zip(names, rule, strict=True))}
     found = run(options, pattern)
     want = Scale(*map(np.asarray, zip(*expected(options, pattern), strict=True)))
     np.testing.assert_allclose(found.scale, want.scale, rtol=1e-6)
