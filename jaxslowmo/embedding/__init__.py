@@ -6,6 +6,7 @@ from ._embeddings import Embeddings as Embeddings
 from ._lookup import patched_rows as patched_rows
 from ._lookup import read_rows as read_rows
 from ._lookup import send_rows as send_rows
+from ._lookup import typed_as_equal as typed_as_equal
 from ._make import embeddings as embeddings
 from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
 from ._optimizers import RowwiseState as RowwiseState

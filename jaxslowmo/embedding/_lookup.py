@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..mesh import varying_axes
 from ..transform import run_if
 from ._exchange import num_devices, swap_blocks
 from ._layout import Layout
@@ -39,6 +40,24 @@ def send_rows(layout: Layout, axis_name: str | None, rows: Mapping[str, jax.Arra
     return {
         name: in_slots(layout.stores[name], own) for name, own in zip(rows, arrived, strict=True)
     }
+
+
+def typed_as_equal(
+    layout: Layout, axis_name: str | None, rows: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Row numbers that came from outside of the axis, typed as they are.
+
+    Where columns are split all devices have the same rows, and what is kept of these, such as the
+    sums of Adagrad, is equal on them by type. Stacked by device, the type is lost.
+
+    Communication: for arrays whose columns are split one all-reduce of the numbers.
+    """
+
+    def typed(name: str, x: jax.Array) -> jax.Array:
+        is_split = layout.stores[name].kind == "column" and axis_name in varying_axes(x)
+        return lax.pmax(x, axis_name) if is_split else x
+
+    return {name: typed(name, x) for name, x in rows.items()}
 
 
 def patched_rows(

@@ -8,6 +8,7 @@ from jax import lax
 
 from ..mesh import axis_size, vary_over, varying_axes
 from ..sparse import RowGradient
+from ..transform import isolated
 from ._layout import Layout
 from ._optimizers import RowwiseOptimizer, RowwiseState
 
@@ -50,7 +51,10 @@ def apply_row_gradients(
             rows = jnp.where(active, rows, jnp.int32(gradient.num_rows))
         of_rows = accumulators.get(name)
         old = None if of_rows is None else of_rows.at[rows].get(mode="fill", fill_value=0)
-        new, sums = optimizer.step(
+        # Programs that look up ahead give the same bits as those that do not.
+        new, sums = isolated(
+            optimizer.step,
+            rows,
             table.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32),
             gradient.values.astype(jnp.float32),
             old,
@@ -71,6 +75,12 @@ def _set_rows(whole: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array
     return vary_over(whole, axes).at[rows].set(values, mode="drop")
 
 
+def _sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
+    # Two steps: where one instruction multiplies and adds, the last bit is another.
+    squares = isolated(jnp.square, rows, values.astype(jnp.float32))
+    return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
+
+
 def _mean_squares(
     layout: Layout, axis_name: str | None, gradients: Mapping[str, RowGradient]
 ) -> dict[str, jax.Array]:
@@ -79,7 +89,7 @@ def _mean_squares(
     Communication: for arrays whose columns are split, one all-reduce of all their sums.
     """
     sums = {
-        name: jnp.sum(jnp.square(gradient.values.astype(jnp.float32)), axis=1)
+        name: _sum_of_squares(gradient.rows, gradient.values)
         for name, gradient in gradients.items()
     }
     split = [name for name in sums if layout.stores[name].kind == "column"]

@@ -17,6 +17,8 @@ from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._exchange import Exchange as Exchange
 from ._init import init as init
+from ._isolated import isolated as isolated
+from ._isolated import unseen_zero as unseen_zero
 from ._mean import mean_and_residual as mean_and_residual
 from ._mean import replica_mean as replica_mean
 from ._order import no_exchange as no_exchange

@@ -93,6 +93,20 @@ class Feed:
             self._is_open = False
         raise first.error.with_traceback(first.traceback)
 
+    def peek(self) -> Prepared | None:
+        """The batch after the one that was handed out last; waits for it.
+
+        None where there is none, and where it failed or did not come in time: whoever is to use it
+        will hear of that.
+        """
+        try:
+            if not self._held:
+                self._pull(self._depth + 1, wait=True)
+        except TimeoutError:
+            return None
+        first = self._held[0] if self._held else None
+        return first if isinstance(first, Prepared) else None
+
     def prepare(self) -> None:
         """Prepare batches ahead: those that are loaded, in several processes the next one."""
         while len(self._held) < self._ahead and not self._has_failed:

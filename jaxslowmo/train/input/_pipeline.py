@@ -1,6 +1,7 @@
 """An iterator of results whose batches are loaded and put on the devices ahead of their steps."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, get_args
@@ -10,11 +11,13 @@ import jax
 from ..._typing import PyTree
 from .._hooks import StepResult
 from .._state import TrainState
+from ..step import AheadMode
+from ._beside import Beside
 from ._clock import Clock
 from ._feed import Feed
 from ._report import PipelineReport, StageTimes
 from ._runner import Evaluation, Partial, Runner, Training
-from ._stages import Stage, Stages
+from ._stages import Prepared, Stage, Stages
 
 
 class TrainPipeline(Iterator[Any]):
@@ -55,6 +58,11 @@ class TrainPipeline(Iterator[Any]):
         `"error"`, a ValueError in its place, and they wait for the batches of another iterator.
         With drain=False they always wait.
       timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
+      mode: for a step with `embeddings`, what is done for the next batch beside a step. `"exact"`:
+        row numbers are exchanged; `"stale"`: rows are looked up and sent, too, as they were before
+        that step, so a batch trains with rows that are one update old; `"patched"`: likewise, and
+        the rows that the step has changed are sent again, so that nothing is stale.
+      num_exact: batches of `"stale"` that begin as `"exact"`.
 
     Attributes:
       state: as it is after the last result; may be set between calls, and gradients that wait for
@@ -89,10 +97,14 @@ class TrainPipeline(Iterator[Any]):
         accumulate: int = 1,
         partial: Partial = "step",
         timeout: float | None = None,
+        mode: AheadMode = "exact",
+        num_exact: int = 0,
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
-        prepare, runner = Stages(step, stages), _runner(step, state, accumulate, partial)
+        prepare = Stages(step, stages)
+        step = self._beside(step, state, depth, mode, num_exact)
+        runner = _runner(step, state, accumulate, partial)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
             prepare, depth=depth, drain=drain, timeout=timeout, state=lambda: runner.state
@@ -189,6 +201,30 @@ class TrainPipeline(Iterator[Any]):
         """Of the batches that were left when their iterator ended."""
         return self._runner.partial_update if isinstance(self._runner, Training) else None
 
+    def _beside(self, step: Any, state: Any, depth: int, mode: Any, num_exact: int) -> Any:
+        """The step with the next batch's tables asked beside it, where there are any."""
+        self._tables: Beside | None = None
+        asked_for = mode != "exact" or bool(num_exact)
+        if asked_for and (depth == 0 or _reads(state) is not None):
+            raise ValueError(
+                f"`mode`={mode!r} and `num_exact`={num_exact} are of a pipeline that trains with "
+                "`depth` > 0: without a batch ahead there is nothing to ask the tables for."
+            )
+        if getattr(step, "embeddings", None) is None and not asked_for:
+            return step
+        if depth == 0 or _reads(state) is not None:
+            return step
+        if not hasattr(step, "ahead"):
+            raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
+        mine = weakref.ref(self)  # a pipeline that nobody holds ends at once
+
+        def upcoming() -> Prepared | None:
+            pipeline = mine()
+            return None if pipeline is None else pipeline._feed.peek()
+
+        self._tables = Beside(step, mode, num_exact, upcoming)
+        return self._tables
+
     def report(self) -> PipelineReport:
         """What the stages took so far.
 
@@ -208,6 +244,7 @@ class TrainPipeline(Iterator[Any]):
             seconds=seconds,
             waiting_seconds=self._feed.wait_clock.seconds,
             caller_seconds=seconds - self._inside,
+            resent_share=None if self._tables is None else self._tables.resent_share,
         )
 
     def close(self) -> None:
@@ -227,13 +264,18 @@ class TrainPipeline(Iterator[Any]):
         self.close()
 
 
-def _runner(step: Callable[..., Any], state: Any, accumulate: int, partial: Partial) -> Runner:
+def _reads(state: Any) -> Callable[[], Any] | None:
+    """What returns the state of a pipeline that evaluates; None for one that trains."""
     if isinstance(state, TrainPipeline):
-        read: Callable[[], Any] = lambda: state.state  # noqa: E731
+        return lambda: state.state
     # A model that is a tree of arrays may be callable as well.
-    elif callable(state) and jax.tree_util.all_leaves([state]):
-        read = state
-    else:
+    is_function = callable(state) and jax.tree_util.all_leaves([state])
+    return state if is_function else None
+
+
+def _runner(step: Callable[..., Any], state: Any, accumulate: int, partial: Partial) -> Runner:
+    read = _reads(state)
+    if read is None:
         return Training(step, state, accumulate, partial)
     if accumulate > 1:
         raise ValueError(

@@ -34,6 +34,8 @@ class PipelineReport:
       seconds: from the first call to the end of the last.
       waiting_seconds: calls waited for a batch to be loaded.
       caller_seconds: between calls. Where the caller reads a result, that waits for the devices.
+      resent_share: with `mode="patched"`, of the rows that batches asked the tables for the part
+        that was sent again, since the step before has changed them; None without.
     """
 
     stages: tuple[StageTimes, ...]
@@ -42,6 +44,7 @@ class PipelineReport:
     seconds: float
     waiting_seconds: float
     caller_seconds: float
+    resent_share: float | None = None
 
     @property
     def slowest(self) -> str:
@@ -61,4 +64,6 @@ class PipelineReport:
             f"{s.name:<16}{s.batches:>9}{s.busy_seconds:>10.3f}{s.idle_seconds:>10.3f}"
             for s in self.stages
         ]
+        if self.resent_share is not None:
+            lines.append(f"{self.resent_share:.1%} of the rows looked up ahead were sent again")
         return "\n".join(lines)

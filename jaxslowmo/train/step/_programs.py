@@ -15,7 +15,7 @@ from ...mesh import AnyMesh, VirtualMesh, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from ._layouts import Layouts
-from .update import ROLES, GradientWindow, StepParts, TableParts
+from .update import ROLES, Ahead, Carry, GradientWindow, StepParts, TableParts
 
 # A function of one replica, bound to what is static in it.
 ReplicaFn = Callable[..., Any]
@@ -103,6 +103,49 @@ def evaluate() -> Task:
     return Task("evaluate", fn, ("stacked", "batch", "stacked"), "stacked")
 
 
+def update_ahead(
+    phase: Phase | None, ahead: Ahead, carry: Carry, upcoming: PyTree, *, windowed: bool
+) -> Task:
+    """`(state, batch, weight, window, carry, upcoming) -> (state, metrics, carry)`."""
+
+    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
+        return partial(parts.updated, ahead=ahead, phase=phase, inner_axes=inner_axes)
+
+    window = ROLES if windowed else "shared"
+    roles = ("stacked", "batch", "stacked", window, "device", "batch")
+    static = phase, windowed, ahead, carry.vectors is None, upcoming is None
+    return Task("update_ahead", fn, roles, ("stacked", "stacked", "device"), (0,), static)
+
+
+def gather_ahead(ahead: Ahead, carry: Carry, upcoming: PyTree) -> Task:
+    """`(state, batch, weight, window, carry, upcoming) -> (window, metrics, carry)`."""
+
+    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
+        return partial(parts.gathered, ahead=ahead, inner_axes=inner_axes)
+
+    roles = ("stacked", "batch", "stacked", ROLES, "device", "batch")
+    static = ahead, carry.vectors is None, upcoming is None
+    return Task("gather_ahead", fn, roles, (ROLES, "stacked", "device"), (3,), static)
+
+
+def ask(ahead: Ahead) -> Task:
+    """`(state, batch) -> carry`."""
+
+    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
+        return partial(parts.asked, ahead=ahead)
+
+    return Task("ask", fn, ("stacked", "batch"), "device", (), ahead)
+
+
+def anew() -> Task:
+    """`(state, carry) -> carry`, with the rows of these tables."""
+
+    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
+        return parts.asked_anew
+
+    return Task("anew", fn, ("stacked", "device"), "device")
+
+
 class Programs:
     """Programs by what they do and how the state lies.
 
@@ -186,14 +229,20 @@ class Programs:
             return jax.tree.map(lambda x: x.sharding, tree)
 
         state: TrainState = arguments[0]
+        mesh, first = self._mesh, self._layouts.data_axes(layout)
+        assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
+        each = NamedSharding(mesh, P(first))
+        if task.name in ("ask", "anew"):
+            return each
+        if task.name == "update_ahead":
+            return places(state), None, each
+        if task.name == "gather_ahead":
+            return places(arguments[3]), None, each
         if task.name == "evaluate":
             return None
         if task.name == "collect":
             return places(arguments[-1]), None
         if task.name == "open":
-            mesh, first = self._mesh, self._layouts.data_axes(layout)
-            assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
-            each = NamedSharding(mesh, P(first))
             params, specs = state.params, layout.specs
             if self._parts.tables is not None:
                 assert specs is not None, "those of the tables are known"

@@ -13,6 +13,7 @@ from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
 from .._state import Layout, TrainState, started
 from ..batches import HostBatch, as_arrays
+from ._ahead import AheadMode, AheadStep
 from ._host import Counted, HostCounts, counted
 from ._in_flight import StepsInFlight
 from ._layouts import Layouts
@@ -176,10 +177,7 @@ class TrainStep:
         refuse_unusable(state)
         layout = self._layouts.of(state)
         batch, weight = self._placing.compared(batch, weight, layout)
-        if window is None:
-            opened = self._program(open_window(), layout, (state, batch, weight))
-            window = opened(state, batch, weight)
-        assert window is not None
+        window = window or self._opened(state, batch, weight, layout)
         refuse_unusable_window(window, weight)
         self._collected = self._placing.share(batch, layout)
         arguments = state, batch, weight, window
@@ -290,6 +288,10 @@ class TrainStep:
         task = update(self._next_phase(state), windowed=window is not None)
         return self._program(task, layout, arguments).lower(*arguments).compile()
 
+    def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
+        """This step with the next batch's tables asked beside it; see `AheadStep`."""
+        return AheadStep(self, mode, num_exact, room)
+
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """`js.ready_order` of what one device computes.
 
@@ -354,6 +356,12 @@ class TrainStep:
         sync = self._parts.sync
         return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
+    def _opened(
+        self, state: TrainState, batch: PyTree, weight: Any, layout: Layout
+    ) -> GradientWindow:
+        arguments = state, batch, weight
+        return self._program(open_window(), layout, arguments)(*arguments)
+
     def _next_phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
         return self.next_phase(state) if self.mode == "host" else None
@@ -368,13 +376,13 @@ class TrainStep:
         layout: Layout,
         arguments: tuple[Any, ...],
         window: GradientWindow | None,
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[Any, ...]:
         """Run the program of an update, and know of its result what is known without reading it."""
         state: TrainState = arguments[0]
         self._checks.numbers(state).replace(state.opt_state)
         program = self._program(task, layout, arguments)
         so_far = self._counts.get(_counter(state, self._parts.sync))
-        new_state, metrics = program(*arguments)
+        new_state, metrics, *more = program(*arguments)
         self._in_flight.admit(metrics)
         self._layouts.note(new_state, layout)
         if window is not None and self._programs.donate:
@@ -382,7 +390,7 @@ class TrainStep:
         if so_far is not None:  # count on, without asking the device
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
-        return new_state, metrics
+        return new_state, metrics, *more
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

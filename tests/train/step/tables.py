@@ -93,16 +93,3 @@ def twin(tables, **options):
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = js.make_train_step(dense_loss, optimizer, mesh=mesh, **options)
     return step, step.init({**DENSE, **tables})
-
-
-def assert_equal(found, expected):
-    """Trees that are equal bit for bit."""
-    jax.tree.map(np.testing.assert_array_equal, _plain(found), _plain(expected))
-
-
-def _plain(tree):
-    def plain(x):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    return jax.tree.map(plain, tree)

@@ -1,12 +1,14 @@
 """What a step asks of the tables for the batch after its own."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from ...._typing import PyTree
-from ....embedding import Requests
+from ....embedding import Requests, patched_rows
+from ._replica_step import Tables
+from ._shards import on_shards
 
 
 class Ahead(NamedTuple):
@@ -43,3 +45,57 @@ def sums_over(counts: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, 
     Communication: one all-reduce of 4 bytes each over `axes`, which the compiler joins.
     """
     return lax.psum(counts, axes) if axes else counts
+
+
+def patched(
+    tables: Tables,
+    stored: PyTree,
+    carry: Carry,
+    changed: PyTree,
+    moved_all: bool | jax.Array,
+    ahead: Ahead,
+    inner_axes: tuple[str, ...],
+) -> tuple[Carry, dict[str, jax.Array]]:
+    """The rows that were sent ahead, those that have changed since sent again.
+
+    Args:
+      tables: of the step.
+      stored: as they are now.
+      carry: what was asked for the next batch.
+      changed: by stored array, the rows of each device that the update has moved.
+      moved_all: whether an exchange of parameters has moved all.
+      ahead: how much room there is.
+      inner_axes: inside a replica, over which the batch is split.
+
+    Communication: that of `patched_rows`, and one all-reduce of the counts.
+    """
+    embeddings = tables.embeddings
+    # What is known is no array: the program then holds one of the two ways.
+    known = isinstance(moved_all, bool)
+    told: Any = () if known else (moved_all,)
+
+    def inside(stored: PyTree, carry: Carry, changed: PyTree, told: Any) -> Any:
+        assert carry.vectors is not None, "they were looked up ahead"
+        vectors, resent = patched_rows(
+            embeddings.layout(),
+            embeddings.axis_name,
+            stored,
+            carry.requests,
+            carry.vectors,
+            changed,
+            room=ahead.room,
+            everything=moved_all if known else told[0],
+        )
+        counts = {f"embeddings/{name}/resent": n for name, n in resent.items()}
+        return carry._replace(vectors=vectors), sums_over(counts, inner_axes)
+
+    return on_shards(
+        tables.nested,
+        inside,
+        stored,
+        carry,
+        changed,
+        told,
+        kinds=(embeddings.specs, "device", "device", "whole"),
+        out=("device", "whole"),
+    )

@@ -16,7 +16,7 @@ from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
-from ._looked_up import pooled
+from ._looked_up import differentiated, pooled
 from ._loss import value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
@@ -154,7 +154,7 @@ class Differentiation:
         axes = (*axis_names(self.axis_name), *inner_axes)
         params = vary_over(state.params, axes)
         if self.tables is not None:
-            batch = pooled(self.tables, batch, params).batch
+            batch, _ = pooled(self.tables, batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         metrics = _of_replica(with_loss(metrics, value), inner_axes)
         return metrics if weight is None else _counted(metrics, weight)
@@ -163,7 +163,7 @@ class Differentiation:
         """The order in which gradients become ready; found at trace time, from the types alone."""
         if self.tables is not None:
             tables = self.tables
-            batch = jax.eval_shape(lambda b, p: pooled(tables, b, p).batch, batch, state.params)
+            batch = jax.eval_shape(lambda b, p: pooled(tables, b, p)[0], batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             _type_only, (state.params, batch, state.rng, state.model_state)
         )
@@ -196,22 +196,21 @@ class Differentiation:
         # varying they stay local, and the gradient transform reduces them in buckets.
         axes = (*axis_names(self.axis_name), *inner_axes)
         params = vary_over(params, axes)
-        looked_up = None
-        if self.tables is not None:
-            looked_up = pooled(self.tables, batch, params)
-            batch = looked_up.batch
-        metrics, model_state, grads, own = value_and_gradients(
-            self.loss,
-            params,
-            batch,
-            rng=key,
-            model_state=seen,
-            accumulate=self.accumulate,
-            scale=None if scale is None else vary_over(scale, axes),
+        scale = None if scale is None else vary_over(scale, axes)
+        find = partial(value_and_gradients, self.loss, accumulate=self.accumulate)
+        if self.tables is None:
+            metrics, model_state, grads, _ = find(
+                params, batch, rng=key, model_state=seen, scale=scale
+            )
+            return _of_replica(metrics, inner_axes), model_state, grads, {}, batch
+
+        def compute(params: PyTree, batch: PyTree, key: Any, seen: PyTree, scale: Any) -> Any:
+            *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
+            return results, grads, own
+
+        (metrics, model_state), grads, rows, batch = differentiated(
+            self.tables, batch, params, compute, key, seen, scale
         )
-        rows: Rows = {}
-        if looked_up is not None:
-            grads, rows = looked_up.gradients(grads, own)
         return _of_replica(metrics, inner_axes), model_state, grads, rows, batch
 
 

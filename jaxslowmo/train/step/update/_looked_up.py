@@ -1,14 +1,14 @@
 """Batches that are looked up in tables, and the gradients of what was found."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from ...._typing import PyTree
 from ....embedding import Embeddings, Requests
 from ....mesh import axis_size
+from ....transform import isolated
 from ._loss import WithVectors
 from ._rows import Rows
 
@@ -27,42 +27,56 @@ class Requested(NamedTuple):
     vectors: PyTree
 
 
-@dataclass(frozen=True)
-class LookedUp:
-    """A batch `WithVectors`, and the way back.
-
-    Attributes:
-      batch: as the loss function sees it.
-      pull: from gradients of what was looked up to those of rows, and of the dense parameters.
-      send_back: from gradients of rows asked for to those of rows held.
-    """
-
-    batch: WithVectors
-    pull: Callable[[PyTree], tuple[PyTree, PyTree]]
-    send_back: Callable[[PyTree], Rows]
-
-    def gradients(self, grads: PyTree, own: PyTree) -> tuple[PyTree, Rows]:
-        """Those of the dense parameters and of the rows that this device holds.
-
-        Args:
-          grads: of the dense parameters, of the loss.
-          own: of what was looked up.
-
-        Communication: per table one all-to-all of the rows that were asked for.
-        """
-        of_vectors, of_dense = self.pull(own)
-        # Weights by position are parameters, too, and are used before the loss.
-        grads = jax.tree.map(lambda g, more: g + more, grads, of_dense)
-        return grads, self.send_back(of_vectors)
-
-
-def pooled(embeddings: Embeddings, requested: Requested, params: PyTree) -> LookedUp:
-    """What a batch looks up, from the rows that it asked for.
+def differentiated(
+    embeddings: Embeddings,
+    requested: Requested,
+    params: PyTree,
+    compute: Callable[..., tuple[Any, PyTree, PyTree]],
+    *operands: PyTree,
+) -> tuple[Any, PyTree, Rows, WithVectors]:
+    """What a batch gives that is looked up in tables.
 
     Args:
       embeddings: the tables.
       requested: a batch.
       params: the dense ones; varying over the axes over which gradients are averaged later.
+      compute: of these, a batch and the operands: results, gradients, and those of what was looked
+        up.
+      *operands: of `compute`.
+
+    Returns:
+      The results; gradients of the dense parameters, and of the rows that this device holds; the
+      batch as it was given to `compute`.
+
+    Communication: per table one all-to-all of the rows that were asked for.
+    """
+    requests = requested.requests
+
+    def own(
+        requested: Requested, params: PyTree, *operands: PyTree
+    ) -> tuple[Any, PyTree, PyTree, WithVectors]:
+        batch, pull = pooled(embeddings, requested, params)
+        results, grads, of_found = compute(params, batch, *operands)
+        of_vectors, of_dense = pull(of_found)
+        # Weights by position are parameters, too, and are used before the loss.
+        grads = jax.tree.map(lambda g, more: g + more, grads, of_dense)
+        return results, grads, of_vectors, batch
+
+    some = next(iter(requested.vectors.values()))
+    results, grads, of_vectors, batch = isolated(own, some, requested, params, *operands)
+    axis = embeddings.axis_name
+    devices = 1 if axis is None else axis_size(axis)
+    # The loss of a replica is the mean of its devices' losses.
+    scaled = jax.tree.map(lambda g: g / devices, of_vectors)
+    return results, grads, embeddings.send_back(scaled, requests), batch
+
+
+def pooled(
+    embeddings: Embeddings, requested: Requested, params: PyTree
+) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+    """A batch with what it looks up, from the rows that it asked for, and the way back.
+
+    That leads from gradients of what was looked up to those of the rows and of `params`.
 
     Communication: none.
     """
@@ -71,15 +85,5 @@ def pooled(embeddings: Embeddings, requested: Requested, params: PyTree) -> Look
     def of(vectors: PyTree, params: PyTree) -> PyTree:
         return embeddings.pooled(vectors, requests, params)
 
-    # A program that has the rows already computes just what one does that looks them up first.
-    vectors = jax.lax.optimization_barrier(vectors)
     embedded, pull = jax.vjp(of, vectors, params)
-    axis = embeddings.axis_name
-    devices = 1 if axis is None else axis_size(axis)
-
-    def send_back(grads: PyTree) -> Rows:
-        # The loss of a replica is the mean of its devices' losses.
-        scaled = jax.tree.map(lambda g: g / devices, grads)
-        return embeddings.send_back(scaled, requests)
-
-    return LookedUp(WithVectors(batch, embedded), pull, send_back)
+    return WithVectors(batch, embedded), pull

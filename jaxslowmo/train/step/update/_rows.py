@@ -11,6 +11,7 @@ from jax import lax
 from ...._typing import PyTree
 from ....mesh import axis_size, match_varying
 from ....sparse import RowGradient, all_reduce_rows, coalesce
+from ....transform import unseen_zero
 from ....tree import at_least_float32, cast
 
 Rows = Mapping[str, RowGradient]
@@ -93,20 +94,11 @@ def after(rows: Rows, read: PyTree) -> Rows:
     """
     zero = jnp.zeros([], jnp.int32)
     for x in jax.tree.leaves(read):
-        if x.size:
-            zero = zero + _zero_of(x.reshape(-1)[-1])
+        zero = zero + unseen_zero(x)
     return {
         name: RowGradient(own.rows + match_varying(zero, own.rows), own.values, own.num_rows)
         for name, own in rows.items()
     }
-
-
-def _zero_of(x: jax.Array) -> jax.Array:
-    """0, computed from the bits of `x` in a way that no compiler sees through."""
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    one = jnp.ones_like(bits)
-    high = lax.shift_right_logical(bits, jnp.full_like(bits, 8 * x.dtype.itemsize - 1))
-    return lax.shift_right_logical(high, one).astype(jnp.int32)
 
 
 def no_rows(like: Rows) -> Rows:

@@ -4,17 +4,24 @@ Everything up to the exchange of parameters runs on each device's own part of th
 exchange takes them as it takes other leaves that are sharded inside a replica.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...._typing import Phase, PyTree
-from ....embedding import Embeddings, Requests, WithTables, patched_rows, read_rows, send_rows
+from ....embedding import (
+    Embeddings,
+    Requests,
+    WithTables,
+    read_rows,
+    send_rows,
+    typed_as_equal,
+)
 from ....transform import increment
 from ..._state import TrainState
-from ._ahead import Ahead, Carry, sums_over
+from ._ahead import Ahead, Carry, patched, sums_over
 from ._differentiate import Differentiation
 from ._looked_up import Requested
 from ._replica_step import Moved, StepParts, Tables
@@ -253,23 +260,23 @@ class TableParts:
             out="whole",
         )
 
-    def asked(self, tables: PyTree, batch: PyTree, ahead: Ahead) -> Carry:
+    def asked(self, state: TrainState, batch: PyTree, ahead: Ahead) -> Carry:
         """What is asked of the tables for a batch, before any step."""
 
         def inside(tables, batch):
             return self._following(tables, batch, ahead)[0]
 
-        kinds = self.embeddings.specs, "batch"
-        return on_shards(self.tables.nested, inside, tables, batch, kinds=kinds, out="device")
+        kinds, own = (self.embeddings.specs, "batch"), (state.params.tables, batch)
+        return on_shards(self.tables.nested, inside, *own, kinds=kinds, out="device")
 
-    def asked_anew(self, tables: PyTree, carry: Carry) -> Carry:
+    def asked_anew(self, state: TrainState, carry: Carry) -> Carry:
         """What was asked for a batch, with rows as these tables have them."""
 
         def inside(tables, carry):
             return carry._replace(vectors=self.embeddings.lookup(tables, carry.requests))
 
-        kinds = self.embeddings.specs, "device"
-        return on_shards(self.tables.nested, inside, tables, carry, kinds=kinds, out="device")
+        kinds, own = (self.embeddings.specs, "device"), (state.params.tables, carry)
+        return on_shards(self.tables.nested, inside, *own, kinds=kinds, out="device")
 
     @property
     def _differentiation(self) -> Differentiation:
@@ -297,8 +304,11 @@ class TableParts:
         return dense, state.params.tables, optimizer_state.tables
 
     def _requested(self, tables: PyTree, batch: PyTree, carry: Carry | None) -> Requested:
-        requests = self._asked_by(batch) if carry is None else carry.requests
-        vectors = None if carry is None else carry.vectors
+        if carry is None:
+            requests, vectors = self._asked_by(batch), None
+        else:
+            requests, vectors = carry
+            requests = requests._replace(asked=self._typed(requests.asked))
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
         return Requested(batch, requests, vectors)
@@ -316,6 +326,10 @@ class TableParts:
         axis = self.embeddings.axis_name
         return Carry(requests, send_rows(self.embeddings.layout(), axis, read)), read
 
+    def _typed(self, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        embeddings = self.embeddings
+        return typed_as_equal(embeddings.layout(), embeddings.axis_name, rows)
+
     def _asked_by(self, batch: PyTree) -> Requests:
         return self.embeddings.exchange_ids(self.embeddings.bags_of(batch))
 
@@ -326,6 +340,8 @@ class TableParts:
     def _moved(self, tables: PyTree, row_state: PyTree, moved: Moved, read: PyTree) -> Inside:
         """The tables after an update, their rows changed where they stand."""
         rows = after(moved.rows, read)
+        numbers = self._typed({name: own.rows for name, own in rows.items()})
+        rows = {name: replace(own, rows=numbers[name]) for name, own in rows.items()}
         with jax.named_scope("optimizer"):
             tables, row_state = self.embeddings.apply(tables, row_state, rows, active=moved.active)
         changed = {name: own.rows for name, own in rows.items()}
@@ -369,32 +385,6 @@ class TableParts:
         elif sync is not None:
             moved_all = phase != ()
 
-        # What is known is no array: the program then holds one of the two ways.
-        known = isinstance(moved_all, bool)
-        told: Any = () if known else (moved_all,)
-
-        def inside(tables, carry, changed, told):
-            embeddings = self.embeddings
-            vectors, resent = patched_rows(
-                embeddings.layout(),
-                embeddings.axis_name,
-                tables,
-                carry.requests,
-                carry.vectors,
-                changed,
-                room=ahead.room,
-                everything=moved_all if known else told[0],
-            )
-            counts = {f"embeddings/{name}/resent": n for name, n in resent.items()}
-            return carry._replace(vectors=vectors), sums_over(counts, inner_axes)
-
-        return on_shards(
-            self.tables.nested,
-            inside,
-            new.params.tables,
-            following,
-            done.changed,
-            told,
-            kinds=(self.embeddings.specs, "device", "device", "whole"),
-            out=("device", "whole"),
+        return patched(
+            self.tables, new.params.tables, following, done.changed, moved_all, ahead, inner_axes
         )

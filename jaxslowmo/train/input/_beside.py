@@ -1,0 +1,90 @@
+"""A step beside which the tables are asked for the next batch of a pipeline."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._typing import PyTree
+from ._stages import Prepared
+
+_KEPT = 32  # counts of so many steps are left on the devices
+
+
+class Beside:
+    """Calls a step and hands it the batch that comes next; has the step's attributes.
+
+    Args:
+      step: of `js.make_train_step`, with tables.
+      mode: as `step.ahead` takes it.
+      num_exact: likewise.
+      upcoming: returns the batch after the one that is used, None where there is none.
+    """
+
+    def __init__(
+        self, step: Any, mode: Any, num_exact: int, upcoming: Callable[[], Prepared | None]
+    ) -> None:
+        self._step, self._upcoming = step, upcoming
+        self._ahead = step.ahead(mode, num_exact)
+        self._asked: Any = None
+        self._asked_for: PyTree = None
+        self._counts: deque[dict[str, Any]] = deque()
+        self._resent = self._needed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_step" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def __call__(
+        self, state: PyTree, batch: PyTree, weight: Any = None, *, window: Any = None
+    ) -> tuple[PyTree, Any]:
+        """`step`, and beside it what the next batch asks for."""
+        return self._run(state, batch, weight, window, collect=False)
+
+    def collect(
+        self, state: PyTree, batch: PyTree, weight: Any = None, window: Any = None
+    ) -> tuple[PyTree, Any]:
+        """`step.collect`, likewise."""
+        return self._run(state, batch, weight, window, collect=True)
+
+    @property
+    def resent_share(self) -> float | None:
+        """Of the rows that were asked for, the part that was sent again; None where none can be."""
+        self._read(0)
+        if self._ahead.mode != "patched" or not self._needed:
+            return None
+        return self._resent / self._needed
+
+    def _run(
+        self, state: PyTree, batch: PyTree, weight: Any, window: Any, *, collect: bool
+    ) -> tuple[PyTree, Any]:
+        asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
+        found = self._upcoming()
+        upcoming = None if found is None else found.batch
+        done, metrics, self._asked = self._ahead(
+            state, batch, asked, upcoming, weight, window, collect
+        )
+        self._asked_for = upcoming
+        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
+        self._read(_KEPT)
+        return done, metrics
+
+    def _read(self, kept: int) -> None:
+        """Add up the counts of the oldest steps, which have ended or are waited for."""
+        while len(self._counts) > kept:
+            for name, count in self._counts.popleft().items():
+                if name.endswith("/resent"):
+                    self._resent += _total(count)
+                elif name.endswith("/asked"):
+                    self._needed += _total(count)
+
+
+def _total(count: Any) -> int:
+    """Of the replicas of this process."""
+    if not isinstance(count, jax.Array) or count.is_fully_addressable:
+        return int(np.sum(count))
+    parts = {str(shard.index): shard.data for shard in count.addressable_shards}
+    return int(sum(np.sum(part) for part in parts.values()))

@@ -1,0 +1,169 @@
+"""A step that asks the tables for the next batch beside its own work."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from ..._typing import PyTree
+from .._state import TrainState
+from ._programs import anew, ask, gather_ahead, update_ahead
+from ._usable import refuse_unusable, refuse_unusable_window
+from .update import Ahead, Carry, GradientWindow, Metrics
+
+AheadMode = Literal["exact", "stale", "patched"]
+MODES = ("exact", "stale", "patched")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of the tables for one batch, before its own step.
+
+    Attributes:
+      carry: on the devices.
+      number: of the batch, from 0.
+      tables: the arrays of the state that the rows are for; () where there are none yet.
+    """
+
+    carry: Carry
+    number: int
+    tables: tuple[weakref.ref[Any], ...]
+
+    def is_of(self, state: TrainState) -> bool:
+        """Whether the rows are those of this very state, no older or newer one."""
+        if self.carry.vectors is None:
+            return True
+        own = jax.tree.leaves(state.params.tables)
+        return all(ref() is x for ref, x in zip(self.tables, own, strict=True))
+
+
+class AheadStep:
+    """A training step beside which the next batch's tables are asked; made by `step.ahead`.
+
+        asked = ahead.prime(state, first)
+        state, metrics, asked = ahead(state, first, asked, second)
+        state, metrics, asked = ahead(state, second, asked, None)
+
+    Args:
+      step: the step.
+      mode: `"exact"`: row numbers are exchanged beside the step before, rows looked up and sent in
+        the batch's own. `"stale"`: rows, too, as they were before that step: one update stale.
+        `"patched"`: likewise, and those that the step changes are sent again: as exact, bit for bit
+        on CPU.
+      num_exact: batches of `"stale"` that begin exactly.
+      room: of `"patched"`: the part of the slots for rows that can be sent again; where they do not
+        fit, all are looked up again.
+
+    Raises:
+      ValueError: a step without `embeddings`; another mode; num_exact < 0, or for another mode than
+        `"stale"`; room outside of 0 to 1.
+    """
+
+    def __init__(self, step: Any, mode: AheadMode, num_exact: int = 0, room: float = 0.25) -> None:
+        _check(step, mode, num_exact, room)
+        self._step, self.mode, self._num_exact = step, mode, num_exact
+        self._vectors = Ahead(mode != "exact", mode == "patched", room)
+        self._count = 0
+
+    def prime(self, state: TrainState, batch: PyTree) -> Asked:
+        """Asks for a batch whose turn it is, beside nothing.
+
+        Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` where this
+          batch is one that is looked up ahead.
+        """
+        step = self._step
+        refuse_unusable(state)
+        batch, _ = step.place(batch, state=state)
+        layout = step._layouts.of(state)
+        number, ahead = self._next()
+        arguments = state._replace(opt_state=()), batch
+        carry = step._programs.get(ask(ahead), layout, arguments)(*arguments)
+        return _asked(carry, number, state)
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        asked: Asked,
+        next_batch: PyTree | None,
+        weight: Any = None,
+        window: GradientWindow | None = None,
+        collect: bool = False,
+    ) -> tuple[Any, Metrics, Asked | None]:
+        """`step` of a batch, or `step.collect`, and beside it what the next one asks for.
+
+        Args:
+          state: as the step takes it. If its tables are not those that the step before has left,
+            such as after a rollback, rows are looked up in them first.
+          batch: the one that was asked for.
+          asked: what `prime` or the call before returned.
+          next_batch: None: nothing is asked for.
+          weight: of `batch`.
+          window: as the step takes it.
+          collect: gather gradients alone.
+
+        Returns:
+          `(state, metrics, asked)`, or with `collect` `(window, metrics, asked)`. With
+          `"patched"` metrics hold `embeddings/NAME/resent` besides.
+
+        Communication: the step's, that of `Embeddings.exchange_ids` and, but in `"exact"`, of
+          `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
+          two all-to-alls of the row numbers and rows that are sent again.
+        """
+        step = self._step
+        refuse_unusable(state)
+        refuse_unusable_window(window, weight)
+        layout = step._layouts.of(state)
+        batch, weight = step.place(batch, weight, state=state)
+        number, ahead = 0, Ahead()
+        if next_batch is not None:
+            next_batch, _ = step.place(next_batch, state=state)
+            number, ahead = self._next()
+        if not asked.is_of(state):
+            told = state._replace(opt_state=()), asked.carry
+            asked = _asked(step._programs.get(anew(), layout, told)(*told), asked.number, state)
+        if collect:
+            window = window or step._opened(state, batch, weight, layout)
+            step._collected = step._placing.share(batch, layout)
+            task = gather_ahead(ahead, asked.carry, next_batch)
+            arguments = state, batch, weight, window, asked.carry, next_batch
+            done, metrics, carry = step._program(task, layout, arguments)(*arguments)
+            step._in_flight.admit(metrics)
+            return done, metrics, _asked(carry, number, state)
+        phase = step._next_phase(state)
+        task = update_ahead(phase, ahead, asked.carry, next_batch, windowed=window is not None)
+        arguments = state, batch, weight, window, asked.carry, next_batch
+        done, metrics, carry = step._update(task, layout, arguments, window)
+        return done, metrics, _asked(carry, number, done)
+
+    def _next(self) -> tuple[int, Ahead]:
+        """The number of a batch that is asked for, and how much is."""
+        number, self._count = self._count, self._count + 1
+        return number, self._vectors if number >= self._num_exact else Ahead()
+
+
+def _asked(carry: Carry | None, number: int, state: TrainState) -> Any:
+    if carry is None:
+        return None
+    tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)
+    return Asked(carry, number, tuple(map(weakref.ref, tables)))
+
+
+def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
+    if mode not in MODES:
+        raise ValueError(f'`mode` must be "exact", "stale" or "patched", got {mode!r}.')
+    if step.embeddings is None:
+        raise ValueError(
+            f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
+            "js.make_train_step(embeddings=...)."
+        )
+    if not isinstance(num_exact, int) or isinstance(num_exact, bool) or num_exact < 0:
+        raise ValueError(f"`num_exact` counts batches and must be >= 0, got {num_exact!r}.")
+    if num_exact and mode != "stale":
+        raise ValueError(
+            f'`num_exact` is for `mode`="stale", of which the first batches can be exact; got '
+            f"{num_exact} with {mode!r}."
+        )
+    if not 0 < room <= 1:
+        raise ValueError(f"`room` must be above 0 and at most 1, got {room!r}.")

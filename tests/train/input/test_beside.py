@@ -1,0 +1,203 @@
+"""Pipelines that ask the tables for the next batch beside a step: the results of a plain loop."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxslowmo as js
+from support.exhaustive import sweep
+from train.step.tables import DENSE, batches, step_of
+
+ROOT = Path(__file__).parents[3]
+BATCHES = batches(7)
+WAYS = {
+    "local_sgd": lambda: {"sync": js.local_sgd("replica", sync_every=2)},
+    "host": lambda: {"sync": js.local_sgd("replica", sync_every=2), "mode": "host"},
+    "gradients": lambda: {"gradients": js.all_reduce_gradients("replica")},
+    "slowmo": lambda: {
+        "sync": js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    },
+}
+
+
+def same(found, expected):
+    """Bit for bit, with the compiler as users have it.
+
+    As the suite has it (no optimization of loops) some sums of products differ in their last bit.
+    """
+    if "XLA_FLAGS" in os.environ:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@functools.cache
+def step_for(shard, shards, way):
+    return step_of(shards, shard=shard, **WAYS[way]())
+
+
+def plain(step, accumulate, steps=None):
+    """Losses and the state of a loop over `collect` and `step`."""
+    state, window, losses = step.init(DENSE), None, []
+    for count, batch in enumerate(BATCHES[:steps], 1):
+        if count % accumulate:
+            window, metrics = step.collect(state, batch, window=window)
+        else:
+            state, metrics = step(state, batch, window=window)
+            window = None
+        losses.append(metrics["loss"])
+    if window is not None:
+        state, _ = step.apply(state, window)
+    return losses, state
+
+
+@functools.cache
+def plainly(shard, shards, way, accumulate):
+    losses, state = plain(step_for(shard, shards, way), accumulate)
+    return np.stack(losses), jax.tree.map(np.asarray, state._replace(rng=state.step))
+
+
+def check(shard, shards, way, mode, accumulate, drain=True, evaluate=()):
+    step = step_for(shard, shards, way)
+    losses, state = plainly(shard, shards, way, accumulate)
+    pipeline = js.TrainPipeline(
+        step, step.init(DENSE), mode=mode, accumulate=accumulate, drain=drain
+    )
+    evaluation = js.TrainPipeline(step.evaluate, pipeline, iter(BATCHES * 3))
+    first, rest = iter(BATCHES[:4]), iter(BATCHES[4:])
+    found = []
+    for iterator in (first, rest, iter(())):
+        while True:
+            if len(found) in evaluate:
+                next(evaluation)
+            try:
+                found.append(pipeline.progress(iterator).metrics["loss"])
+            except StopIteration:
+                break
+        if drain and len(found) == len(BATCHES):
+            break
+    same(np.stack(found), losses[: len(found)])
+    if drain:
+        assert len(found) == len(BATCHES)
+        done = pipeline.state
+        jax.tree.map(same, jax.tree.map(np.asarray, done._replace(rng=done.step)), state)
+    pipeline.close(), evaluation.close()
+    return pipeline.report()
+
+
+@pytest.mark.parametrize(
+    ("shard", "shards", "way", "mode"),
+    sweep(
+        itertools.product(["row", "column", "table"], [2, 4], WAYS, ["exact", "patched"]),
+        lambda *case: case == ("row", 2, "local_sgd", "patched"),
+    ),
+)
+@pytest.mark.parametrize("accumulate", sweep([1, 2, 3, 5], lambda a: a == 2))
+def test_results_are_those_of_a_plain_loop(shard, shards, way, mode, accumulate):
+    if accumulate == 2 or 4 % accumulate == 0:  # windows do not end with the first iterator
+        check(shard, shards, way, mode, accumulate)
+
+
+@given(
+    mode=st.sampled_from(["exact", "patched"]),
+    drain=st.booleans(),
+    evaluate=st.sets(st.integers(0, 6)),
+)
+def test_drained_or_not_and_evaluated_between(mode, drain, evaluate):
+    report = check("row", 2, "local_sgd", mode, 1, drain, evaluate)
+    assert (report.resent_share is None) == (mode == "exact")
+    assert mode == "exact" or 0 < report.resent_share <= 1
+
+
+def test_another_state_is_looked_up_anew():
+    """Rows of the state that was there before must not be used."""
+    step = step_for("row", 2, "local_sgd")
+    expected, _ = plain(step, 1, 3)
+    pipeline = js.TrainPipeline(
+        step, step.init(DENSE), iter(BATCHES[4:] + BATCHES[:3]), mode="patched"
+    )
+    for _ in range(3):
+        next(pipeline)
+    pipeline.state = step.init(DENSE)
+    found = [result.metrics["loss"] for result in pipeline]
+    same(np.stack(found), np.stack(expected))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["local_sgd", "host", "gradients"])
+@pytest.mark.parametrize("shard", ["row", "column", "table"])
+def test_bits_are_those_of_a_plain_loop(shard, way):
+    """In a process of its own, with the compiler's usual options."""
+    program = (
+        "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+        "from train.input.test_beside import check\n"
+        f"[check({shard!r}, 2, {way!r}, m, a) for m in ('exact', 'patched') for a in (1, 2)]"
+    )
+    own = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=own, cwd=ROOT / "tests")
+
+
+@pytest.mark.parametrize("num_exact", sweep([0, 3], lambda n: n == 3))
+def test_stale_rows_are_one_update_old(num_exact):
+    """Against NumPy: batch i sees the rows that the tables had before update i - 1."""
+    made = js.embeddings(
+        {"user": js.Table(24, 4)}, axis_name="shard", optimizer=js.rowwise_sgd(0.5)
+    )
+
+    def loss(params, batch, *, embedded):
+        return ((embedded["user"] @ params["w"] - batch["y"]) ** 2).mean()
+
+    step = js.make_train_step(
+        loss, optax.sgd(0.1), mesh=js.make_mesh({"replica": 1, "shard": 2}), embeddings=made
+    )
+    state = step.init({"w": np.ones(4, np.float32)})
+    sized = made.over(2)
+    table = np.asarray(sized.read(jax.tree.map(lambda x: x[0], state.params.tables))["user"])
+    now, w, seen, expected = table.copy(), np.ones(4), [], []
+    for i, batch in enumerate(BATCHES):
+        seen.append(now.copy())
+        ids, y = batch["user"], batch["y"]
+        vectors = seen[max(i - 1, 0) if i >= num_exact else i][ids]
+        error = vectors @ w - y
+        expected.append(np.mean(error**2))
+        np.subtract.at(now, ids, 0.5 * 2 / len(y) * error[:, None] * w)
+        w = w - 0.1 * 2 / len(y) * error @ vectors
+    pipeline = js.TrainPipeline(step, state, BATCHES, mode="stale", num_exact=num_exact)
+    found = [result.metrics["loss"][0] for result in pipeline]
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "late"}, "`mode`"),
+        ({"mode": "stale", "depth": 0}, "`depth` > 0"),
+        ({"mode": "exact", "num_exact": 2}, "`num_exact`"),
+        ({"mode": "stale", "num_exact": -1}, "`num_exact`"),
+    ],
+)
+def test_modes_that_cannot_be(options, message):
+    step = step_for("row", 2, "local_sgd")
+    with pytest.raises(ValueError, match=message):
+        js.TrainPipeline(step, step.init(DENSE), BATCHES, **options)
+
+
+def test_modes_are_of_steps_with_tables():
+    step = js.make_train_step(
+        lambda params, batch: (params["w"] * batch).mean(),
+        optax.sgd(0.1),
+        sync="none",
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    with pytest.raises(ValueError, match="none: make it with"):
+        js.TrainPipeline(step, step.init({"w": np.ones(2)}), [np.ones((2, 2))], mode="patched")
