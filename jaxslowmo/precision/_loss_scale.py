@@ -54,7 +54,8 @@ def dynamic_loss_scale(
     too (then a whole window is skipped), and what averages gradients in front of it. What else
     stands in front gets gradients that are still scaled in a loop of your own, and that are not in
     a step of `js.make_train_step`. Not around it: `optax.apply_if_finite`, which would keep every
-    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one.
+    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one; in a step of
+    `js.make_train_step` nothing that does not pass on what `update` is told (`optax.contrib.sam`).
 
     Args:
       optimizer: any optax transform but a parameter transform.

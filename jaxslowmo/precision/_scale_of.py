@@ -51,6 +51,20 @@ def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
     return {"loss_scale": old.scale, "skipped_updates": new.skipped.astype(old.scale.dtype)}
 
 
+def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
+    """() bool: whether an update was skipped; None without a loss scale.
+
+    `skipped_last` would not tell where `js.accumulate` stands around the loss scale: it stays in
+    updates that only add up.
+
+    Args:
+      before: the state of the optimizer.
+      after: likewise, after the update.
+    """
+    old, new = scale_state(before), scale_state(after)
+    return None if old is None or new is None else new.skipped != old.skipped
+
+
 # States of optax inside of which a loss scale does not work, and why.
 _NOT_AROUND = {
     "ApplyIfFiniteState": "optax.apply_if_finite, which keeps every overflow from it, so that the "

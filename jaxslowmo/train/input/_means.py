@@ -18,7 +18,8 @@ def means_over_batches(batches: Sequence[Metrics]) -> Metrics:
 
     Returns:
       The same metrics, in at least float32 where they are of several batches; "weight" is the sum
-      of the weights, and a replica that was idle in all has zeros.
+      of the weights, and a replica that was idle in all has zeros. What the last batch alone tells
+      is of the update that it made, such as the loss scale, and stays as it is.
 
     Communication: none.
     """
@@ -41,6 +42,7 @@ def _means(batches: tuple[Metrics, ...]) -> Metrics:
         return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
 
     means = {name: mean(name) for name in batches[0] if name != "weight"}
+    means = {**batches[-1], **means}
     if weights is None:
         return means
     return {**means, "weight": sum(weights[1:], weights[0])}

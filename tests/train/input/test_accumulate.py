@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -264,6 +265,18 @@ def test_a_loop_yields_updates_with_means_of_their_metrics(size):
     for t, loss, _ in found:
         mean = np.mean(each[(t - 1) * size : t * size], axis=0)
         np.testing.assert_allclose(loss, mean, rtol=1e-6)
+
+
+def test_a_loop_tells_of_the_loss_scale():
+    step = js.make_train_step(
+        lambda p, b: jnp.mean(b @ p["w"]),
+        js.dynamic_loss_scale(optax.sgd(0.1), initial=8.0, growth_interval=1),
+        sync=js.local_sgd("replica"),
+        mesh=js.virtual_mesh({"replica": 2}),
+    )
+    results = js.train_loop(step, small_start(step), list(BATCHES[:5]), accumulate=2)
+    told = [(r.metrics["loss_scale"], r.metrics["skipped_updates"]) for r in results]
+    np.testing.assert_array_equal(told, [[[2.0**k] * 2, [0, 0]] for k in (3, 4, 5)])
 
 
 def test_a_loop_takes_the_batches_of_its_steps_and_no_more():

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
+from jaxslowmo.precision import was_skipped
 from support.executions import gossip_state
 from support.exhaustive import sweep
 
@@ -148,6 +149,40 @@ def test_counters_of_gradient_transforms_count_on():
     state, _ = run(step, batches(ONE))
     np.testing.assert_array_equal(state.opt_state[0].count, [5] * R)
     np.testing.assert_array_equal(state.opt_state[2].count, [5] * R)
+
+
+@pytest.mark.parametrize("axes", [{"replica": R}, {"replica": 2, "device": 2}])
+def test_statistics_keep_out_what_overflowed(axes):
+    """The average of an overflow would be infinite for ever, on all replicas."""
+
+    def noting(params, batch, *, model_state):
+        value = loss(params, batch)
+        after = {"m": model_state["m"] * 0.5 + value, "count": model_state["count"] + 1}
+        return value, ({}, after)
+
+    sync = js.local_sgd("replica", sync_every=1)
+    step = js.make_train_step(noting, scaled(optax.sgd(0.0)), sync=sync, mesh=js.make_mesh(axes))
+    state = step.init(PARAMS, model_state={"m": np.float32(0), "count": np.int32(0)})
+    means = []
+    for batch in batches(ONE):
+        state, _ = step(state, batch)
+        means.append(np.asarray(state.model_state["m"]))
+    assert np.isfinite(means).all()
+    np.testing.assert_array_equal(state.model_state["count"], [5] * axes["replica"])
+    assert all(len(set(m)) == 1 for m in means)  # those of all that there are, averaged
+
+
+def test_tables_and_statistics_ask_whether_this_update_was_skipped():
+    """In updates of `js.accumulate` that only add up there is none."""
+    tx = js.accumulate(scaled(optax.sgd(0.5)), every=2)
+    before = tx.init(PARAMS)
+    bad = jax.tree.map(lambda p: p * np.nan, PARAMS)
+    skipped = []
+    for grads in (bad, PARAMS, PARAMS, PARAMS):
+        _, after = tx.update(grads, before, PARAMS)
+        skipped.append(bool(was_skipped(before, after)))
+        before = after
+    assert skipped == [False, True, False, False]
 
 
 def test_a_window_has_one_scale_and_is_skipped_as_a_whole():
@@ -326,6 +361,11 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
         ({"optimizer": optax.chain(scaled(optax.sgd(1.0)), scaled(optax.sgd(1.0)))}, "found 2"),
         ({"optimizer": optax.apply_if_finite(scaled(optax.sgd(1.0)), 2)}, "apply_if_finite"),
         ({"optimizer": scaled(js.chain(optax.sgd(1.0), js.local_sgd("replica")))}, "in js.chain"),
+        ({"optimizer": optax.GradientTransformation(*scaled(optax.sgd(1.0)))}, "put .* around it"),
+        (
+            {"optimizer": optax.contrib.sam(scaled(optax.sgd(1.0)), optax.sgd(0.1))},
+            "does not pass on",
+        ),
         ({"policy": js.Policy("float16", keep="x")}, "`keep` must name leaves"),
         ({"optimizer": scaled(optax.sgd(1.0), "fsdp")}, "`axes` 'fsdp' is not a mapped axis"),
     ],

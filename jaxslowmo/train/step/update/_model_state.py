@@ -34,6 +34,20 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(first, tree)
 
 
+def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new`, with the floating leaves of `old` where an update was skipped, () bool.
+
+    An average of something infinite would stay so, and go to all replicas. Counters and keys go on.
+
+    Communication: none.
+    """
+
+    def one(n: jax.Array, o: jax.Array) -> jax.Array:
+        return jnp.where(skipped, match_varying(o, n), n) if _floating(n) else n
+
+    return jax.tree.map(one, new, old)
+
+
 class Statistics:
     """The leaves of model state that are averaged with the parameters: floating ones, or none.
 

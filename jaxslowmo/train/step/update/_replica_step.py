@@ -12,7 +12,7 @@ from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....embedding import Embeddings
 from ....mesh import axis_names, vary_over, varying_axes
-from ....precision import loss_scale_of, scale_state, unless_overflow
+from ....precision import loss_scale_of, unless_overflow, was_skipped
 from ....reducer import mean_gradients
 from ....transform import (
     ParameterTransform,
@@ -28,7 +28,7 @@ from ....transform import (
 from ....tree import apply_exactly, leaf_names
 from ..._state import TrainState
 from ._differentiate import Data, Differentiation, kept_if_idle
-from ._model_state import Statistics
+from ._model_state import Statistics, statistics_before_if
 from ._rows import Rows, all_finite, mean_rows
 from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
 from ._window import Gathered, GradientWindow, Metrics
@@ -211,20 +211,16 @@ class StepParts:
         _check_reduced(updates, inner_axes)
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
-        scale = scale_state(optimizer_state)
-        if scale is not None:
-            # What the optimizer has skipped, tables skip, too.
-            taken = ~scale.skipped_last
-            active = taken if active is None else active & taken
-        return Moved(
-            updates,
-            reduced.rows,
-            active,
-            reduced.state,
-            optimizer_state,
+        skipped, model_state = (
+            was_skipped(state.opt_state[1], optimizer_state),
             gathered.model_state,
-            weight,
-            rate,
+        )
+        if skipped is not None:
+            # What the optimizer has skipped tables and model state skip, too.
+            active = ~skipped if active is None else active & ~skipped
+            model_state = statistics_before_if(skipped, model_state, state.model_state)
+        return Moved(
+            updates, reduced.rows, active, reduced.state, optimizer_state, model_state, weight, rate
         )
 
     def exchanged(

@@ -20,7 +20,7 @@ from ...._scopes import METRICS, PHASE
 from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
-from ....precision import loss_scale_of
+from ....precision import Unscaled, is_about_keywords, loss_scale_of
 from ....transform import holds_state
 from ....tree import at_least_float32
 from ._as_varying import run_as_varying
@@ -240,7 +240,8 @@ def update_told(
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
-        exchanges and cannot be run with varying types.
+        exchanges and cannot be run with varying types; a loss scale inside of what keeps from it
+        that gradients were divided.
 
     Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
     """
@@ -257,18 +258,16 @@ def update_told(
         data: Any,
     ) -> tuple[PyTree, PyTree]:
         extra = {} if weight is None else {"weight": weight}
-        # Divided as soon as they were taken, so that all that reads them gets what it expects.
-        scaled = {} if loss_scale_of(state) is None else {"unscaled": True, "finite": finite}
         is_refused = averaged or loss.data is None
         own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
-        told = {"value": value, "grad": grads, "value_fn": own}
-        try:
-            return optimizer.update(grads, state, params, **told, **extra, **scaled)
-        except TypeError as error:
-            if "unexpected keyword argument" not in str(error):
-                raise
-            # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
-            return optimizer.update(grads, state, params, **scaled)
+        told = {"value": value, "grad": grads, "value_fn": own, **extra}
+        run = partial(optimizer.update, grads, state, params)
+        if loss_scale_of(state) is None:
+            return _called_with(run, told, {})
+        # Divided as soon as they were taken, so that all that reads them gets what it expects.
+        with Unscaled.heard() as unscaled:
+            scaled = {"unscaled": unscaled, "finite": finite}
+            return _called_with(run, {**told, **scaled}, scaled)
 
     operands = grads, state, params, loss.value, weight, finite, None if averaged else loss.data
     try:
@@ -289,6 +288,19 @@ def update_told(
         # Branches and loops that mix constants with what differs between replicas; and zeros like
         # a shape of them (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
         return run_as_varying(update, *operands)
+
+
+def _called_with(run: Update, all_known: dict[str, Any], few: dict[str, Any]) -> Any:
+    """`run` with all that is known; with few where it does not take all.
+
+    optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
+    """
+    try:
+        return run(**all_known)
+    except TypeError as error:
+        if not is_about_keywords(error):
+            raise
+        return run(**few)
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:
