@@ -88,6 +88,8 @@ class Feed:
                 return None
         first = self._held.popleft()
         if isinstance(first, Prepared):
+            # Not before: arrays on CPU devices may be those of the iterator, without a copy.
+            refuse_changed(first.loaded.batch, first.loaded.sample)
             return first
         if not self._loaders:
             self._is_open = False
@@ -157,7 +159,6 @@ class Feed:
 
     def _prepared(self, loaded: Loaded) -> Prepared | _Failed:
         try:
-            refuse_changed(loaded.batch, loaded.sample)
             return self._stages(loaded, self._state())
         except Exception as error:  # in the turn of this batch: those before it can be used
             return _Failed(error, error.__traceback__)

@@ -22,11 +22,13 @@ class Prepared(NamedTuple):
       batch: as the last stage left it.
       weight: of the replicas; None: all alike.
       position: of its iterator right after it.
+      loaded: what it was made of.
     """
 
     batch: PyTree
     weight: Any
     position: Any
+    loaded: Loaded
 
 
 class Stages:
@@ -61,7 +63,7 @@ class Stages:
             batch, weight = next(clocks)(lambda: self._place(batch, weight, state=state))
         for stage, clock in zip(self._stages, clocks, strict=True):
             batch = clock(stage, batch)
-        return Prepared(batch, weight, loaded.position)
+        return Prepared(batch, weight, loaded.position, loaded)
 
 
 def put_arrays(batch: PyTree) -> PyTree:
