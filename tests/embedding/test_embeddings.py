@@ -61,6 +61,7 @@ def check(emb, num_shards, *, check_vma=True, update=None, reference=None):
         np.testing.assert_allclose(moved[name], want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_all_kinds_in_one_program_are_tables_of_one_device_without_an_axis():
     check(mixed(axis_name=None), 1)
 
@@ -107,10 +108,7 @@ def _stored(emb):
 
 CASES = sweep(
     itertools.product(SHARDS, POOLINGS, SIZES, (True, False)),
-    lambda shard, pooling, size, checked: (
-        (shard, pooling, size, checked)
-        in {("row", "sum", 8, False), ("column", "mean", 2, True), ("table", None, 2, True)}
-    ),
+    lambda *case: case == ("row", "sum", 8, False),
 )
 
 

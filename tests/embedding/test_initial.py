@@ -92,13 +92,11 @@ def test_specs_say_how_arrays_lie():
         emb.init(KEY)
     assert emb.over(2).specs == {
         "t0": P("shard", None),
-        "t1": P("shard", None),
-        "t2": P(None, "shard"),
+        "t1": P(None, "shard"),
         "tables_float32_8": P("shard", None),
     }
     assert emb.over(2).optimizer_specs.accumulators == {
         "t0": P("shard"),
-        "t1": P("shard"),
-        "t2": P(),
+        "t1": P(),
         "tables_float32_8": P("shard"),
     }

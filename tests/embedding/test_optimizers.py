@@ -126,9 +126,8 @@ def test_half_precision_is_updated_in_float32_and_rounded_once():
     np.testing.assert_array_equal(found[ids[:, 0]], want)
 
 
-@pytest.mark.parametrize("optimizer", [js.rowwise_adagrad(0.1), js.rowwise_sgd(0.1)])
-def test_donated_tables_are_updated_in_place(optimizer):
-    emb = emb_of(optimizer, num_rows=64_000, dim=32)
+def test_donated_tables_are_updated_in_place():
+    emb = emb_of(js.rowwise_adagrad(0.1), num_rows=64_000, dim=32)
     stored = jax.eval_shape(emb.init, jax.random.key(0))
     state = jax.eval_shape(emb.init_optimizer, stored)
     targets = jax.ShapeDtypeStruct((4, 32), jnp.float32)
