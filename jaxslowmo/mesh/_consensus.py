@@ -93,8 +93,8 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
                 return first(own)
             wide = at_least_float32(own.dtype)
             terms = zip(weights, parts, strict=True)
-            mass = sum(w.astype(wide) * x.astype(wide) for w, x in terms)
-            return (total(mass) / of_all(wide)).astype(own.dtype)
+            masses = [w.astype(wide) * x.astype(wide) for w, x in terms]
+            return (total(functools.reduce(jnp.add, masses)) / of_all(wide)).astype(own.dtype)
 
         return jax.tree.map(weighted, *values)
 
