@@ -109,7 +109,7 @@ def update_ahead(
     """`(state, batch, weight, window, carry, upcoming) -> (state, metrics, carry)`."""
 
     def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.updated, ahead=ahead, phase=phase, inner_axes=inner_axes)
+        return _telling(partial(parts.updated, ahead=ahead, phase=phase, inner_axes=inner_axes))
 
     window = ROLES if windowed else "shared"
     roles = ("stacked", "batch", "stacked", window, "device", "batch")

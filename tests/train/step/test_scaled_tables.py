@@ -8,7 +8,7 @@ import pytest
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step.tables import DENSE, assert_equal, batches, embeddings, loss
+from train.step.tables import DENSE, batches, embeddings, loss
 
 MEAN = {"gradients": js.all_reduce_gradients("replica")}
 WAYS = {"gradients": MEAN, "local_sgd": {"sync": js.local_sgd("replica", sync_every=4)}}
@@ -33,6 +33,10 @@ def given(overflow=()):
     for t in overflow:
         found[t]["factor"][5] = np.inf
     return found
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def assert_close(found, expected, atol):
@@ -70,6 +74,21 @@ def test_a_window_of_batches_is_skipped_with_its_rows():
     after, metrics = step(state, good, window=window)
     assert_equal(after.params, state.params)
     np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["exact", "patched"])
+def test_what_is_asked_ahead_is_of_tables_that_were_skipped(mode):
+    step = make(js.dynamic_loss_scale(optax.sgd(0.3), initial=1024.0), **MEAN)
+    one, bad, last = given(overflow=[1])
+    state, want = step.init(DENSE), step.init(DENSE)
+    ahead = step.ahead(mode)
+    carry = ahead.prime(state, one)
+    for batch, following in ((one, bad), (bad, last), (last, None)):
+        state, metrics, carry = ahead(state, batch, carry, following)
+        want, _ = step(want, batch)
+    np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
+    assert_equal(state.params, want.params)
 
 
 def test_vectors_are_cast_and_rows_stay_float32():
