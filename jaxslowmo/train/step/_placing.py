@@ -1,11 +1,16 @@
 """Batches and weights where the programs of a step want them."""
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from ..._typing import AxisName, PyTree
+from ...embedding import Embeddings
 from ...mesh import AnyMesh
 from .._state import Layout
 from ..batches import (
@@ -27,14 +32,23 @@ class Placing:
       axis_name: of its replicas.
       host_batch: what leaves of the host are.
       layouts: of its states.
+      embeddings: of the step; ids of the host are looked at before they are used.
     """
 
     def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, layouts: Layouts
+        self,
+        mesh: AnyMesh,
+        axis_name: AxisName,
+        host_batch: HostBatch,
+        layouts: Layouts,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self._mesh, self._axis_name, self._layouts = mesh, axis_name, layouts
         self._host_batch: HostBatch = host_batch
         self._compare = Comparison(mesh, host_batch)
+        self._embeddings = embeddings
+        self._looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._doubtful: dict[str, Any] = {}
 
     def compared(
         self, batch: PyTree, weight: Any, layout: Layout
@@ -42,7 +56,34 @@ class Placing:
         """A batch that is to run, when processes have compared what they give, and its weight."""
         batch = as_arrays(batch)
         self._compare(batch, self._layouts.data_axes(layout))
-        return self.placed(batch, weight, layout)
+        if self._embeddings is None:
+            return self.placed(batch, weight, layout)
+        self._refuse_ids(self._embeddings, batch, layout)
+        leaves = jax.tree.leaves(batch)
+        placed, weight = self.placed(batch, weight, layout)
+        for given, x in zip(leaves, jax.tree.leaves(placed), strict=True):
+            if isinstance(given, np.ndarray) or self._looked_at.get(id(given)) is given:
+                self._looked_at[id(x)] = x
+        return placed, weight
+
+    def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
+        """Take note of what a program counted in a batch; of ids that only devices have known.
+
+        The next call looks at that, and waits for it.
+        """
+        known = [self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch)]
+        if self._embeddings is not None and not all(known):
+            self._doubtful = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
+
+    def _refuse_ids(self, embeddings: Embeddings, batch: PyTree, layout: Layout) -> None:
+        """Raise `ValueError` for ids that are in no table, in this batch or the one before."""
+        doubtful, self._doubtful = self._doubtful, {}
+        embeddings.refuse({name: _own_parts(x) for name, x in doubtful.items()})
+        host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
+        if host:
+            axes = self._layouts.data_axes(layout)
+            parts = parts_given(host[0], self._mesh, axes, self._host_batch)
+            embeddings.check(embeddings.bags_of(batch), num_parts=parts)
 
     def placed(self, batch: PyTree, weight: Any, layout: Layout) -> tuple[PyTree, jax.Array | None]:
         """A batch and its weight on the devices; shapes alone stay shapes."""
@@ -61,3 +102,12 @@ class Placing:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), jnp.result_type(x))
 
         return jax.tree.map(share, batch)
+
+
+def _own_parts(x: Any) -> Any:
+    """A count of the replicas of this process."""
+    if isinstance(x, Tracer):
+        return 0
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.concatenate([np.asarray(shard.data) for shard in x.addressable_shards])

@@ -66,7 +66,7 @@ class TrainStep:
         self._layouts = Layouts(mesh, parts.axis_name, tables)
         self._programs = Programs(parts, mesh, self._layouts, donate, self._warn)
         self._in_flight = StepsInFlight()
-        self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts)
+        self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts, self.embeddings)
         self._collected: PyTree | None = None  # types of a device's part of the last such batch
 
     def init(
@@ -384,6 +384,8 @@ class TrainStep:
         so_far = self._counts.get(_counter(state, self._parts.sync))
         new_state, metrics, *more = program(*arguments)
         self._in_flight.admit(metrics)
+        if len(arguments) > 2:  # with a batch
+            self._placing.ran(arguments[1], metrics)
         self._layouts.note(new_state, layout)
         if window is not None and self._programs.donate:
             forget(window)

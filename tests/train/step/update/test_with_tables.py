@@ -124,3 +124,20 @@ def test_no_gradient_of_a_table_exists():
     assert own == (1 << 19) // 4 * 16 * 4
     assert memory.alias_size_in_bytes >= own
     assert memory.temp_size_in_bytes < own / 50
+
+
+def test_ids_outside_of_a_table_are_refused():
+    """Those of the host before the step, by name; others at the next call."""
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
+    state = step.init(DENSE)
+    wrong = {**BATCHES[0], "user": BATCHES[0]["user"].copy()}
+    wrong["user"][3] = 24
+    with pytest.raises(ValueError, match=r"'user' has the id 24 in row 3 .* table 'user' has 24"):
+        step(state, wrong)
+    state, metrics = step(state, jax.tree.map(jax.numpy.asarray, wrong))
+    assert np.isnan(metrics["loss"]).any()
+    with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
+        step(state, BATCHES[0])
+    with pytest.raises(ValueError, match="`mesh` has the axes"):
+        step_of(1, mesh=mesh, sync=local)
