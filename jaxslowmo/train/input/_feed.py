@@ -103,7 +103,7 @@ class Feed:
         """
         try:
             if not self._held:
-                self._pull(self._depth + 1, wait=True)
+                self._pull(max(1, self._depth), wait=True)
         except TimeoutError:
             return None
         first = self._held[0] if self._held else None
