@@ -1,4 +1,4 @@
-"""Milliseconds per step of sharded embeddings on shaped links.
+"""Milliseconds per step of sharded embeddings on shaped links, by mode of the pipeline.
 
     sudo .venv/bin/python benchmarks/embeddings/step_time.py --out \\
         benchmarks/results/embedding_step_time
@@ -8,7 +8,7 @@ iproute2). A DLRM with 8 tables, whose rows the hosts share; one process per hos
 thread each. The variants take turns, so that what else the machine does falls on all alike. A
 step's time is that of the slowest host, bytes are the mean of what the hosts' interfaces send,
 headers included. Least possible is the longer of two: computing alone on one host, and sending
-alone, which is a variant's bytes over the rate of the link.
+alone, which is the bytes of the exact mode over the rate of the link.
 """
 
 import argparse

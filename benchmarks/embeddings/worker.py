@@ -91,11 +91,12 @@ def prepare(name: str):
         mesh=ALONE if alone else SHARED,
         embeddings=tables("auto" if alone else CAPACITY),
     )
+    ahead = {} if name in ("compute alone", "unpipelined") else {"mode": name, "depth": 2}
     pipeline = js.TrainPipeline(
         step,
         step.init(PARAMS),
         itertools.cycle(BATCHES),
-        depth=0,
+        **{"depth": 0, **ahead},
     )
     seen = {}
 

@@ -16,6 +16,9 @@ LEARNING_RATE = 0.01
 STEPS = {
     "compute alone": 16,
     "unpipelined": 12,
+    "exact": 12,
+    "stale": 12,
+    "patched": 12,
 }
 
 

@@ -1,7 +1,7 @@
 """Train a DLRM on flights, its tables shared by eight devices, and compare it with boosted trees.
 
     python examples/dlrm/train.py
-    python examples/dlrm/train.py --replicas 2 --algorithm local_sgd --tries 0
+    python examples/dlrm/train.py --replicas 2 --algorithm local_sgd --mode patched --tries 0
 
 The devices are forced CPU devices where there is nothing else. Writes curves.png and result.json.
 """
@@ -19,7 +19,7 @@ import trees
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from training import Algorithm, Options, Shard, train
+from training import Algorithm, Mode, Options, Shard, train
 from typer import Option
 
 import jaxslowmo as js
@@ -29,6 +29,7 @@ CONSOLE = Console()
 
 
 def main(
+    mode: Annotated[Mode, Option(help="What of the next batch is exchanged ahead.")] = "exact",
     shard: Annotated[Shard, Option(help="How tables are split.")] = "row",
     replicas: Annotated[int, Option(help="Each has 8 / replicas shards.")] = 1,
     algorithm: Annotated[Algorithm, Option(help="Between replicas.")] = "all_reduce",
@@ -49,6 +50,7 @@ def main(
     jax.config.update("jax_num_cpu_devices", DEVICES)  # counts where there is only a CPU
     mesh = js.make_mesh({"replica": replicas, "shard": DEVICES // replicas})
     options = Options(
+        mode=mode,
         shard=shard,
         algorithm=algorithm,
         epochs=epochs,
@@ -74,7 +76,7 @@ def main(
     seconds = time.perf_counter() - begin
     boosted = _boosted(split, tries, seed) if tries else None
     out.mkdir(parents=True, exist_ok=True)
-    title = f"tables by {shard}, {replicas} x {DEVICES // replicas} devices, {algorithm}"
+    title = f"{mode}, tables by {shard}, {replicas} x {DEVICES // replicas} devices, {algorithm}"
     lines = (boosted.validation, boosted.test) if boosted else None
     figure.draw(out / "curves.png", curve, lines, title)
     result = {

@@ -1,4 +1,4 @@
-"""The DLRM's step, batches and scores; devices share its tables."""
+"""The DLRM's step, batches and scores; devices share its tables, and their exchange runs ahead."""
 
 import dataclasses
 import itertools
@@ -16,6 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 import jaxslowmo as js
 
+Mode = Literal["plain", "exact", "stale", "patched"]
 Shard = Literal["row", "column", "table"]
 Algorithm = Literal["all_reduce", "local_sgd", "slowmo"]
 Batch = dict[str, Any]
@@ -28,6 +29,8 @@ class Options:
     """What a run is told.
 
     Attributes:
+      mode: what of the next batch is exchanged beside a step; "plain": nothing, and nothing is
+        loaded ahead either.
       shard: of all tables.
       algorithm: what replicas exchange.
       epochs: passes over the training flights.
@@ -40,6 +43,7 @@ class Options:
       scores: how often the flights of validation and test are scored.
     """
 
+    mode: Mode = "exact"
     shard: Shard = "row"
     algorithm: Algorithm = "all_reduce"
     epochs: int = 1
@@ -128,6 +132,8 @@ def train(
         step,
         step.init(params, seed=options.seed),
         itertools.islice(batches(split.train, options), num_steps),
+        depth=0 if options.mode == "plain" else 2,
+        mode="exact" if options.mode == "plain" else options.mode,
     )
     scores = scorer(graphdef, embeddings, mesh)
     due = set(np.linspace(0, num_steps, options.scores + 1).astype(int)[1:].tolist())

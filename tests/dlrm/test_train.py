@@ -1,4 +1,4 @@
-"""The DLRM example as one command: it learns however its tables lie."""
+"""The DLRM example as one command: it learns whatever is sent ahead, and however tables lie."""
 
 import json
 
@@ -9,18 +9,20 @@ import typer
 from support.exhaustive import sweep
 
 CASES = [
-    ("row", 2, "local_sgd"),
-    ("table", 1, "all_reduce"),
-    ("column", 4, "slowmo"),
+    ("plain", "row", 1, "all_reduce"),
+    ("exact", "table", 1, "all_reduce"),
+    ("patched", "row", 2, "local_sgd"),
+    ("patched", "column", 4, "slowmo"),
+    ("stale", "row", 2, "all_reduce"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("shard", "replicas", "algorithm"),
-    sweep(CASES, lambda shard, *_: shard == "row"),
+    ("mode", "shard", "replicas", "algorithm"),
+    sweep(CASES, lambda mode, shard, *_: (mode, shard) == ("patched", "row")),
 )
 def test_the_command_trains_and_writes_what_it_measured(
-    real_flights, monkeypatch, tmp_path, capsys, shard, replicas, algorithm
+    real_flights, monkeypatch, tmp_path, capsys, mode, shard, replicas, algorithm
 ):
     import flights
 
@@ -30,6 +32,7 @@ def test_the_command_trains_and_writes_what_it_measured(
     some = flights.Split(*parts, real_flights.num_rows)
     monkeypatch.setattr(flights, "split", lambda: some)
     train.main(
+        mode=mode,
         shard=shard,
         replicas=replicas,
         algorithm=algorithm,
