@@ -220,7 +220,11 @@ def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, ParameterTransform):
         raise ValueError(_moves_parameters("a js.ParameterTransform"))
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ValueError(f"{_OWNER}: `optimizer` must be an optax transform, got {optimizer!r}.")
+        more = " Of an optax.MultiSteps pass its gradient_transformation()."
+        raise ValueError(
+            f"{_OWNER}: `optimizer` must be an optax transform, got {optimizer!r}."
+            f"{more if isinstance(optimizer, optax.MultiSteps) else ''}"
+        )
 
 
 def _check_state(state: PyTree) -> None:

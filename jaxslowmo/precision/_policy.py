@@ -1,5 +1,6 @@
 """The dtype in which a loss computes, apart from that of the parameters."""
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,7 +48,8 @@ class Policy:
             raise ValueError(
                 f"Policy: `compute` must be one of {COMPUTE_DTYPES}, got {self.compute!r}."
             )
-        keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
+        names = (self.keep,) if isinstance(self.keep, str) else self.keep
+        keep = tuple(names) if isinstance(names, Iterable) else (names,)
         if not all(isinstance(x, str) and x for x in keep):
             raise ValueError(f"Policy: `keep` must be names of leaves, got {self.keep!r}.")
         object.__setattr__(self, "compute", name)

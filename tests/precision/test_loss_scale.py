@@ -225,6 +225,10 @@ def test_a_loop_carries_its_state():
     ("make", "message"),
     [
         (lambda: js.dynamic_loss_scale(None), "`optimizer` must be an optax transform"),
+        (
+            lambda: js.dynamic_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2)),
+            r"gradient_transformation\(\)",
+        ),
         (lambda: js.dynamic_loss_scale(js.local_sgd("replica")), "js.ParameterTransform"),
         (lambda: js.dynamic_loss_scale(optax.sgd(1.0), (1,)), "`axes` must be the name"),
         (lambda: js.dynamic_loss_scale(optax.sgd(1.0), growth=0.5), "`growth` must be > 1"),

@@ -90,7 +90,7 @@ def test_other_dtypes_are_refused(compute):
         js.Policy(compute)
 
 
-@pytest.mark.parametrize("keep", [("",), (1,), ({"a": 1},)])
+@pytest.mark.parametrize("keep", [("",), (1,), ({"a": 1},), 3])
 def test_names_are_strings(keep):
     with pytest.raises(ValueError, match="Policy: `keep` must be names"):
         js.Policy("float16", keep=keep)

@@ -203,7 +203,7 @@ class TrainStep:
         """
         refuse_unusable(state)
         refuse_unusable_window(window)
-        if self._collected is None:
+        if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._next_phase(state), self._collected)
         return self._update(task, self._layouts.of(state), (state, window), window)

@@ -22,6 +22,7 @@ def loss(params, batch):
         ({"mode": "eager"}, r'`mode` must be "traced" or "host", got \'eager\''),
         ({"model_state": "mean"}, r"`model_state` must be .* got 'mean'"),
         ({"host_batch": "whole"}, r'`host_batch` must be "local" or "global", got \'whole\''),
+        ({"accumulate": True}, r"`accumulate` counts microbatches and must be >= 1, got True"),
         ({"accumulate": 0}, r"`accumulate` counts microbatches and must be >= 1, got 0"),
         ({"accumulate": 1.5}, r"`accumulate` .* got 1\.5"),
         ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got Gradient\w+"),

@@ -189,6 +189,8 @@ def test_wrong_windows_are_refused():
     other = js.make_train_step(plain, optax.sgd(0.1), sync="none", mesh=MESHES["virtual"]())
     with pytest.raises(ValueError, match=r"that `step\.collect` of this step"):
         other.apply(state, window)
+    with pytest.raises(ValueError, match=r"that `step\.collect` of this step"):
+        step.apply(state, None)
     with pytest.raises(ValueError, match="`weight` must be given for all batches"):
         step.collect(state, BATCHES[0], weight, window=window)
     with pytest.raises(ValueError, match="`window` must be what"):
