@@ -147,7 +147,7 @@ def layout_of(tables: Mapping[str, Table], num_shards: int) -> Layout:
                 )
             stores[name] = _store(name, table, table.num_rows, num_shards)
             places[name] = Place(name, table.num_rows, 1, 1, table.num_rows, 0, 0)
-    for name, members in _groups(tables).items():
+    for name, members in _groups(tables, num_shards).items():
         if name in stores:
             raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
         first = next(iter(members.values()))
@@ -167,12 +167,16 @@ def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
     return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
 
 
-def _groups(tables: Mapping[str, Table]) -> dict[str, dict[str, Table]]:
-    """Tables that lie on one device each, by the array that those of one width and dtype share."""
+def _groups(tables: Mapping[str, Table], num_shards: int) -> dict[str, dict[str, Table]]:
+    """Tables that lie on one device each, by the array that those of one width and dtype share.
+
+    Its name has the number of devices: arrays of one shape hold the tables in another order on
+    another number, and a checkpoint of these must not be taken for one of those.
+    """
     found: dict[str, dict[str, Table]] = {}
     for name, table in tables.items():
         if table.shard == "table":
-            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}"
+            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
             found.setdefault(group, {})[name] = table
     return found
 

@@ -93,10 +93,10 @@ def test_specs_say_how_arrays_lie():
     assert emb.over(2).specs == {
         "t0": P("shard", None),
         "t1": P(None, "shard"),
-        "tables_float32_8": P("shard", None),
+        "tables_float32_8_over_2": P("shard", None),
     }
     assert emb.over(2).optimizer_specs.accumulators == {
         "t0": P("shard"),
         "t1": P(),
-        "tables_float32_8": P("shard"),
+        "tables_float32_8_over_2": P("shard"),
     }

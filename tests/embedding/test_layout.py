@@ -100,9 +100,9 @@ def test_whole_tables_are_spread_by_their_rows_and_those_of_a_width_share_an_arr
     tables["half"] = js.Table(7, 4, shard="table", dtype=jnp.bfloat16)
     layout = layout_of(tables, 2)
     assert {n: s.num_rows for n, s in layout.stores.items()} == {
-        "tables_float32_4": 2 * 115,  # 100 + 10 + 5 and 60 + 50
-        "tables_float32_8": 2 * 7,
-        "tables_bfloat16_4": 2 * 7,
+        "tables_float32_4_over_2": 2 * 115,  # 100 + 10 + 5 and 60 + 50
+        "tables_float32_8_over_2": 2 * 7,
+        "tables_bfloat16_4_over_2": 2 * 7,
     }
     assert {n: p.first_owner for n, p in layout.places.items() if n in rows} == {
         "a": 0,

@@ -130,6 +130,7 @@ class AheadStep:
             arguments = state, batch, weight, window, asked.carry, next_batch
             done, metrics, carry = step._program(task, layout, arguments)(*arguments)
             step._in_flight.admit(metrics)
+            step._placing.ran(batch, metrics)
             return done, metrics, _asked(carry, number, state)
         phase = step._next_phase(state)
         task = update_ahead(phase, ahead, asked.carry, next_batch, windowed=window is not None)

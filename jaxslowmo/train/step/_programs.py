@@ -22,6 +22,7 @@ ReplicaFn = Callable[..., Any]
 
 
 Parts = StepParts | TableParts
+_GROWING = ("collect", "gather_ahead")  # windows, which with tables have more rows each time
 
 
 class Task(NamedTuple):
@@ -210,9 +211,12 @@ class Programs:
             out_roles=self._roles(task.out_roles),
             automatic=layout.axes,
         )
+        donated = task.donated if self.donate else ()
+        if parts.tables is not None and out_shardings is None and task.name in _GROWING:
+            donated = ()  # there is nothing that the rows fit into, of which jax would warn
         return jax.jit(
             mapped,
-            donate_argnums=task.donated if self.donate else (),
+            donate_argnums=donated,
             out_shardings=out_shardings,
         )
 

@@ -29,7 +29,7 @@ from ._programs import (
     update_of_window,
 )
 from ._state_checks import StateChecks
-from ._tables import new_tables
+from ._tables import new_tables, seen_by_loss
 from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
 from .update import GradientWindow, Metrics, StepParts, table_chain
 
@@ -183,6 +183,7 @@ class TrainStep:
         arguments = state, batch, weight, window
         window, metrics = self._program(collect(), layout, arguments)(*arguments)
         self._in_flight.admit(metrics)
+        self._placing.ran(batch, metrics)
         assert window is not None
         return window, metrics
 
@@ -266,6 +267,7 @@ class TrainStep:
         arguments = state._replace(opt_state=()), batch, weight
         metrics = self._programs.get(evaluate(), layout, arguments)(*arguments)
         self._in_flight.admit(metrics)
+        self._placing.ran(batch, metrics)
         return metrics
 
     def compiled(
@@ -297,17 +299,11 @@ class TrainStep:
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-
-        def own(x: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
+        share = self._placing.share(as_arrays(batch), self._layouts.of(state))
         try:
-            return ready_order(
-                self._parts.differentiation.loss,
-                jax.tree.map(own, state.params),
-                self._placing.share(as_arrays(batch), self._layouts.of(state)),
-                model_state=jax.tree.map(own, state.model_state),
-            )
+            params, batch, model_state = seen_by_loss(self._parts.tables, state, share)
+            loss = self._parts.differentiation.loss
+            return ready_order(loss, params, batch, model_state=model_state)
         except NameError:  # unbound axis name
             return None
 

@@ -12,7 +12,8 @@ from ..._typing import AxisName, PyTree
 from ...embedding import Embeddings, WithTables
 from ...mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, vary_over
 from ...transform import ParameterTransform
-from .update import Tables, on_shards
+from .._state import TrainState
+from .update import Tables, WithVectors, on_shards
 
 
 def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tables:
@@ -42,7 +43,7 @@ def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tab
             f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
             "replicas have no devices inside: use js.make_mesh, or axis_name=None."
         )
-    if mesh.shape[axis] == 1:
+    if isinstance(mesh, VirtualMesh):
         return Tables(dataclasses.replace(embeddings, axis_name=None), axis, None)
     return Tables(embeddings, axis, axis)
 
@@ -53,6 +54,34 @@ def sync_of_tables(sync: ParameterTransform | None, tables: Tables) -> Parameter
         return sync
     specs = WithTables(P(), tables.embeddings.specs)
     return sync.with_specs(specs, of_state=True) if sync.shards_whole_leaves else sync
+
+
+def seen_by_loss(
+    tables: Tables | None, state: TrainState, share: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Types of the parameters, the batch and the model state that a loss function is given.
+
+    Args:
+      tables: of the step; None without.
+      state: of it.
+      share: types of what one device has of a batch.
+
+    Communication: none.
+    """
+
+    def own(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    params, model_state = jax.tree.map(own, (state.params, state.model_state))
+    if tables is None:
+        return params, share, model_state
+
+    def look_up(params: WithTables, batch: PyTree) -> PyTree:
+        embeddings = tables.embeddings
+        return embeddings.reference(params.tables, embeddings.bags_of(batch), params.dense)
+
+    embedded = jax.eval_shape(look_up, params, share)
+    return params.dense, WithVectors(share, embedded), model_state
 
 
 def new_tables(tables: Tables, key: jax.Array, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:

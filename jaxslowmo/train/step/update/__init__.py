@@ -3,6 +3,7 @@
 from ._ahead import Ahead as Ahead
 from ._ahead import Carry as Carry
 from ._differentiate import Differentiation as Differentiation
+from ._loss import WithVectors as WithVectors
 from ._loss import of_vectors as of_vectors
 from ._model_state import ModelStateMode as ModelStateMode
 from ._replica_step import GradientOrder as GradientOrder

@@ -141,3 +141,27 @@ def test_ids_outside_of_a_table_are_refused():
         step(state, BATCHES[0])
     with pytest.raises(ValueError, match="`mesh` has the axes"):
         step_of(1, mesh=mesh, sync=local)
+
+
+def test_ids_of_devices_are_refused_after_every_kind_of_call():
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
+    state = step.init(DENSE)
+    wrong = jax.tree.map(jax.numpy.asarray, BATCHES[0])
+    wrong["user"] = wrong["user"].at[3].set(24)
+    ahead = step.ahead("exact")
+    asked = ahead.prime(state, wrong)
+    for call in (
+        lambda: step.collect(state, wrong),
+        lambda: step.evaluate(state, wrong),
+        lambda: ahead(state, wrong, asked, None, collect=True),
+    ):
+        call()
+        with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
+            step.evaluate(state, BATCHES[0])
+        step.evaluate(state, BATCHES[0])  # refused once
+
+
+def test_the_order_of_dense_gradients():
+    step = step_of(2, sync=local)
+    assert step.ready_order(step.init(DENSE), BATCHES[0]) == (0, 1)  # b is added last

@@ -1,0 +1,110 @@
+"""Runs with embedding tables: saved, and resumed on other numbers of replicas and devices."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, export_consensus, load_consensus
+from support.exhaustive import sweep
+from train.step.tables import DENSE, batches, embeddings, loss
+
+BATCHES = batches(6)
+SAVED = 3  # updates, one behind an exchange
+
+
+class Epochs:
+    """The batches from a position on."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == len(BATCHES):
+            raise StopIteration
+        self.position += 1
+        return BATCHES[self.position - 1]
+
+    def get_state(self):
+        return self.position
+
+
+def make(replicas, shards, shard="row"):
+    devices = np.array(jax.devices()[: replicas * shards]).reshape(replicas, shards)
+    mesh = jax.sharding.Mesh(devices, ("replica", "shard"))
+    base = js.local_sgd("replica", sync_every=2)
+    sync = js.slowmo("replica", base=base, sync_every=4)
+    made = embeddings(shard)
+    return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, embeddings=made, sync=sync)
+
+
+def numbers(state):
+    """Of a state, PRNG keys as their data."""
+    return jax.tree.map(np.asarray, state._replace(rng=jax.random.key_data(state.rng)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that was saved in the middle of an epoch: step, folder, state then and in the end."""
+    folder, step = tmp_path_factory.mktemp("tables") / "run", make(2, 2)
+    pipeline = js.TrainPipeline(step, step.init(DENSE), Epochs(), mode="patched")
+    then = None
+    with Checkpoints(folder) as checkpoints:
+        for result in pipeline:
+            if result.step == SAVED:
+                checkpoints.save(SAVED, result.state, extra={"position": result.position})
+                then = numbers(result.state)
+    return step, folder, then, numbers(pipeline.state)
+
+
+def same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_resumed_in_the_middle_of_an_epoch_every_batch_is_trained_once(run):
+    step, folder, then, end = run
+    found = Checkpoints(folder).restore(step, DENSE)
+    assert found.is_exact
+    same(numbers(found.state), then)
+    position = found.extra["position"]
+    assert position == SAVED  # others were loaded and looked up ahead
+    pipeline = js.TrainPipeline(step, found.state, Epochs(position), mode="patched")
+    assert sum(1 for _ in pipeline) == len(BATCHES) - SAVED
+    same(numbers(pipeline.state), end)
+
+
+@pytest.mark.parametrize("shards", sweep([1, 4], lambda shards: shards == 1))
+def test_on_another_number_of_devices_rows_are_the_same(run, shards):
+    _, folder, then, _ = run
+    step = make(2, shards)
+    state = Checkpoints(folder).restore(step, DENSE).state
+    same(numbers(state).params, then.params)
+    same(numbers(state).opt_state[1], then.opt_state[1])
+    state, metrics = step(state, BATCHES[SAVED])
+    assert np.isfinite(metrics["loss"]).all()
+
+
+def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_path):
+    step, folder, then, _ = run
+    found = Checkpoints(folder).restore(make(1, 2), DENSE)
+    assert not found.is_exact
+    mean = jax.tree.map(lambda x: np.mean(x, axis=0, keepdims=True), then.params)
+    jax.tree.map(lambda x, m: np.testing.assert_allclose(x, m, rtol=1e-6), found.state.params, mean)
+
+    state = Checkpoints(folder).restore(step, DENSE).state
+    export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
+    tables = step.embeddings.read(load_consensus(tmp_path / "model")["tables"])
+    assert {name: x.shape for name, x in tables.items()} == {"item": (40, 4), "user": (24, 4)}
+
+
+@pytest.mark.exhaustive
+def test_whole_tables_lie_otherwise_on_another_number_of_devices(tmp_path):
+    step = make(2, 2, "table")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, step.init(DENSE))
+    with pytest.raises(CheckpointError, match="tables_float32_4_over_4 is missing"):
+        Checkpoints(tmp_path).restore(make(2, 4, "table"), DENSE)
