@@ -87,4 +87,4 @@ def _total(count: Any) -> int:
     if not isinstance(count, jax.Array) or count.is_fully_addressable:
         return int(np.sum(count))
     parts = {str(shard.index): shard.data for shard in count.addressable_shards}
-    return int(sum(np.sum(part) for part in parts.values()))
+    return int(sum(np.sum(np.asarray(part)) for part in parts.values()))

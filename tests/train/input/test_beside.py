@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import jaxslowmo as js
 from support.exhaustive import sweep
+from support.pairs import two_processes
 from train.step.tables import DENSE, batches, step_of
 
 ROOT = Path(__file__).parents[3]
@@ -145,6 +147,47 @@ def test_bits_are_those_of_a_plain_loop(shard, way):
     )
     own = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-c", program], check=True, env=own, cwd=ROOT / "tests")
+
+
+PROGRAM = """
+sys.path.insert(0, {tests!r})
+import json
+import numpy as np
+import jaxslowmo as js
+from train.step.tables import DENSE, batches, step_of
+
+# Of each process two devices, one per replica: both hold a part of either replica's tables.
+devices = np.array(sorted(jax.devices(), key=lambda d: (d.process_index, d.id))).reshape(2, 2).T
+mesh = jax.sharding.Mesh(devices, ("replica", "shard"))
+step = step_of(2, mesh=mesh, sync=js.local_sgd("replica", sync_every=2))
+parts = [slice(4 * part, 4 * part + 4) for part in (rank, 2 + rank)]
+own = [{{n: np.concatenate([x[p] for p in parts]) for n, x in b.items()}} for b in batches(4)]
+
+def values(x):
+    return [np.asarray(shard.data).ravel().tolist() for shard in x.addressable_shards]
+
+def run(**options):
+    pipeline = js.TrainPipeline(step, step.init(DENSE), own, **options)
+    losses = [values(result.metrics["loss"]) for result in pipeline]
+    shares.append(pipeline.report().resent_share)
+    return losses, [values(x) for x in jax.tree.leaves(pipeline.state.params)]
+
+shares = []
+plain = run(depth=0)
+print(json.dumps([plain == run(), plain == run(mode="patched"), plain[0], shares]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_tables_that_two_processes_share(tmp_path):
+    program = PROGRAM.format(tests=str(ROOT / "tests"))
+    printed = two_processes(program, tmp_path, seconds=240, devices=2)
+    said = [json.loads(text.splitlines()[-1]) for text in printed]
+    for exact, patched, losses, shares in said:
+        assert (exact, patched) == (True, True)
+        assert losses == said[0][2]  # of a replica, on all its devices
+        assert shares[:2] == [None, None]
+        assert 0 < shares[2] <= 1
 
 
 @pytest.mark.parametrize("num_exact", sweep([0, 3], lambda n: n == 3))
