@@ -71,6 +71,7 @@ from .statistics import measured as measured
 from .tracing import check_all_used as check_all_used
 from .tracing import ready_order as ready_order
 from .tracing import unused_parameters as unused_parameters
+from .train import AheadStep as AheadStep
 from .train import Evaluate as Evaluate
 from .train import GradientWindow as GradientWindow
 from .train import Log as Log

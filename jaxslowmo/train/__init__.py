@@ -13,6 +13,7 @@ from ._uneven import uneven_batches as uneven_batches
 from .input import PipelineReport as PipelineReport
 from .input import StageTimes as StageTimes
 from .input import TrainPipeline as TrainPipeline
+from .step import AheadStep as AheadStep
 from .step import GradientWindow as GradientWindow
 from .step import TrainStep as TrainStep
 from .step import bounded as bounded
