@@ -17,17 +17,13 @@ class Beside:
     """Calls a step and hands it the batch that comes next; has the step's attributes.
 
     Args:
+      ahead: `step.ahead(...)`.
       step: of `js.make_train_step`, with tables.
-      mode: as `step.ahead` takes it.
-      num_exact: likewise.
       upcoming: returns the batch after the one that is used, None where there is none.
     """
 
-    def __init__(
-        self, step: Any, mode: Any, num_exact: int, upcoming: Callable[[], Prepared | None]
-    ) -> None:
-        self._step, self._upcoming = step, upcoming
-        self._ahead = step.ahead(mode, num_exact)
+    def __init__(self, ahead: Any, step: Any, upcoming: Callable[[], Prepared | None]) -> None:
+        self._ahead, self._step, self._upcoming = ahead, step, upcoming
         self._asked: Any = None
         self._asked_for: PyTree = None
         self._counts: deque[dict[str, Any]] = deque()

@@ -63,6 +63,8 @@ class TrainPipeline(Iterator[Any]):
         that step, so a batch trains with rows that are one update old; `"patched"`: likewise, and
         the rows that the step has changed are sent again, so that nothing is stale.
       num_exact: batches of `"stale"` that begin as `"exact"`.
+      room: of `"patched"`: the part of the slots in which rows can be sent again; where more have
+        changed, all are.
 
     Attributes:
       state: as it is after the last result; may be set between calls, and gradients that wait for
@@ -99,11 +101,12 @@ class TrainPipeline(Iterator[Any]):
         timeout: float | None = None,
         mode: AheadMode = "exact",
         num_exact: int = 0,
+        room: float = 0.25,
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
         prepare = Stages(step, stages)
-        step = self._beside(step, state, depth, mode, num_exact)
+        step = self._beside(step, state, depth, mode, num_exact=num_exact, room=room)
         runner = _runner(step, state, accumulate, partial)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
@@ -201,13 +204,13 @@ class TrainPipeline(Iterator[Any]):
         """Of the batches that were left when their iterator ended."""
         return self._runner.partial_update if isinstance(self._runner, Training) else None
 
-    def _beside(self, step: Any, state: Any, depth: int, mode: Any, num_exact: int) -> Any:
+    def _beside(self, step: Any, state: Any, depth: int, mode: Any, **options: Any) -> Any:
         """The step with the next batch's tables asked beside it, where there are any."""
         self._tables: Beside | None = None
-        asked_for = mode != "exact" or bool(num_exact)
+        asked_for = mode != "exact" or bool(options["num_exact"])
         if asked_for and (depth == 0 or _reads(state) is not None):
             raise ValueError(
-                f"`mode`={mode!r} and `num_exact`={num_exact} are of a pipeline that trains with "
+                f"`mode`={mode!r} and its {options} are of a pipeline that trains with "
                 "`depth` > 0: without a batch ahead there is nothing to ask the tables for."
             )
         if getattr(step, "embeddings", None) is None and not asked_for:
@@ -222,7 +225,7 @@ class TrainPipeline(Iterator[Any]):
             pipeline = mine()
             return None if pipeline is None else pipeline._feed.peek()
 
-        self._tables = Beside(step, mode, num_exact, upcoming)
+        self._tables = Beside(step.ahead(mode, **options), step, upcoming)
         return self._tables
 
     def report(self) -> PipelineReport:

@@ -227,6 +227,7 @@ def test_stale_rows_are_one_update_old(num_exact):
         ({"mode": "stale", "depth": 0}, "`depth` > 0"),
         ({"mode": "exact", "num_exact": 2}, "`num_exact`"),
         ({"mode": "stale", "num_exact": -1}, "`num_exact`"),
+        ({"mode": "patched", "room": 0.0}, "`room`"),
     ],
 )
 def test_modes_that_cannot_be(options, message):
