@@ -22,16 +22,14 @@ CASES = [
     sweep(CASES, lambda mode, shard, *_: (mode, shard) == ("patched", "row")),
 )
 def test_the_command_trains_and_writes_what_it_measured(
-    real_flights, monkeypatch, tmp_path, capsys, mode, shard, replicas, algorithm
+    command, real_flights, monkeypatch, tmp_path, capsys, mode, shard, replicas, algorithm
 ):
     import flights
-
-    import train
 
     parts = (part.rows(slice(None, None, 40)) for part in real_flights[:3])
     some = flights.Split(*parts, real_flights.num_rows)
     monkeypatch.setattr(flights, "split", lambda: some)
-    train.main(
+    command.main(
         mode=mode,
         shard=shard,
         replicas=replicas,
@@ -55,8 +53,6 @@ def test_the_command_trains_and_writes_what_it_measured(
     assert f"{result['test'][-1]:.4f}" in capsys.readouterr().out
 
 
-def test_replicas_that_do_not_divide_the_devices_are_refused():
-    import train
-
+def test_replicas_that_do_not_divide_the_devices_are_refused(command):
     with pytest.raises(typer.BadParameter, match=r"--replicas must divide 8, got 3\."):
-        train.main(replicas=3)
+        command.main(replicas=3)

@@ -53,10 +53,22 @@ def assert_same(found, wanted) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def _running() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "jaxslowmo-loader"]
+
+
+_of_other_tests: list[threading.Thread] = []
+
+
+def forget_loaders() -> None:
+    """Those that run now are of other tests in this process."""
+    _of_other_tests[:] = _running()
+
+
 def loaders() -> list[threading.Thread]:
     """Threads that load, but for those that end now: of pipelines that nobody holds."""
     gc.collect()
-    found = [t for t in threading.enumerate() if t.name == "jaxslowmo-loader"]
+    found = [t for t in _running() if t not in _of_other_tests]
     for thread in found:
         thread.join(0.05)
     return [t for t in found if t.is_alive()]

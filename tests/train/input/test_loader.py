@@ -216,14 +216,19 @@ def test_a_result_does_not_wait_for_the_batch_after_it():
 
 
 def test_ctrl_c_ends_the_wait_and_nothing_else():
-    batches = Gated(1)
-    pipeline = pipeline_of(batches)
-    losses = losses_of([next(pipeline)])
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(pipeline)
-    timer.join()
+    # What a shell starts in the background is born deaf to it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        batches = Gated(1)
+        pipeline = pipeline_of(batches)
+        losses = losses_of([next(pipeline)])
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(pipeline)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     batches.gate.set()
     assert_same(losses + losses_of(pipeline), plain())
 
