@@ -62,7 +62,9 @@ def saved(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("ahead", [("--prefetch", 0), ("--prefetch", 7)])
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(("--prefetch", 0), marks=pytest.mark.exhaustive), ("--prefetch", 7)]
+)
 def test_a_resumed_run_is_the_undisturbed_one(call, texts, finished, saved, ahead):
     """Whatever each of the two had loaded ahead; the first has loaded two batches."""
     for step in (9, 11):  # as if it had been lost then, with metrics of later steps
