@@ -55,7 +55,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 # One example compiles a program or two: few examples, no deadline, and the same ones every time.
 # `HYPOTHESIS_PROFILE=explore make test` looks further.
-hypothesis.settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("default", max_examples=12, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", max_examples=200, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

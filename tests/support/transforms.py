@@ -59,7 +59,6 @@ TRANSFORMS = {
     "slowmo inexact": lambda: over_local(exact_average=False),
     "slowmo nesterov": lambda: over_local(nesterov=True, learning_rate=0.1),
     "slowmo in buckets": lambda: over_local(bucket_bytes=8),
-    "slowmo in 16 bits": lambda: over_local(codec=BFLOAT16),
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
     ),

@@ -87,6 +87,7 @@ def test_without_an_axis_on_virtual_replicas():
     compare(step_of(1, mesh=mesh, embeddings=made, sync=local), sync=local)
 
 
+@pytest.mark.exhaustive
 def test_windows_of_batches():
     step, options = step_of(2, sync=local), {"sync": local}
     state = step.init(DENSE)
