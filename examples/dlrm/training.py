@@ -70,11 +70,10 @@ def make_step(
         return optax.sigmoid_binary_cross_entropy(logits, batch["late"]).mean()
 
     gradients, sync = None, None
-    if mesh.shape["replica"] == 1:
-        pass  # there is nobody to exchange anything with
-    elif options.algorithm == "all_reduce":
+    are_several = mesh.shape["replica"] > 1
+    if are_several and options.algorithm == "all_reduce":
         gradients = js.all_reduce_gradients("replica")
-    else:
+    elif are_several:
         sync = js.local_sgd("replica", sync_every=8)
         if options.algorithm == "slowmo":
             sync = js.slowmo("replica", base=sync, sync_every=32, momentum=0.3)
