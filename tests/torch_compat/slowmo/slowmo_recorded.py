@@ -51,6 +51,11 @@ class Recording:
     def is_half(self) -> bool:
         return self.config.get("dtype") == "float16"
 
+    @property
+    def takes_anchor_late(self) -> bool:
+        """FairScale's default: the anchor is what the first inner step leaves on each process."""
+        return self.config["effective"]["slowmo"] and not self.config.get("explicit_init")
+
     def graph(self) -> topology.Graph | None:
         name = self.config["graph"]
         if name is None:
@@ -85,7 +90,7 @@ class Prescribed(torch.nn.Module):
         return {"loss": loss, "seen": seen}
 
 
-def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.ndarray]:
+def replay(name: str) -> dict[str, np.ndarray]:
     """The recorded run on this device: `params_i`, `ps_weight` and so on, `[steps, ...]`."""
     recording = Recording.load(name)
     config, args = recording.config, recording.config["constructor_args"]
@@ -125,7 +130,7 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
             _copy_master(master, list(module.values))
         net.zero_grad(set_to_none=True)
         optimizer.zero_grad(set_to_none=True)
-        if t == 0 and anchor_after_first_step:
+        if t == 0 and recording.takes_anchor_late:
             net._init_global_momentum_buffers(optimizer)
         net.perform_slowmo(optimizer, fp32_params=master)
         runtime.run_pending()
@@ -141,8 +146,7 @@ def replay(name: str, anchor_after_first_step: bool = False) -> dict[str, np.nda
 
 
 def replay_all(names: list[str]) -> dict[str, dict[str, np.ndarray]]:
-    """Files of this folder have the anchor that FairScale takes by default."""
-    return {name: replay(name, (HERE / f"{name}.npz").exists()) for name in names}
+    return {name: replay(name) for name in names}
 
 
 def _copy_master(master: torch.Tensor, params: list[torch.Tensor]) -> None:
