@@ -50,6 +50,21 @@ def check_ids(table: str, feature: str, num_rows: int, ids: Any) -> None:
     )
 
 
+def check_width(feature: str, ids: Any) -> None:
+    """Raise `ValueError` where a device would take padding of the host for an id.
+
+    jax makes 32 bits of 64 where it is not told otherwise, and of -2**63 a 0.
+    """
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind != "i" or ids.size == 0:
+        return
+    least = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype)).min
+    if int(ids.min()) < least:
+        raise ValueError(
+            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
+            f"negative number that devices can hold, at least {least}: use -1."
+        )
+
+
 def slots_needed(layout: Layout, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
     """By table, for each part of a batch the most distinct ids that lie on one owner.
 
@@ -84,6 +99,8 @@ def check_capacities(
 
 
 def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
+    if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
+        raise ValueError(f"{OWNER}: `num_parts` must be an int >= 1, got {num_parts!r}.")
     if ids.shape[0] % num_parts:
         raise ValueError(
             f"{OWNER}: the batch of table {table!r} is split into {num_parts} equal parts, a "
@@ -93,9 +110,9 @@ def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _most_of_one_owner(place: Place, ids: np.ndarray) -> int:
-    """The most distinct ids that lie on one owner."""
+    """The most distinct ids that lie on one owner; at least 1, the least capacity."""
     distinct = np.unique(ids[ids >= 0])
-    return int(np.bincount(place.owners_of(distinct), minlength=1).max())
+    return max(1, int(np.bincount(place.owners_of(distinct), minlength=1).max()))
 
 
 def metrics_of(requests: Requests) -> dict[str, jax.Array]:

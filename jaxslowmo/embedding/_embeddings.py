@@ -11,7 +11,7 @@ from .._typing import PyTree
 from ..mesh import is_bound, require_axes
 from ..sparse import RowGradient, add_up_rows
 from ._bags import Bags, bags_of
-from ._check import check_capacities, host_checked, metrics_of, refuse, slots_needed
+from ._check import check_capacities, check_width, host_checked, metrics_of, refuse, slots_needed
 from ._exchange import num_devices, swap_blocks
 from ._initial import first_local_values, first_values
 from ._layout import Layout, layout_of, read_tables, whole_on_each, write_tables
@@ -177,9 +177,12 @@ class Embeddings:
 
         Raises:
           ValueError: an id that is not in its table, naming table, feature, id and row of the
-            batch; with `overflow="error"` more distinct ids in a part than there are slots.
+            batch; padding of 64 bits below what devices can hold; with `overflow="error"` more
+            distinct ids in a part than there are slots.
         """
         by_table = self._by_table(bags)
+        for feature, given in bags_of(bags, tuple(self.features), lambda bags: bags).items():
+            check_width(feature, given.ids)
         if self.overflow == "error":
             check_capacities(self.layout(), by_table, self.capacity, num_parts)
 

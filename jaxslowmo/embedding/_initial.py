@@ -68,7 +68,7 @@ def _first_block(
     if store.kind == "table":
         return _own_tables(tables, layout, store, key, device)
     table, place = tables[store_name], layout.places[store_name]
-    key = _table_key(key, store_name)
+    key = table_key(key, store_name)
     if store.kind == "column":
         return _own_columns(table, key, store.local_dim, device)
     own_parts = place.parts // place.owners
@@ -76,11 +76,6 @@ def _first_block(
     residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
     blocks = lax.map(lambda residue: _first_rows(table, key, place.parts, residue), residues)
     return blocks.reshape(store.local_rows, store.dim)
-
-
-def _table_key(key: Any, name: str) -> Any:
-    """The key of one table, which does not change with the other tables."""
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
@@ -103,7 +98,7 @@ def _own_tables(
     for name, place in layout.places.items():
         if place.store != store.name:
             continue
-        table, own = tables[name], _table_key(key, name)
+        table, own = tables[name], table_key(key, name)
 
         def filled(block: jax.Array, table=table, own=own, place=place) -> jax.Array:
             values = _own_columns(table, own, table.dim, jnp.int32(0))

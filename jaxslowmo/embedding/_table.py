@@ -109,8 +109,9 @@ def _check_table(name: str, table: Table) -> None:
         refuse("shard", 'must be "row", "column" or "table"', table.shard)
     if table.pooling not in POOLINGS:
         refuse("pooling", 'must be "sum", "mean" or None', table.pooling)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        refuse("dtype", "must be a floating type", table.dtype)
+    if not _is_floating(table.dtype):
+        rule = "must be a floating type, of 64 bits only with jax_enable_x64"
+        refuse("dtype", rule, table.dtype)
     if table.init is not None and not callable(table.init):
         refuse("init", "must be a function (key, shape, dtype)", table.init)
     features = table.features
@@ -125,3 +126,12 @@ def _check_table(name: str, table: Table) -> None:
             refuse("position_weights", "must map features of the table to names of leaves", named)
     elif named is not None and not isinstance(named, str):
         refuse("position_weights", "must be the name of a leaf, or one per feature", named)
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Whether arrays of this floating type can be made."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return jnp.issubdtype(known, jnp.floating) and jax.dtypes.canonicalize_dtype(known) == known

@@ -50,6 +50,14 @@ def test_negative_ids_are_padding_whatever_their_number():
     assert int(emb.metrics(requests)["embeddings/user/invalid"]) == 0
 
 
+def test_padding_that_devices_would_take_for_an_id_is_refused():
+    """As what NumPy makes of NaN: of its 64 bits jax keeps the last 32, which are a 0."""
+    ids = np.array([[3, np.iinfo(np.int64).min]])
+    with pytest.raises(ValueError, match=r"'buyer' has the id -9223372036854775808, .*: use -1"):
+        emb_of().check({"buyer": ids})
+    emb_of().check({"buyer": np.maximum(ids, -(2**31))})
+
+
 def test_on_devices_they_are_counted_and_the_counts_are_refused():
     emb = emb_of()
     ids = {"buyer": jnp.array([300, 5]), "seller": jnp.array([2**31 - 1, -1])}
@@ -75,6 +83,16 @@ def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
     emb_of("shard", capacity={"user": 3}).over(2).check(bags, num_parts=2)
     with pytest.raises(ValueError, match=r"'user' is split into 5 equal parts.*has 12 rows"):
         emb.check(bags, num_parts=5)
+    with pytest.raises(ValueError, match="`num_parts` must be an int >= 1, got 0"):
+        emb.check(bags, num_parts=0)
+
+
+def test_bags_that_are_all_empty_need_a_slot():
+    """What `slots_needed` says is a capacity."""
+    emb = emb_of()
+    needed = emb.slots_needed({"buyer": np.full((4, 3), -1)})
+    assert needed == {"user": 1}
+    emb_of(capacity=needed).check({"buyer": np.full((4, 3), -1)})
 
 
 @pytest.mark.parametrize("overflow", ["error", "drop"])

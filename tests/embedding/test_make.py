@@ -26,6 +26,8 @@ def make(tables, **options):
         ({"a": js.Table(8, 4, shard="rows")}, r"'a': `shard` must be .* got 'rows'"),
         ({"a": js.Table(8, 4, pooling="max")}, r"'a': `pooling` must be .* got 'max'"),
         ({"a": js.Table(8, 4, dtype=jnp.int8)}, r"'a': `dtype` must be a floating type"),
+        ({"a": js.Table(8, 4, dtype="float33")}, r"'a': `dtype` must be .* got 'float33'"),
+        ({"a": js.Table(8, 4, dtype=float)}, r"'a': `dtype` must be .* with jax_enable_x64"),
         ({"a": js.Table(8, 4, init=0.5)}, r"'a': `init` must be a function"),
         ({"a": js.Table(8, 4, features="b")}, r"'a': `features` must be a sequence of names"),
         ({"a": js.Table(8, 4, features=())}, r"'a': `features` must be a sequence of names"),
