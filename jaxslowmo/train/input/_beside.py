@@ -4,10 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import numpy as np
-
 from ..._typing import PyTree
+from ..step import count_here
 from ._stages import Prepared
 
 _KEPT = 32  # counts of so many steps are left on the devices
@@ -73,14 +71,6 @@ class Beside:
         while len(self._counts) > kept:
             for name, count in self._counts.popleft().items():
                 if name.endswith("/resent"):
-                    self._resent += _total(count)
+                    self._resent += count_here(count)
                 elif name.endswith("/asked"):
-                    self._needed += _total(count)
-
-
-def _total(count: Any) -> int:
-    """Of the replicas of this process."""
-    if not isinstance(count, jax.Array) or count.is_fully_addressable:
-        return int(np.sum(count))
-    parts = {str(shard.index): shard.data for shard in count.addressable_shards}
-    return int(sum(np.sum(np.asarray(part)) for part in parts.values()))
+                    self._needed += count_here(count)

@@ -1,14 +1,13 @@
 """A step that asks the tables for the next batch beside its own work."""
 
 import weakref
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from ..._typing import PyTree
 from .._state import TrainState
-from ._programs import anew, ask, gather_ahead, update_ahead
+from ._programs import Task, anew, ask, gather_ahead, update_ahead
 from ._usable import refuse_unusable, refuse_unusable_window
 from .update import Ahead, Carry, GradientWindow, Metrics
 
@@ -16,18 +15,15 @@ AheadMode = Literal["exact", "stale", "patched"]
 MODES = ("exact", "stale", "patched")
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What was asked of the tables for one batch, before its own step.
 
     Attributes:
       carry: on the devices.
-      number: of the batch, from 0.
       tables: the arrays of the state that the rows are for; () where there are none yet.
     """
 
     carry: Carry
-    number: int
     tables: tuple[weakref.ref[Any], ...]
 
     def is_of(self, state: TrainState) -> bool:
@@ -76,10 +72,11 @@ class AheadStep:
         refuse_unusable(state)
         batch, _ = step.place(batch, state=state)
         layout = step._layouts.of(state)
-        number, ahead = self._next()
+        ahead = self.asks_for(batch)
         arguments = state._replace(opt_state=()), batch
         carry = step._programs.get(ask(ahead), layout, arguments)(*arguments)
-        return _asked(carry, number, state)
+        self._count += 1
+        return _asked(carry, state)
 
     def __call__(
         self,
@@ -113,16 +110,21 @@ class AheadStep:
         """
         step = self._step
         refuse_unusable(state)
-        refuse_unusable_window(window, weight)
+        refuse_unusable_window(window, state, weight)
+        if not isinstance(asked, Asked):
+            raise ValueError(
+                "`asked` must be what `prime(state, batch)` or the call before returned for this "
+                f"batch, got {type(asked).__name__}."
+            )
         layout = step._layouts.of(state)
         batch, weight = step.place(batch, weight, state=state)
-        number, ahead = 0, Ahead()
         if next_batch is not None:
             next_batch, _ = step.place(next_batch, state=state)
-            number, ahead = self._next()
+        ahead = self.asks_for(next_batch)
+        self._count += next_batch is not None
         if not asked.is_of(state):
             told = state._replace(opt_state=()), asked.carry
-            asked = _asked(step._programs.get(anew(), layout, told)(*told), asked.number, state)
+            asked = _asked(step._programs.get(anew(), layout, told)(*told), state)
         if collect:
             window = window or step._opened(state, batch, weight, layout)
             step._collected = step._placing.share(batch, layout)
@@ -131,24 +133,56 @@ class AheadStep:
             done, metrics, carry = step._program(task, layout, arguments)(*arguments)
             step._in_flight.admit(metrics)
             step._placing.ran(batch, metrics)
-            return done, metrics, _asked(carry, number, state)
-        phase = step._next_phase(state)
-        task = update_ahead(phase, ahead, asked.carry, next_batch, windowed=window is not None)
-        arguments = state, batch, weight, window, asked.carry, next_batch
+            return done, metrics, _asked(carry, state)
+        task, arguments = self._update(state, batch, asked, next_batch, weight, window, ahead)
         done, metrics, carry = step._update(task, layout, arguments, window)
-        return done, metrics, _asked(carry, number, done)
+        return done, metrics, _asked(carry, done)
 
-    def _next(self) -> tuple[int, Ahead]:
-        """The number of a batch that is asked for, and how much is."""
-        number, self._count = self._count, self._count + 1
-        return number, self._vectors if number >= self._num_exact else Ahead()
+    def compiled(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        asked: Asked,
+        next_batch: PyTree | None,
+        weight: Any = None,
+        window: GradientWindow | None = None,
+    ) -> jax.stages.Compiled:
+        """What such a call runs for an update, compiled now if it was not; nothing runs."""
+        step = self._step
+        layout = step._layouts.of(state)
+        batch, weight = step._placing.placed(batch, weight, layout)
+        if next_batch is not None:
+            next_batch, _ = step._placing.placed(next_batch, None, layout)
+        ahead = self.asks_for(next_batch)
+        task, arguments = self._update(state, batch, asked, next_batch, weight, window, ahead)
+        return step._program(task, layout, arguments).lower(*arguments).compile()
+
+    def asks_for(self, next_batch: PyTree | None) -> Ahead:
+        """How much the next call does for the batch after its own."""
+        is_exact = next_batch is None or self._count < self._num_exact
+        return Ahead() if is_exact else self._vectors
+
+    def _update(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        asked: Asked,
+        next_batch: PyTree | None,
+        weight: Any,
+        window: GradientWindow | None,
+        ahead: Ahead,
+    ) -> tuple[Task, tuple[Any, ...]]:
+        """The program of an update, and its arguments."""
+        phase, windowed = self._step._next_phase(state), window is not None
+        task = update_ahead(phase, ahead, asked.carry, next_batch, windowed=windowed)
+        return task, (state, batch, weight, window, asked.carry, next_batch)
 
 
-def _asked(carry: Carry | None, number: int, state: TrainState) -> Any:
+def _asked(carry: Carry | None, state: TrainState) -> Any:
     if carry is None:
         return None
     tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)
-    return Asked(carry, number, tuple(map(weakref.ref, tables)))
+    return Asked(carry, tuple(map(weakref.ref, tables)))
 
 
 def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
@@ -166,5 +200,6 @@ def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
             f'`num_exact` is for `mode`="stale", of which the first batches can be exact; got '
             f"{num_exact} with {mode!r}."
         )
-    if not 0 < room <= 1:
-        raise ValueError(f"`room` must be above 0 and at most 1, got {room!r}.")
+    is_number = isinstance(room, int | float) and not isinstance(room, bool)
+    if not is_number or not 0 < room <= 1:
+        raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")

@@ -58,11 +58,12 @@ class Placing:
         self._compare(batch, self._layouts.data_axes(layout))
         if self._embeddings is None:
             return self.placed(batch, weight, layout)
-        self._refuse_ids(self._embeddings, batch, layout)
+        is_known = self._refuse_ids(self._embeddings, batch, layout)
         leaves = jax.tree.leaves(batch)
         placed, weight = self.placed(batch, weight, layout)
         for given, x in zip(leaves, jax.tree.leaves(placed), strict=True):
-            if isinstance(given, np.ndarray) or self._looked_at.get(id(given)) is given:
+            was_known = self._looked_at.get(id(given)) is given
+            if was_known or (is_known and isinstance(given, np.ndarray)):
                 self._looked_at[id(x)] = x
         return placed, weight
 
@@ -75,15 +76,23 @@ class Placing:
         if self._embeddings is not None and not all(known):
             self._doubtful = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
 
-    def _refuse_ids(self, embeddings: Embeddings, batch: PyTree, layout: Layout) -> None:
-        """Raise `ValueError` for ids that are in no table, in this batch or the one before."""
+    def _refuse_ids(self, embeddings: Embeddings, batch: PyTree, layout: Layout) -> bool:
+        """Raise `ValueError` for ids that are in no table, in this batch or the one before.
+
+        Returns:
+          Whether all ids were there to look at: also of arrays of the host `inputs` may make some
+          of a device.
+        """
         doubtful, self._doubtful = self._doubtful, {}
-        embeddings.refuse({name: _own_parts(x) for name, x in doubtful.items()})
+        embeddings.refuse({name: count_here(x) for name, x in doubtful.items()})
         host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-        if host:
-            axes = self._layouts.data_axes(layout)
-            parts = parts_given(host[0], self._mesh, axes, self._host_batch)
-            embeddings.check(embeddings.bags_of(batch), num_parts=parts)
+        if not host:
+            return False
+        axes = self._layouts.data_axes(layout)
+        parts = parts_given(host[0], self._mesh, axes, self._host_batch)
+        bags = embeddings.bags_of(batch)
+        embeddings.check(bags, num_parts=parts)
+        return all(isinstance(own.ids, np.ndarray) for own in bags.values())
 
     def placed(self, batch: PyTree, weight: Any, layout: Layout) -> tuple[PyTree, jax.Array | None]:
         """A batch and its weight on the devices; shapes alone stay shapes."""
@@ -104,10 +113,15 @@ class Placing:
         return jax.tree.map(share, batch)
 
 
-def _own_parts(x: Any) -> Any:
-    """A count of the replicas of this process."""
-    if isinstance(x, Tracer):
+def count_here(count: Any) -> int:
+    """The sum of a count, (replicas,), over the replicas of this process; waits for it.
+
+    0 while it is traced.
+    """
+    if isinstance(count, Tracer):
         return 0
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return np.concatenate([np.asarray(shard.data) for shard in x.addressable_shards])
+    if not isinstance(count, jax.Array) or count.is_fully_addressable:
+        return int(np.sum(count))
+    # Devices of one replica hold the same part.
+    parts = {str(shard.index): shard.data for shard in count.addressable_shards}
+    return int(sum(np.sum(np.asarray(part)) for part in parts.values()))

@@ -7,8 +7,7 @@ from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
-from ...embedding import WithTables
-from ...mesh import AnyMesh, VirtualMesh, replicate
+from ...mesh import AnyMesh, VirtualMesh
 from ...tracing import ready_order
 from ...transform import ParameterTransform, phase_name
 from .._state import Layout, TrainState, started
@@ -29,7 +28,7 @@ from ._programs import (
     update_of_window,
 )
 from ._state_checks import StateChecks
-from ._tables import new_tables, seen_by_loss
+from ._tables import seen_by_loss, stacked_params
 from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
 from .update import GradientWindow, Metrics, StepParts, table_chain
 
@@ -72,14 +71,12 @@ class TrainStep:
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
     ) -> TrainState:
-        """`TrainState.create` with this step's chain, mesh and axis."""
+        """`TrainState.create` with this step's chain, mesh and axis.
+
+        Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
+        """
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
-        tables = self._parts.tables
-        if tables is None or isinstance(params, WithTables):
-            stacked = replicate(params, **lies)
-        else:
-            made = new_tables(tables, jax.random.key(seed), **lies)
-            stacked = WithTables(replicate(params, **lies), made)
+        stacked = stacked_params(self._parts.tables, params, seed, **lies)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         self._checks.transforms(state)
         self._layouts.of(state)
@@ -127,8 +124,9 @@ class TrainStep:
         Raises:
           ValueError: a batch that does not split evenly, a weight of another shape, a state whose
             buffers were donated; host-scheduled, a call inside of jax.jit or the like; a window of
-            batches with weights and a batch without one, or the other way round; with a window, a
-            line search. On all processes: batches that do not fit together.
+            batches with weights and a batch without one, or the other way round, or of other
+            parameters; with a window, a line search. On all processes: batches that do not fit
+            together.
 
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
@@ -136,7 +134,7 @@ class TrainStep:
         refuse_unusable(state)
         layout = self._layouts.of(state)
         batch, weight = self._placing.compared(batch, weight, layout)
-        refuse_unusable_window(window, weight)
+        refuse_unusable_window(window, state, weight)
         task = update(self._next_phase(state), windowed=window is not None)
         return self._update(task, layout, (state, batch, weight, window), window)
 
@@ -178,7 +176,7 @@ class TrainStep:
         layout = self._layouts.of(state)
         batch, weight = self._placing.compared(batch, weight, layout)
         window = window or self._opened(state, batch, weight, layout)
-        refuse_unusable_window(window, weight)
+        refuse_unusable_window(window, state, weight)
         self._collected = self._placing.share(batch, layout)
         arguments = state, batch, weight, window
         window, metrics = self._program(collect(), layout, arguments)(*arguments)
@@ -203,7 +201,7 @@ class TrainStep:
         Communication: that of one update.
         """
         refuse_unusable(state)
-        refuse_unusable_window(window)
+        refuse_unusable_window(window, state)
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._next_phase(state), self._collected)

@@ -3,14 +3,25 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import AxisName, PyTree
 from ...embedding import Embeddings, WithTables
-from ...mesh import AnyMesh, VirtualMesh, axis_names, map_replicas, vary_over
+from ...mesh import (
+    AnyMesh,
+    VirtualMesh,
+    axis_names,
+    map_replicas,
+    replica_count,
+    replicate,
+    vary_over,
+)
 from ...transform import ParameterTransform
 from .._state import TrainState
 from .update import Tables, WithVectors, on_shards
@@ -20,9 +31,13 @@ def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tab
     """The tables of a step.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one of the replicas'; several shards on a
-        `VirtualMesh`.
+      ValueError: what is no `Embeddings`; an axis that the mesh lacks, or one of the replicas';
+        several shards on a `VirtualMesh`.
     """
+    if not isinstance(embeddings, Embeddings):
+        raise ValueError(
+            f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."
+        )
     axis = embeddings.axis_name
     if axis is None:
         return Tables(embeddings, None, None)
@@ -92,6 +107,77 @@ def new_tables(tables: Tables, key: jax.Array, *, mesh: AnyMesh, axis_name: Axis
     return _maker(tables, mesh, axis_name)(jax.random.key_data(key))
 
 
+def stacked_params(
+    tables: Tables | None, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName
+) -> PyTree:
+    """Parameters of all replicas, equal on them.
+
+    Args:
+      tables: of the step; None without.
+      params: of one; with tables the dense ones, or `WithTables(dense, stored)`.
+      seed: of tables that were not given.
+      mesh: of the step.
+      axis_name: of its replicas.
+
+    Raises:
+      ValueError: stored tables of other names or shapes.
+
+    Communication: none.
+    """
+    lies: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
+    if tables is None:
+        return replicate(params, **lies)
+    if isinstance(params, WithTables):
+        given = given_tables(tables, params.tables, **lies)
+        return WithTables(replicate(params.dense, **lies), given)
+    made = new_tables(tables, jax.random.key(seed), **lies)
+    return WithTables(replicate(params, **lies), made)
+
+
+def given_tables(tables: Tables, stored: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+    """The same stored tables for all replicas: each device is given its own part alone.
+
+    Args:
+      tables: of the step.
+      stored: whole arrays by name, as `Embeddings.write` makes them.
+      mesh: of the step.
+      axis_name: of its replicas.
+
+    Raises:
+      ValueError: arrays of other names or shapes.
+
+    Communication: none.
+    """
+    stores = tables.embeddings.layout().stores
+    wanted = {name: (store.num_rows, store.dim) for name, store in stores.items()}
+    given = {name: jnp.shape(x) for name, x in stored.items()} if isinstance(stored, dict) else {}
+    if wanted != given:
+        raise ValueError(
+            f"`params` must hold stored tables of the shapes {wanted}, as step.embeddings.write("
+            f"tables) makes them, got {given or type(stored).__name__}."
+        )
+    typed = {name: jnp.dtype(store.dtype) for name, store in stores.items()}
+    if tables.nested is None:
+        own = {name: jnp.asarray(x, typed[name]) for name, x in stored.items()}
+        return replicate(own, mesh=mesh, axis_name=axis_name)
+    count = replica_count("init", mesh, axis_name)
+    lies = _shardings(tables.embeddings, mesh, axis_name)
+
+    def placed(name: str, whole: np.ndarray) -> jax.Array:
+        def of_device(where: Any) -> np.ndarray:
+            return whole[where[1:]][None].astype(typed[name])
+
+        return jax.make_array_from_callback((count, *whole.shape), lies[name], of_device)
+
+    return {name: placed(name, np.asarray(x)) for name, x in stored.items()}
+
+
+def _shardings(embeddings: Embeddings, mesh: Any, axis_name: AxisName) -> dict[str, NamedSharding]:
+    """How the stored tables of all replicas lie."""
+    first = axis_names(axis_name)
+    return {n: NamedSharding(mesh, P(first, *spec)) for n, spec in embeddings.specs.items()}
+
+
 @functools.lru_cache(maxsize=16)
 def _maker(tables: Tables, mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.Array], PyTree]:
     embeddings, axis = tables.embeddings, tables.nested
@@ -112,7 +198,4 @@ def _maker(tables: Tables, mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.
     )
     if axis is None or isinstance(mesh, VirtualMesh):
         return jax.jit(mapped)
-    lies = jax.tree.map(
-        lambda spec: NamedSharding(mesh, P(axis_names(axis_name), *spec)), embeddings.specs
-    )
-    return jax.jit(mapped, out_shardings=lies)
+    return jax.jit(mapped, out_shardings=_shardings(embeddings, mesh, axis_name))

@@ -1,12 +1,14 @@
 """Whether what a step is given is a state, or a window, whose buffers are still there."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from ..._typing import PyTree
+from ...embedding import WithTables
+from ...tree import leaf_names
 from .._state import TrainState
 from .update import GradientWindow
 
@@ -34,10 +36,10 @@ def refuse_unusable(state: TrainState) -> None:
             )
 
 
-def refuse_unusable_window(window: Any, weight: Any = ...) -> None:
-    """Raise `ValueError` for what is no window, one that was used, or one of batches unlike this.
+def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) -> None:
+    """Raise `ValueError` for what is no window, one that was used, or one of other parameters.
 
-    Without a weight that is not looked at.
+    Also for one of batches unlike this: without a weight that is not looked at.
     """
     if window is None:
         return
@@ -51,12 +53,38 @@ def refuse_unusable_window(window: Any, weight: Any = ...) -> None:
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "
             "with the window that `step.collect` returned last, or begin another with None."
         )
+    _refuse_others_gradients(window, state)
     if weight is not ... and (weight is None) != (window.weight is None):
         has = "none" if window.weight is None else "some"
         raise ValueError(
             f"`weight` must be given for all batches of a window or for none: those before had "
             f"{has}, and this one has {'none' if weight is None else 'one'}."
         )
+
+
+def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
+    """Raise `ValueError` for sums that are not those of the parameters in `state`."""
+    replicas, others = state.step.shape, window.count.shape
+    if replicas != others:
+        raise ValueError(
+            f"`window` must be of the replicas of `state`, {replicas}, got one of {others}."
+        )
+    params = state.params.dense if isinstance(state.params, WithTables) else state.params
+    own, given = ({n: x.shape[1:] for n, x in _by_name(t)} for t in (params, window.totals))
+    name = next((n for n in {**own, **given} if own.get(n) != given.get(n)), None)
+    if name is None:
+        return
+    has, holds = (
+        f"shape {found[name]}" if name in found else "none of that name" for found in (own, given)
+    )
+    raise ValueError(
+        "`window` must hold gradients of the parameters in `state`, of which it was collected: "
+        f"of leaf {name!r} `state` has {has}, and the window {holds}."
+    )
+
+
+def _by_name(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    return zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
 
 
 def forget(window: GradientWindow) -> None:

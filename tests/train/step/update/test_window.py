@@ -195,6 +195,17 @@ def test_wrong_windows_are_refused():
         step.collect(state, BATCHES[0], weight, window=window)
     with pytest.raises(ValueError, match="`window` must be what"):
         step.collect(state, BATCHES[0], None, ({}, window))
+    for shape in (5,), ():
+        params = {name: np.zeros(shape, np.float32) for name in PARAMS}
+        for call in (
+            lambda s: step.collect(s, BATCHES[0], window=window),
+            lambda s: step(s, BATCHES[0], window=window),
+            lambda s: step.apply(s, window),
+        ):
+            with pytest.raises(ValueError, match=r"`window` must hold gradients .* of leaf '\w+'"):
+                call(step.init(params))
+    with pytest.raises(ValueError, match=r"of leaf 'z' `state` has shape .* the window none of"):
+        step.apply(step.init({**PARAMS, "z": np.zeros(2)}), window)
     with pytest.raises(ValueError, match="batches of a window of gradients are gone"):
         step.apply(state, window)
     again, _ = step.collect(state, BATCHES[1], window=window)

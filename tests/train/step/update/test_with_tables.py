@@ -10,7 +10,17 @@ from jax.sharding import AxisType
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step.tables import DENSE, REPLICAS, batches, embeddings, loss, step_of, twin, whole
+from train.step.tables import (
+    DENSE,
+    REPLICAS,
+    SIZES,
+    batches,
+    embeddings,
+    loss,
+    step_of,
+    twin,
+    whole,
+)
 
 BATCHES = batches(5)
 PLAIN = (None,) * 5
@@ -160,6 +170,38 @@ def test_ids_of_devices_are_refused_after_every_kind_of_call():
         with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
             step.evaluate(state, BATCHES[0])
         step.evaluate(state, BATCHES[0])  # refused once
+
+
+def test_ids_that_inputs_makes_on_a_device_are_refused_at_the_next_call():
+    """Though the batch is of the host: what it holds is not what is looked up."""
+    inputs = lambda batch: {"user": jax.numpy.asarray(batch["user"]) + 1}  # noqa: E731
+    step = js.make_train_step(
+        lambda params, batch, *, embedded: embedded["user"].mean() * params["b"],
+        optax.sgd(0.3),
+        mesh=js.virtual_mesh({"replica": REPLICAS}),
+        embeddings=embeddings(axis=None, inputs=inputs),
+        sync=local,
+    )
+    state, batch = step.init(DENSE), {"user": np.array([23, 0])}
+    step.evaluate(state, batch)
+    with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
+        step.evaluate(state, batch)
+
+
+def test_tables_of_ones_own():
+    """Each device is given its part of stored tables, and all replicas the same."""
+    step = step_of(2, shard="column", sync=local)
+    made = step.init(DENSE)
+    tables = {name: np.random.default_rng(0).normal(size=size) for name, size in SIZES.items()}
+    state = step.init(js.WithTables(DENSE, step.embeddings.write(tables)))
+    for name, table in whole(step, state).items():
+        np.testing.assert_array_equal(table, np.stack([np.float32(tables[name])] * REPLICAS))
+    alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, made)
+    assert all(jax.tree.leaves(alike))
+    with pytest.raises(ValueError, match=r"`params` must hold stored .* got {'item': \(3, 4\)}"):
+        step.init(js.WithTables(DENSE, {"item": np.zeros((3, 4))}))
+    with pytest.raises(ValueError, match=r"`embeddings` must be made by js.embeddings, got dict"):
+        js.make_train_step(loss, optax.sgd(0.1), mesh=step.mesh, embeddings={})
 
 
 def test_the_order_of_dense_gradients():
