@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -85,17 +85,28 @@ class MeasuredStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the step, and measures it if it is due."""
+        return self._call(self._step, args, kwargs)
+
+    @property
+    def ahead(self) -> Callable[..., "MeasuredAhead"]:
+        """`step.ahead`, whose updates are measured as those of the step."""
+        ahead = self._step.ahead
+        return lambda *args, **kwargs: MeasuredAhead(ahead(*args, **kwargs), self._call)
+
+    def _call(self, step: Any, args: Any, kwargs: Any, static: Hashable = None) -> Any:
+        """Calls `step`; `static` tells its programs apart where shapes of arguments do not."""
         has_phases = hasattr(self._step, "next_phase")
         kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
         self._steps_by_kind[kind] += 1
         if not self._sampling.next(kind):
-            return self._step(*args, **kwargs)
-        program = self._program(kind, args, kwargs)
+            return step(*args, **kwargs)
+        program = self._program(step, kind, args, kwargs, static)
         jax.block_until_ready((args, kwargs))
         try:
-            result, ops, seconds = traced_call(lambda: self._step(*args, **kwargs), program.name)
+            result, ops, seconds = traced_call(lambda: step(*args, **kwargs), program.name)
         except CannotTrace as error:
-            return self._miss(str(error), args, kwargs)
+            self._miss(str(error))
+            return step(*args, **kwargs)
         self._take(kind, ops, program, seconds)
         return result
 
@@ -153,32 +164,67 @@ class MeasuredStep:
         self._measured.append(self._sampling.steps)
         self._num_devices = len({op.device for op in ops})
 
-    def _miss(self, why: str, args: Any, kwargs: Any) -> Any:
+    def _miss(self, why: str) -> None:
         self._missed.append(self._sampling.steps)
         self._warn(f"js.measured: {why}, so steps are not measured meanwhile.")
-        return self._step(*args, **kwargs)
 
-    def _program(self, kind: str, args: Any, kwargs: Any) -> StepProgram:
+    def _program(
+        self, step: Any, kind: str, args: Any, kwargs: Any, static: Hashable
+    ) -> StepProgram:
         """What this call runs: compiled now if it was not, and read once."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         by_host = getattr(self._step, "mode", None) == "host"
         key = (
             kind if by_host else None,
+            static,
             treedef,
             tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves),
         )
         if key not in self._programs:
             with noted_buffers() as buffers:
-                if hasattr(self._step, "compiled"):
-                    compiled = self._step.compiled(*args, **kwargs)
+                if hasattr(step, "compiled"):
+                    compiled = step.compiled(*args, **kwargs)
                 else:
-                    compiled = self._step.lower(*args, **kwargs).compile()
+                    compiled = step.lower(*args, **kwargs).compile()
             self._programs[key] = StepProgram(compiled.as_text() or "")
             found = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
             self._buckets.update(dict.fromkeys(found))
             if self._facts is None:
                 self._facts = _facts(self._step, args)
         return self._programs[key]
+
+
+class MeasuredAhead:
+    """A `js.AheadStep` of a measured step, with whose updates its own are counted.
+
+    Args:
+      ahead: of `step.ahead`.
+      call: `(step, args, kwargs, static)`, of the measured step.
+    """
+
+    def __init__(self, ahead: Any, call: Callable[..., Any]) -> None:
+        self._ahead, self._call = ahead, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_ahead" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._ahead, name)
+
+    def __call__(
+        self,
+        state: Any,
+        batch: PyTree,
+        asked: Any,
+        next_batch: PyTree | None,
+        weight: Any = None,
+        window: Any = None,
+        collect: bool = False,
+    ) -> Any:
+        """As the step's; batches that are only collected are not measured."""
+        args = state, batch, asked, next_batch, weight, window
+        if collect:
+            return self._ahead(*args, collect)
+        return self._call(self._ahead, args, {}, self._ahead.asks_for(next_batch))
 
 
 class Sampling:

@@ -35,6 +35,7 @@ class Feed:
       drain: hand out the last `depth` batches of an iterator, too.
       timeout: seconds that a call waits for a batch; None: for ever.
       state: returns the state that stages look at.
+      looks_ahead: hand out a batch when the one behind it is there, too, or will not come: `peek`.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class Feed:
         drain: bool,
         timeout: float | None,
         state: Callable[[], PyTree],
+        looks_ahead: bool = False,
     ) -> None:
         self._stages, self._depth, self._drain = stages, depth, drain
-        self._timeout, self._state = timeout, state
+        self._timeout, self._state, self._looks_ahead = timeout, state, looks_ahead
         # Several processes must prepare the same batches between the same two steps.
         self._waits = jax.process_count() > 1
         self._ahead = min(depth, 1) if self._waits else depth
@@ -86,6 +88,8 @@ class Feed:
             if not self._pull(self._depth + 1, wait=True):
                 self._is_open = False
                 return None
+        if self._looks_ahead:
+            self._hold_another()
         first = self._held.popleft()
         if isinstance(first, Prepared):
             # Not before: arrays on CPU devices may be those of the iterator, without a copy.
@@ -96,16 +100,11 @@ class Feed:
         raise first.error.with_traceback(first.traceback)
 
     def peek(self) -> Prepared | None:
-        """The batch after the one that was handed out last; waits for it.
+        """The batch after the one that was handed out last, where it `looks_ahead`.
 
         None where there is none, and where it failed or did not come in time: whoever is to use it
         will hear of that.
         """
-        try:
-            if not self._held:
-                self._pull(max(1, self._depth), wait=True)
-        except TimeoutError:
-            return None
         first = self._held[0] if self._held else None
         return first if isinstance(first, Prepared) else None
 
@@ -126,6 +125,16 @@ class Feed:
             loader.close()
         self._loaders.clear()
         self._held.clear()
+
+    def _hold_another(self) -> None:
+        """Wait for the batch behind the first, which is held meanwhile: Ctrl-C loses neither."""
+        try:
+            while len(self._held) < 2 and not self._has_failed:
+                if not self._pull(self._depth + 1, wait=True):
+                    break
+        except TimeoutError:
+            if self._waits:  # the others run a program that asks for that batch
+                raise
 
     @property
     def _has_failed(self) -> bool:

@@ -110,7 +110,12 @@ class TrainPipeline(Iterator[Any]):
         runner = _runner(step, state, accumulate, partial)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
-            prepare, depth=depth, drain=drain, timeout=timeout, state=lambda: runner.state
+            prepare,
+            depth=depth,
+            drain=drain,
+            timeout=timeout,
+            state=lambda: runner.state,
+            looks_ahead=self._tables is not None,
         )
         if batches is not None:
             runner.position = self._feed.give(_iterator_of(batches)).position()
@@ -312,13 +317,13 @@ def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:
         raise ValueError(f"`step` must be a function, got {type(step).__name__}.")
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
         raise ValueError(f"`depth` counts batches and must be an int >= 0, got {depth!r}.")
-    if timeout is not None and (depth == 0 or not timeout > 0):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and (depth == 0 or not is_number or not timeout > 0):
         raise ValueError(
             "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a thread "
             f"nothing can be waited for. Got {timeout!r} and `depth`={depth}."
         )
-    for stage in stages or ():
-        if not callable(stage):
-            raise ValueError(
-                f"`stages` must be functions `batch -> batch`, got {type(stage).__name__}."
-            )
+    if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
+        raise ValueError(
+            f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
+        )

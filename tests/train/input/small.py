@@ -1,7 +1,10 @@
 """A small step for tests of pipelines, and iterators that behave in every way."""
 
+import contextlib
 import functools
 import gc
+import os
+import signal
 import threading
 
 import jax
@@ -94,6 +97,34 @@ class Counted:
 
     def set_state(self, state):
         self.next_index = state["next_index"]
+
+
+class Gated(Counted):
+    """Gives no batch beyond the first `count` before the gate opens."""
+
+    def __init__(self, count, batches=BATCHES):
+        super().__init__(batches)
+        self.count, self.gate, self.waiting = count, threading.Event(), False
+
+    def __next__(self):
+        if self.next_index >= self.count:
+            self.waiting = True
+            self.gate.wait(30)
+        return super().__next__()
+
+
+@contextlib.contextmanager
+def ctrl_c():
+    """Comes while the block runs."""
+    # What a shell starts in the background is born deaf to it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        yield
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def host(tree):

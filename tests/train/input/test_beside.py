@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from support.exhaustive import sweep
 from support.pairs import two_processes
+from train.input.small import Gated, ctrl_c
 from train.step.tables import DENSE, batches, step_of
 
 ROOT = Path(__file__).parents[3]
@@ -135,6 +136,50 @@ def test_another_state_is_looked_up_anew():
     same(np.stack(found), np.stack(expected))
 
 
+def test_ctrl_c_in_the_wait_for_the_batch_behind_loses_none():
+    step, batches = step_for("row", 2, "local_sgd"), Gated(2, BATCHES)
+    expected, _ = plainly("row", 2, "local_sgd", 1)
+    pipeline = js.TrainPipeline(step, step.init(DENSE), batches)
+    found = [next(pipeline)]
+    with ctrl_c(), pytest.raises(KeyboardInterrupt):
+        next(pipeline)
+    batches.gate.set()
+    found += pipeline
+    same(np.stack([result.metrics["loss"] for result in found]), expected)
+
+
+def test_a_batch_that_is_late_is_not_looked_ahead_for():
+    """The one before it is trained, and nothing is lost."""
+    step, batches = step_for("row", 2, "local_sgd"), Gated(2, BATCHES)
+    expected, _ = plainly("row", 2, "local_sgd", 1)
+    pipeline = js.TrainPipeline(step, step.init(DENSE), batches, timeout=0.2)
+    found = [next(pipeline), next(pipeline)]
+    with pytest.raises(TimeoutError):
+        next(pipeline)
+    batches.gate.set()
+    found += pipeline
+    same(np.stack([result.metrics["loss"] for result in found]), expected)
+
+
+def test_a_measured_step():
+    step = step_for("row", 2, "local_sgd")
+    measured, batches = js.measured(step), itertools.cycle(BATCHES)
+    expected, _ = plainly("row", 2, "local_sgd", 1)
+    with js.TrainPipeline(measured, step.init(DENSE), batches, mode="patched") as pipeline:
+        found = [next(pipeline).metrics["loss"] for _ in range(2)]
+        assert pipeline.report().resent_share > 0
+    same(np.stack(found), expected[:2])
+    report = measured.report()
+    assert (report.iteration, report.measured, report.missed) == (2, (1, 2), ())
+    assert report.average.forward_compute_time > 0
+
+
+def test_what_was_asked_must_be_there():
+    step = step_for("row", 2, "local_sgd")
+    with pytest.raises(ValueError, match=r"`asked` must be what .* got NoneType"):
+        step.ahead("exact")(step.init(DENSE), BATCHES[0], None, BATCHES[1])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["local_sgd", "host", "gradients"])
 @pytest.mark.parametrize("shard", ["row", "column", "table"])
@@ -228,6 +273,7 @@ def test_stale_rows_are_one_update_old(num_exact):
         ({"mode": "exact", "num_exact": 2}, "`num_exact`"),
         ({"mode": "stale", "num_exact": -1}, "`num_exact`"),
         ({"mode": "patched", "room": 0.0}, "`room`"),
+        ({"mode": "patched", "room": "half"}, "`room`"),
     ],
 )
 def test_modes_that_cannot_be(options, message):

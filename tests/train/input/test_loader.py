@@ -3,8 +3,6 @@
 import contextlib
 import contextvars
 import itertools
-import os
-import signal
 import threading
 import time
 import traceback
@@ -17,7 +15,9 @@ from jaxslowmo.train.input import _loader
 from train.input.small import (
     BATCHES,
     Counted,
+    Gated,
     assert_same,
+    ctrl_c,
     loaders,
     losses_of,
     plain,
@@ -172,20 +172,6 @@ def test_arrays_that_are_filled_again_are_told():
 # Waiting
 
 
-class Gated(Counted):
-    """Gives no batch beyond the first `count` before the gate opens."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.count, self.gate, self.waiting = count, threading.Event(), False
-
-    def __next__(self):
-        if self.next_index >= self.count:
-            self.waiting = True
-            self.gate.wait(30)
-        return super().__next__()
-
-
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
     batches = Gated(2)
     pipeline = pipeline_of(batches, timeout=0.05)
@@ -216,19 +202,11 @@ def test_a_result_does_not_wait_for_the_batch_after_it():
 
 
 def test_ctrl_c_ends_the_wait_and_nothing_else():
-    # What a shell starts in the background is born deaf to it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        batches = Gated(1)
-        pipeline = pipeline_of(batches)
-        losses = losses_of([next(pipeline)])
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            next(pipeline)
-        timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    batches = Gated(1)
+    pipeline = pipeline_of(batches)
+    losses = losses_of([next(pipeline)])
+    with ctrl_c(), pytest.raises(KeyboardInterrupt):
+        next(pipeline)
     batches.gate.set()
     assert_same(losses + losses_of(pipeline), plain())
 
