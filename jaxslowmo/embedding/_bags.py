@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -149,7 +150,7 @@ def _checked_ids(values: np.ndarray) -> np.ndarray:
 
 def as_bags(feature: str, given: Any) -> Bags:
     """`given` ids or `Bags` of one feature as `Bags`, of which shapes and types are right."""
-    found = given if isinstance(given, Bags) else Bags(given)
+    found = Bags(*map(_as_array, given if isinstance(given, Bags) else (given,)))
     for part in found:
         if part is not None and not hasattr(part, "dtype"):
             raise ValueError(
@@ -172,6 +173,12 @@ def as_bags(feature: str, given: Any) -> Bags:
             f"{OWNER}: the weights of feature {feature!r} must be floating, got {weights.dtype}."
         )
     return found
+
+
+def _as_array(x: Any) -> Any:
+    """Arrays of other libraries, such as torch's on CPU, as NumPy's; what is no array stays."""
+    is_known = isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    return np.asarray(x) if hasattr(x, "__array__") and not is_known else x
 
 
 def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, Bags]:

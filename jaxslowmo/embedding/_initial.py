@@ -11,7 +11,7 @@ from jax import lax
 
 from ..mesh import vary_over, varying_axes
 from ._layout import PARTS, Layout, Store, part_of_residue
-from ._table import Table
+from ._table import OWNER, Table
 
 
 def table_key(key: Any, name: str) -> Any:
@@ -29,6 +29,11 @@ def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.A
         values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
     else:
         values = table.init(own, shape, table.dtype)
+        if jnp.shape(values) != shape:
+            raise ValueError(
+                f"{OWNER}: `init` of a table of {table.num_rows} rows must return an array of the "
+                f"shape that it is given, here {shape}, got {jnp.shape(values)}."
+            )
     numbers = residue + parts * jnp.arange(per_part, dtype=jnp.int32)
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 

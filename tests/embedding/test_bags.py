@@ -96,3 +96,16 @@ def test_features_may_be_missing_and_inputs_finds_them_anywhere():
     assert set(bags_of({"c": ids, "label": ids}, ("a", "c"), None)) == {"c"}
     found = bags_of((ids, "label"), ("a", "c"), lambda batch: {"a": batch[0]})
     assert found["a"].ids is ids
+
+
+def test_arrays_of_other_libraries_are_numpys():
+    """Such as torch's, whose dtypes numpy does not know."""
+
+    class Tensor:
+        dtype = "torch.int64"
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array([[3, -1]])
+
+    found = bags_of({"a": Tensor(), "b": js.Bags(Tensor())}, ("a", "b"), None)
+    assert [bags.ids.tolist() for bags in found.values()] == [[[3, -1]], [[3, -1]]]

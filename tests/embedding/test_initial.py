@@ -86,6 +86,12 @@ def test_an_initializer_and_a_dtype_of_ones_own():
     np.testing.assert_array_equal(found, np.full((9, 4), 0.5, jnp.bfloat16))
 
 
+def test_an_initializer_of_another_shape_is_refused():
+    table = js.Table(9, 4, init=lambda key, shape, dtype: jnp.zeros(shape[1:], dtype))
+    with pytest.raises(ValueError, match=r"`init` of a table of 9 rows .* \(1, 4\), got \(4,\)"):
+        one_table(table, 2)
+
+
 def test_specs_say_how_arrays_lie():
     emb = mixed()
     with pytest.raises(ValueError, match=r"shard=\"table\" lie depends on the number of devices"):

@@ -70,9 +70,13 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
             f"`window` must be of the replicas of `state`, {replicas}, got one of {others}."
         )
     params = state.params.dense if isinstance(state.params, WithTables) else state.params
+    (leaves, structure), (totals, collected) = map(jax.tree.flatten, (params, window.totals))
+    pairs = zip(leaves, totals, strict=False)
+    if structure == collected and all(x.shape[1:] == total.shape[1:] for x, total in pairs):
+        return
     own, given = ({n: x.shape[1:] for n, x in _by_name(t)} for t in (params, window.totals))
     name = next((n for n in {**own, **given} if own.get(n) != given.get(n)), None)
-    if name is None:
+    if name is None:  # nodes of other types, of which jax tells
         return
     has, holds = (
         f"shape {found[name]}" if name in found else "none of that name" for found in (own, given)
