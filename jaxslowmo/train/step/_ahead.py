@@ -7,9 +7,9 @@ import jax
 
 from ..._typing import PyTree
 from .._state import TrainState
-from ._programs import Task, anew, ask, gather_ahead, update_ahead
+from ._programs import Task, add_to_window, anew, ask, update
 from ._usable import refuse_unusable, refuse_unusable_window
-from .update import Ahead, Carry, GradientWindow, Metrics
+from .update import Ahead, Carry, Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
 MODES = ("exact", "stale", "patched")
@@ -70,11 +70,8 @@ class AheadStep:
         """
         step = self._step
         refuse_unusable(state)
-        batch, _ = step.place(batch, state=state)
-        layout = step._layouts.of(state)
-        ahead = self.asks_for(batch)
-        arguments = state._replace(opt_state=()), batch
-        carry = step._programs.get(ask(ahead), layout, arguments)(*arguments)
+        given = Given(step.place(batch, state=state)[0])
+        carry = self._ask(ask(self.asks_for(given.batch)), state, given)
         self._count += 1
         return _asked(carry, state)
 
@@ -123,19 +120,13 @@ class AheadStep:
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         if not asked.is_of(state):
-            told = state._replace(opt_state=()), asked.carry
-            asked = _asked(step._programs.get(anew(), layout, told)(*told), state)
+            asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), state)
+        given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
-            window = window or step._opened(state, batch, weight, layout)
-            step._collected = step._placing.share(batch, layout)
-            task = gather_ahead(ahead, asked.carry, next_batch)
-            arguments = state, batch, weight, window, asked.carry, next_batch
-            done, metrics, carry = step._program(task, layout, arguments)(*arguments)
-            step._in_flight.admit(metrics)
-            step._placing.ran(batch, metrics)
+            done, metrics, carry = step._collect(add_to_window(ahead), layout, state, given)
             return done, metrics, _asked(carry, state)
-        task, arguments = self._update(state, batch, asked, next_batch, weight, window, ahead)
-        done, metrics, carry = step._update(task, layout, arguments, window)
+        task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
+        done, metrics, carry = step._update(task, layout, state, given)
         return done, metrics, _asked(carry, done)
 
     def compiled(
@@ -153,29 +144,20 @@ class AheadStep:
         batch, weight = step._placing.placed(batch, weight, layout)
         if next_batch is not None:
             next_batch, _ = step._placing.placed(next_batch, None, layout)
+        given = Given(batch, weight, window, asked.carry, next_batch)
         ahead = self.asks_for(next_batch)
-        task, arguments = self._update(state, batch, asked, next_batch, weight, window, ahead)
-        return step._program(task, layout, arguments).lower(*arguments).compile()
+        task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
+        return step._program(task, layout, state, given).lower(state, *given).compile()
 
     def asks_for(self, next_batch: PyTree | None) -> Ahead:
         """How much the next call does for the batch after its own."""
         is_exact = next_batch is None or self._count < self._num_exact
         return Ahead() if is_exact else self._vectors
 
-    def _update(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        asked: Asked,
-        next_batch: PyTree | None,
-        weight: Any,
-        window: GradientWindow | None,
-        ahead: Ahead,
-    ) -> tuple[Task, tuple[Any, ...]]:
-        """The program of an update, and its arguments."""
-        phase, windowed = self._step._next_phase(state), window is not None
-        task = update_ahead(phase, ahead, asked.carry, next_batch, windowed=windowed)
-        return task, (state, batch, weight, window, asked.carry, next_batch)
+    def _ask(self, task: Task, state: TrainState, given: Given) -> Carry:
+        programs, layout = self._step._programs, self._step._layouts.of(state)
+        state = state._replace(opt_state=())
+        return programs.get(task, layout, state, given)(state, *given)
 
 
 def _asked(carry: Carry | None, state: TrainState) -> Any:

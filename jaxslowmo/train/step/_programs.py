@@ -15,136 +15,111 @@ from ...mesh import AnyMesh, VirtualMesh, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from ._layouts import Layouts
-from .update import ROLES, Ahead, Carry, GradientWindow, StepParts, TableParts
-
-# A function of one replica, bound to what is static in it.
-ReplicaFn = Callable[..., Any]
-
+from .update import GIVEN_ROLES, ROLES, Ahead, Given, GradientWindow, StepParts, TableParts
 
 Parts = StepParts | TableParts
-_GROWING = ("collect", "gather_ahead")  # windows, which with tables have more rows each time
+ReplicaFn = Callable[..., Any]
+"""`(state, given)` of one replica."""
+_GROWING = "collect"  # windows, which with tables have more rows each time
+_ARGUMENTS = ("state", *Given._fields)
+_NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
 
 
 class Task(NamedTuple):
-    """What a program does.
+    """What a program does, `(state, *given)` its arguments.
 
     Attributes:
       name: tells it from others of the step.
-      fn: of the parts and the inner axes, the function of one replica.
-      in_roles: of its arguments.
+      fn: of the parts, the function of one replica.
       out_roles: of its results.
-      donated: which arguments it may reuse, where the step does so.
+      donated: which argument it may reuse, where the step does so.
+      windowed: whether there is a window.
+      ahead: how much is done for the next batch.
       static: what else tells it apart.
     """
 
     name: str
-    fn: Callable[[Parts, tuple[str, ...]], ReplicaFn]
-    in_roles: tuple[Any, ...]
+    fn: Callable[[Any], ReplicaFn]
     out_roles: Any
-    donated: tuple[int, ...] = ()
+    donated: str | None = None
+    windowed: bool = False
+    ahead: Ahead = _NUMBERS
     static: Hashable = None
+
+    @property
+    def in_roles(self) -> tuple[Any, ...]:
+        """Of its arguments."""
+        given = GIVEN_ROLES if self.windowed else GIVEN_ROLES._replace(window="shared")
+        return "stacked", *given
 
 
 def _telling(fn: ReplicaFn) -> ReplicaFn:
-    """`fn`, `(state, ...) -> (state, metrics, ...)`, whose metrics tell of the loss scale, too."""
+    """`fn`, `-> (state, metrics, carry)`, whose metrics tell of the loss scale, too."""
 
-    def told(state: TrainState, *rest: PyTree) -> tuple[Any, ...]:
-        new, metrics, *more = fn(state, *rest)
-        return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, *more
+    def told(state: TrainState, given: Given) -> tuple[TrainState, Any, Any]:
+        new, metrics, carry = fn(state, given)
+        return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
 
     return told
 
 
-def update(phase: Phase | None, *, windowed: bool) -> Task:
-    """`(state, batch, weight, window) -> (state, metrics)`."""
+def _update(name: str, fn: Callable[[Any], ReplicaFn], **told: Any) -> Task:
+    roles = "stacked", "stacked", "device"
+    return Task(name, lambda parts: _telling(fn(parts)), roles, "state", **told)
 
-    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return _telling(partial(parts.per_replica, phase=phase, inner_axes=inner_axes))
 
-    roles = ("stacked", "batch", "stacked", ROLES if windowed else "shared")
-    return Task("update", fn, roles, ("stacked", "stacked"), (0,), (phase, windowed))
+def update(phase: Phase | None, *, windowed: bool, ahead: Ahead = _NUMBERS) -> Task:
+    """Of `batch`, after those in a window: `-> (state, metrics, carry)`."""
+
+    def fn(parts: Parts) -> ReplicaFn:
+        return partial(parts.updated, phase=phase)
+
+    return _update("update", fn, windowed=windowed, ahead=ahead, static=phase)
 
 
 def update_of_window(phase: Phase | None, like: PyTree) -> Task:
-    """`(state, window) -> (state, metrics)`; `like` are types of a device's part of a batch."""
+    """Of `window`: `-> (state, metrics, None)`; `like` are types of a device's part of a batch."""
 
-    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return _telling(partial(parts.of_window, like=like, phase=phase, inner_axes=inner_axes))
+    def fn(parts: Parts) -> ReplicaFn:
+        return lambda state, given: parts.of_window(state, given.window, like, phase)
 
     leaves, structure = jax.tree.flatten(like)
     static = phase, structure, tuple((x.shape, x.dtype) for x in leaves)
-    return Task("of_window", fn, ("stacked", ROLES), ("stacked", "stacked"), (0,), static)
+    return _update("of_window", fn, windowed=True, static=static)
 
 
 def open_window() -> Task:
-    """`(state, batch, weight) -> window`, empty."""
-
-    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.opened, inner_axes=inner_axes)
-
-    return Task("open", fn, ("stacked", "batch", "stacked"), ROLES)
+    """For batches like `batch` and `weight`: `-> window`, empty."""
+    return Task("open", lambda parts: parts.opened, ROLES)
 
 
-def collect() -> Task:
-    """`(state, batch, weight, window) -> (window, metrics)`."""
-
-    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.collected, inner_axes=inner_axes)
-
-    roles = ("stacked", "batch", "stacked", ROLES)
-    return Task("collect", fn, roles, (ROLES, "stacked"), (3,))
+def add_to_window(ahead: Ahead = _NUMBERS) -> Task:
+    """`batch` into `window`: `-> (window, metrics, carry)`."""
+    roles = ROLES, "stacked", "device"
+    return Task("collect", lambda parts: parts.collected, roles, "window", True, ahead)
 
 
 def evaluate() -> Task:
-    """`(state, batch, weight) -> metrics`."""
-
-    def fn(parts: Parts, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.evaluated, inner_axes=inner_axes)
-
-    return Task("evaluate", fn, ("stacked", "batch", "stacked"), "stacked")
-
-
-def update_ahead(
-    phase: Phase | None, ahead: Ahead, carry: Carry, upcoming: PyTree, *, windowed: bool
-) -> Task:
-    """`(state, batch, weight, window, carry, upcoming) -> (state, metrics, carry)`."""
-
-    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return _telling(partial(parts.updated, ahead=ahead, phase=phase, inner_axes=inner_axes))
-
-    window = ROLES if windowed else "shared"
-    roles = ("stacked", "batch", "stacked", window, "device", "batch")
-    static = phase, windowed, ahead, carry.vectors is None, upcoming is None
-    return Task("update_ahead", fn, roles, ("stacked", "stacked", "device"), (0,), static)
-
-
-def gather_ahead(ahead: Ahead, carry: Carry, upcoming: PyTree) -> Task:
-    """`(state, batch, weight, window, carry, upcoming) -> (window, metrics, carry)`."""
-
-    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.gathered, ahead=ahead, inner_axes=inner_axes)
-
-    roles = ("stacked", "batch", "stacked", ROLES, "device", "batch")
-    static = ahead, carry.vectors is None, upcoming is None
-    return Task("gather_ahead", fn, roles, (ROLES, "stacked", "device"), (3,), static)
+    """Of `batch` and `weight`: `-> metrics`."""
+    return Task("evaluate", lambda parts: parts.evaluated, "stacked")
 
 
 def ask(ahead: Ahead) -> Task:
-    """`(state, batch) -> carry`."""
+    """For `batch`: `-> carry`."""
 
-    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return partial(parts.asked, ahead=ahead)
+    def fn(parts: TableParts) -> ReplicaFn:
+        return lambda state, given: parts.asked(state, given.batch)
 
-    return Task("ask", fn, ("stacked", "batch"), "device", (), ahead)
+    return Task("ask", fn, "device", ahead=ahead)
 
 
 def anew() -> Task:
-    """`(state, carry) -> carry`, with the rows of these tables."""
+    """`-> carry`, with the rows of these tables."""
 
-    def fn(parts: Any, inner_axes: tuple[str, ...]) -> ReplicaFn:
-        return parts.asked_anew
+    def fn(parts: TableParts) -> ReplicaFn:
+        return lambda state, given: parts.asked_anew(state, given.carry)
 
-    return Task("anew", fn, ("stacked", "device"), "device")
+    return Task("anew", fn, "device")
 
 
 class Programs:
@@ -174,22 +149,23 @@ class Programs:
         self,
         task: Task,
         layout: Layout,
-        arguments: tuple[Any, ...],
+        state: TrainState,
+        given: Given,
         check: Callable[[TrainState], None] = lambda _: None,
     ) -> Any:
         """The compiled program of a task, made at its first use, after `check` of the state."""
-        state = arguments[0]
         # Where the compiler chooses, it might place the new state unlike the old one, and the next
         # step would compile again. Inside of another program there is no next step.
         is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
-        key = (task.name, task.static, layout.axes, layout.key, is_pinned)
+        which = task.name, task.windowed, task.ahead, task.static
+        key = *which, layout.axes, layout.key, is_pinned
         if key not in self._made:
             check(state)
             mesh = self._mesh
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
-                jax.eval_shape(self.build(task, layout, abstract(mesh)), *arguments)
-            pinned = self._pinned(task, layout, arguments) if is_pinned else None
+                jax.eval_shape(self.build(task, layout, abstract(mesh)), state, *given)
+            pinned = self._pinned(task, layout, state, given) if is_pinned else None
             self._made[key] = self.build(task, layout, mesh, pinned)
         return self._made[key]
 
@@ -202,21 +178,22 @@ class Programs:
     ) -> Any:
         """A program that is not kept."""
         parts = self._parts_for(layout)
-        runs = parts if parts.tables is None else TableParts(parts, parts.tables)
+        runs = parts if parts.tables is None else TableParts(parts, parts.tables, task.ahead)
+        fn = task.fn(runs)
         mapped = map_replicas(
-            task.fn(runs, self._layouts.inner_axes(layout)),
+            lambda state, *given: fn(state, Given(*given)),
             mesh=mesh,
             axis_name=self._parts.axis_name,
             in_roles=self._roles(task.in_roles),
             out_roles=self._roles(task.out_roles),
             automatic=layout.axes,
         )
-        donated = task.donated if self.donate else ()
-        if parts.tables is not None and out_shardings is None and task.name in _GROWING:
-            donated = ()  # there is nothing that the rows fit into, of which jax would warn
+        donated = task.donated if self.donate else None
+        if parts.tables is not None and out_shardings is None and task.name == _GROWING:
+            donated = None  # there is nothing that the rows fit into, of which jax would warn
         return jax.jit(
             mapped,
-            donate_argnums=donated,
+            donate_argnums=() if donated is None else _ARGUMENTS.index(donated),
             out_shardings=out_shardings,
         )
 
@@ -226,26 +203,21 @@ class Programs:
             return roles
         return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)
 
-    def _pinned(self, task: Task, layout: Layout, arguments: tuple[Any, ...]) -> Any:
+    def _pinned(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
         """Where the results lie, for leaves sharded inside a replica; None where that is open."""
 
         def places(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x.sharding, tree)
 
-        state: TrainState = arguments[0]
         mesh, first = self._mesh, self._layouts.data_axes(layout)
         assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
         each = NamedSharding(mesh, P(first))
         if task.name in ("ask", "anew"):
             return each
-        if task.name == "update_ahead":
-            return places(state), None, each
-        if task.name == "gather_ahead":
-            return places(arguments[3]), None, each
         if task.name == "evaluate":
             return None
         if task.name == "collect":
-            return places(arguments[-1]), None
+            return places(given.window), None, each
         if task.name == "open":
             params, specs = state.params, layout.specs
             if self._parts.tables is not None:
@@ -255,7 +227,7 @@ class Programs:
                 lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
             )
             return GradientWindow._make((totals, None, None, None, None, each))
-        return places(state), None
+        return places(state), None, each
 
     def _parts_for(self, layout: Layout) -> StepParts:
         """The parts, for parameters of a layout: without their specs, exchanges would gather them.
@@ -263,16 +235,18 @@ class Programs:
         Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
         of the state, and of its checkpoints.
         """
-        sync = self._parts.sync
+        inner_axes = self._layouts.inner_axes(layout)
+        loss = dataclasses.replace(self._parts.differentiation, inner_axes=inner_axes)
+        parts, sync = dataclasses.replace(self._parts, differentiation=loss), self._parts.sync
         if sync is None or layout.specs is None:
-            return self._parts
+            return parts
         if sync.shards_whole_leaves and self._layouts.has_auto(layout):
             self._warn(
                 f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
                 f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
                 "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
-        return dataclasses.replace(self._parts, sync=sync.with_specs(layout.specs))
+        return dataclasses.replace(parts, sync=sync.with_specs(layout.specs))
 
 
 def abstract(mesh: VirtualMesh) -> AbstractMesh:

@@ -21,7 +21,7 @@ from ._programs import (
     Programs,
     Task,
     abstract,
-    collect,
+    add_to_window,
     evaluate,
     open_window,
     update,
@@ -30,7 +30,7 @@ from ._programs import (
 from ._state_checks import StateChecks
 from ._tables import seen_by_loss, stacked_params
 from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
-from .update import GradientWindow, Metrics, StepParts, table_chain
+from .update import Carry, Given, GradientWindow, Metrics, StepParts, table_chain
 
 Mode = Literal["traced", "host"]
 
@@ -133,10 +133,10 @@ class TrainStep:
         """
         refuse_unusable(state)
         layout = self._layouts.of(state)
-        batch, weight = self._placing.compared(batch, weight, layout)
-        refuse_unusable_window(window, state, weight)
+        given = Given(*self._placing.compared(batch, weight, layout), window)
+        refuse_unusable_window(window, state, given.weight)
         task = update(self._next_phase(state), windowed=window is not None)
-        return self._update(task, layout, (state, batch, weight, window), window)
+        return self._update(task, layout, state, given)[:2]
 
     def collect(
         self,
@@ -174,16 +174,9 @@ class TrainStep:
         """
         refuse_unusable(state)
         layout = self._layouts.of(state)
-        batch, weight = self._placing.compared(batch, weight, layout)
-        window = window or self._opened(state, batch, weight, layout)
-        refuse_unusable_window(window, state, weight)
-        self._collected = self._placing.share(batch, layout)
-        arguments = state, batch, weight, window
-        window, metrics = self._program(collect(), layout, arguments)(*arguments)
-        self._in_flight.admit(metrics)
-        self._placing.ran(batch, metrics)
-        assert window is not None
-        return window, metrics
+        given = Given(*self._placing.compared(batch, weight, layout), window)
+        refuse_unusable_window(window, state, given.weight)
+        return self._collect(add_to_window(), layout, state, given)[:2]
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """One update of the mean of the batches in a window, without another batch.
@@ -205,7 +198,7 @@ class TrainStep:
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._next_phase(state), self._collected)
-        return self._update(task, self._layouts.of(state), (state, window), window)
+        return self._update(task, self._layouts.of(state), state, Given(window=window))[:2]
 
     def place(
         self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
@@ -260,12 +253,11 @@ class TrainStep:
         """
         refuse_unusable(state)
         layout = self._layouts.of(state)
-        batch, weight = self.place(batch, weight, state=state)
-        # An evaluation does not look at the optimizer's state.
-        arguments = state._replace(opt_state=()), batch, weight
-        metrics = self._programs.get(evaluate(), layout, arguments)(*arguments)
+        given = Given(*self.place(batch, weight, state=state))
+        state = state._replace(opt_state=())  # at which an evaluation does not look
+        metrics = self._programs.get(evaluate(), layout, state, given)(state, *given)
         self._in_flight.admit(metrics)
-        self._placing.ran(batch, metrics)
+        self._placing.ran(given.batch, metrics)
         return metrics
 
     def compiled(
@@ -283,10 +275,9 @@ class TrainStep:
         """
         self._checks.numbers(state).replace(state.opt_state)
         layout = self._layouts.of(state)
-        batch, weight = self._placing.placed(batch, weight, layout)
-        arguments = state, batch, weight, window
+        given = Given(*self._placing.placed(batch, weight, layout), window)
         task = update(self._next_phase(state), windowed=window is not None)
-        return self._program(task, layout, arguments).lower(*arguments).compile()
+        return self._program(task, layout, state, given).lower(state, *given).compile()
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """This step with the next batch's tables asked beside it; see `AheadStep`."""
@@ -318,8 +309,7 @@ class TrainStep:
         self._checks.transforms(state)
         layout = self._layouts.of(state)
         mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        batch, _ = self._placing.placed(batch, None, layout)
-        arguments = state, batch, None, None
+        given = Given(*self._placing.placed(batch, None, layout))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
@@ -328,8 +318,8 @@ class TrainStep:
             if layout.axes or mesh is not self.mesh:
                 program = self._programs.build(task, layout, mesh)
             else:
-                program = self._program(task, layout, arguments)
-            return program.trace(*arguments)
+                program = self._program(task, layout, state, given)
+            return program.trace(state, *given)
 
         sync = self._parts.sync
         if self.mode == "traced":
@@ -350,43 +340,45 @@ class TrainStep:
         sync = self._parts.sync
         return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
-    def _opened(
-        self, state: TrainState, batch: PyTree, weight: Any, layout: Layout
-    ) -> GradientWindow:
-        arguments = state, batch, weight
-        return self._program(open_window(), layout, arguments)(*arguments)
-
     def _next_phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
         return self.next_phase(state) if self.mode == "host" else None
 
-    def _program(self, task: Task, layout: Layout, arguments: tuple[Any, ...]) -> Any:
+    def _program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
         """The compiled program of a task, made at its first use."""
-        return self._programs.get(task, layout, arguments, self._checks.before_first_use)
+        return self._programs.get(task, layout, state, given, self._checks.before_first_use)
+
+    def _collect(
+        self, task: Task, layout: Layout, state: TrainState, given: Given
+    ) -> tuple[GradientWindow, Metrics, Carry | None]:
+        """Run a program that adds to a window, which begins here where there is none."""
+        if given.window is None:
+            first = Given(given.batch, given.weight)
+            window = self._program(open_window(), layout, state, first)(state, *first)
+            given = given._replace(window=window)
+        self._collected = self._placing.share(given.batch, layout)
+        window, metrics, carry = self._program(task, layout, state, given)(state, *given)
+        self._in_flight.admit(metrics)
+        self._placing.ran(given.batch, metrics)
+        return window, metrics, carry
 
     def _update(
-        self,
-        task: Task,
-        layout: Layout,
-        arguments: tuple[Any, ...],
-        window: GradientWindow | None,
-    ) -> tuple[Any, ...]:
+        self, task: Task, layout: Layout, state: TrainState, given: Given
+    ) -> tuple[TrainState, Metrics, Carry | None]:
         """Run the program of an update, and know of its result what is known without reading it."""
-        state: TrainState = arguments[0]
         self._checks.numbers(state).replace(state.opt_state)
-        program = self._program(task, layout, arguments)
+        program = self._program(task, layout, state, given)
         so_far = self._counts.get(_counter(state, self._parts.sync))
-        new_state, metrics, *more = program(*arguments)
+        new_state, metrics, carry = program(state, *given)
         self._in_flight.admit(metrics)
-        if len(arguments) > 2:  # with a batch
-            self._placing.ran(arguments[1], metrics)
+        self._placing.ran(given.batch, metrics)
         self._layouts.note(new_state, layout)
-        if window is not None and self._programs.donate:
-            forget(window)
+        if given.window is not None and self._programs.donate:
+            forget(given.window)
         if so_far is not None:  # count on, without asking the device
             counter = _counter(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
-        return new_state, metrics, *more
+        return new_state, metrics, carry
 
 
 def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:

@@ -1,14 +1,16 @@
 """One update as one replica sees it: from its batch to its new state."""
 
-from ._ahead import Ahead as Ahead
-from ._ahead import Carry as Carry
 from ._differentiate import Differentiation as Differentiation
+from ._given import GIVEN_ROLES as GIVEN_ROLES
+from ._given import Ahead as Ahead
+from ._given import Carry as Carry
+from ._given import Given as Given
 from ._loss import WithVectors as WithVectors
 from ._loss import of_vectors as of_vectors
 from ._model_state import ModelStateMode as ModelStateMode
 from ._replica_step import GradientOrder as GradientOrder
 from ._replica_step import StepParts as StepParts
-from ._replica_step import Tables as Tables
+from ._shards import Tables as Tables
 from ._shards import on_shards as on_shards
 from ._table_chain import table_chain as table_chain
 from ._window import ROLES as ROLES

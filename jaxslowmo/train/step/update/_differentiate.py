@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
+from ._given import Given
 from ._looked_up import differentiated, pooled
 from ._loss import value_and_gradients, with_loss
 from ._model_state import (
@@ -26,18 +27,48 @@ from ._model_state import (
     vary_statistics,
 )
 from ._rows import Rows
-from ._window import Gathered, GradientWindow, Metrics, added_to, empty_window, means_of
+from ._window import Found, GradientWindow, Metrics, added_to, empty_window, means_of
 
-# A batch as the loss function sees it, its key, and the model state before it.
-Data = tuple[PyTree, jax.Array, PyTree]
+
+class Data(NamedTuple):
+    """What the loss function is given beside the parameters.
+
+    Attributes:
+      batch: of this device.
+      key: its own.
+      model_state: before the batch.
+    """
+
+    batch: PyTree
+    key: jax.Array
+    model_state: PyTree
+
+
+class Gathered(NamedTuple):
+    """What an update starts from, whether one batch gave it or a window.
+
+    Attributes:
+      grads: means over the examples of this device, in the dtypes of the parameters.
+      loss: () likewise, of all examples of the replica.
+      model_state: equal on all devices of the replica.
+      weight: () this replica's share in averages over replicas; None where all are alike.
+      rows: by table, mean gradients of the rows that this device holds, each row once.
+      data: what the loss saw; None for a window, whose batches are gone.
+    """
+
+    grads: PyTree
+    loss: jax.Array
+    model_state: PyTree
+    weight: jax.Array | None
+    rows: Rows
+    data: Data | None
 
 
 @dataclass(frozen=True)
 class Differentiation:
     """The loss function, and what of the step says how it is differentiated.
 
-    In its methods `key` is the replica's for this update, and `inner_axes` are the axes inside a
-    replica over which the batch is split.
+    In its methods `state.rng` is the replica's key for this update.
 
     Attributes:
       loss: the loss function.
@@ -46,6 +77,7 @@ class Differentiation:
       model_state: how it is kept together.
       tables: those that batches are looked up in; then a batch is `Requested`, and the loss
         function sees it `WithVectors`.
+      inner_axes: inside a replica, over which the batch is split; known with the layout of a state.
     """
 
     loss: FullLoss
@@ -53,111 +85,68 @@ class Differentiation:
     accumulate: int
     model_state: ModelStateMode
     tables: Embeddings | None = None
+    inner_axes: tuple[str, ...] = ()
 
-    def one_batch(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        key: jax.Array,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[Gathered, Metrics, Data]:
-        """All that an update without a window wants: gradients, metrics, and what the loss saw."""
-        key = _own_key(key, inner_axes)
-        before, seen = self._seen(state.model_state, inner_axes)
-        metrics, model_state, grads, rows, batch = self._differentiated(
-            state.params, batch, key, seen, loss_scale_of(state.opt_state), inner_axes
-        )
-        model_state = _agreed(model_state, inner_axes)
-        if weight is not None:
-            metrics = _counted(metrics, weight)
-            model_state = kept_if_idle(weight, model_state, before)
-        gathered = Gathered(grads, metrics["loss"], model_state, weight, rows)
-        return gathered, metrics, (batch, key, seen)
+    def gathered(self, state: TrainState, given: Given) -> tuple[Gathered, Metrics]:
+        """What an update starts from, with this batch in it, and the batch's own metrics."""
+        if given.window is not None:
+            window, metrics = self.collected(state, given)
+            return self.closed(state, window)[0], metrics
+        key = self._own_key(state)
+        before, seen = self._seen(state)
+        data = Data(given.batch, key, seen)
+        found = self._differentiated(state, data)
+        model_state = self._agreed(found.model_state)
+        metrics, model_state = _counted(given.weight, found.metrics, model_state, before)
+        loss, data = metrics["loss"], data._replace(batch=found.batch)
+        return Gathered(found.grads, loss, model_state, given.weight, found.rows, data), metrics
 
-    def opened(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        key: jax.Array,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given) -> GradientWindow:
         """An empty window, for batches of the shapes of this one.
 
         Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
         """
-        _, seen = self._seen(state.model_state, inner_axes)
-
+        _, seen = self._seen(state)
+        data = Data(given.batch, self._own_key(state), seen)
         # For shapes and types alone: nothing of it is computed.
-        metrics, _, grads, rows, _ = jax.eval_shape(
-            partial(self._differentiated, inner_axes=inner_axes),
-            state.params,
-            batch,
-            _own_key(key, inner_axes),
-            seen,
-            loss_scale_of(state.opt_state),
-        )
-        return empty_window(grads, metrics, seen, weight, rows)
+        found = jax.eval_shape(self._differentiated, state, data)
+        return empty_window(found, seen, given.weight)
 
-    def collected(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        key: jax.Array,
-        weight: jax.Array | None,
-        window: GradientWindow,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[GradientWindow, Metrics]:
+    def collected(self, state: TrainState, given: Given) -> tuple[GradientWindow, Metrics]:
         """The window with this batch in it, and the batch's own metrics.
 
         Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
         """
-        key = jax.random.fold_in(_own_key(key, inner_axes), window.count)
+        window, weight = given.window, given.weight
+        assert window is not None, "`opened` makes the first"
+        key = jax.random.fold_in(self._own_key(state), window.count)
         seen = window.model_state
-        metrics, model_state, grads, rows, _ = self._differentiated(
-            state.params, batch, key, seen, loss_scale_of(state.opt_state), inner_axes
-        )
-        own = metrics
-        if weight is not None:
-            own = _counted(metrics, weight)
-            model_state = kept_if_idle(weight, model_state, seen)
-        return added_to(window, grads, metrics, model_state, weight, rows), own
+        found = self._differentiated(state, Data(given.batch, key, seen))
+        metrics, model_state = _counted(weight, found.metrics, found.model_state, seen)
+        return added_to(window, found._replace(model_state=model_state), weight), metrics
 
-    def closed(
-        self, state: TrainState, window: GradientWindow, inner_axes: tuple[str, ...]
-    ) -> tuple[Gathered, Metrics]:
+    def closed(self, state: TrainState, window: GradientWindow) -> tuple[Gathered, Metrics]:
         """What an update wants of a window, and the means of its metrics."""
         grads, rows, metrics = means_of(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), grads, state.params)
-        model_state = _agreed(window.model_state, inner_axes)
-        if window.weight is not None:
-            metrics = _counted(metrics, window.weight)
-            model_state = kept_if_idle(window.weight, model_state, state.model_state)
-        return Gathered(grads, metrics["loss"], model_state, window.weight, rows), metrics
+        weight, model_state = window.weight, self._agreed(window.model_state)
+        metrics, model_state = _counted(weight, metrics, model_state, state.model_state)
+        return Gathered(grads, metrics["loss"], model_state, weight, rows, None), metrics
 
-    def evaluated(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        key: jax.Array,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> Metrics:
+    def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """Metrics of one replica's batch, or of what one of its devices has of it.
 
         Communication: over `inner_axes` one all-reduce of the metrics; of the model state over the
           replicas where replica 0's is broadcast.
         """
-        key = _own_key(key, inner_axes)
-        _, seen = self._seen(state.model_state, inner_axes)
-        axes = (*axis_names(self.axis_name), *inner_axes)
-        params = vary_over(state.params, axes)
+        key = self._own_key(state)
+        _, seen = self._seen(state)
+        params, batch = vary_over(state.params, self._axes), given.batch
         if self.tables is not None:
             batch, _ = pooled(self.tables, batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
-        metrics = _of_replica(with_loss(metrics, value), inner_axes)
-        return metrics if weight is None else _counted(metrics, weight)
+        metrics = self._of_replica(with_loss(metrics, value))
+        return _counted(given.weight, metrics, (), ())[0]
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """The order in which gradients become ready; found at trace time, from the types alone."""
@@ -169,40 +158,39 @@ class Differentiation:
         )
         return ready_order(self.loss, params, batch, rng=key, model_state=model_state)
 
-    def _seen(self, model_state: PyTree, inner_axes: tuple[str, ...]) -> tuple[PyTree, PyTree]:
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return (*axis_names(self.axis_name), *self.inner_axes)
+
+    def _own_key(self, state: TrainState) -> jax.Array:
+        """The replica's key as this device's own."""
+        key = state.rng
+        for name in self.inner_axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        return key
+
+    def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model state before the first batch of an update, and as this device sees it."""
-        before = model_state
+        before = state.model_state
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
-        axes = (*axis_names(self.axis_name), *inner_axes)
-        return before, own_keys(vary_statistics(before, axes), inner_axes)
+        return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
 
-    def _differentiated(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        key: jax.Array,
-        seen: PyTree,
-        scale: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[Metrics, PyTree, PyTree, Rows, PyTree]:
-        """What a batch gives.
-
-        Metrics of the replica; this device's model state after the batch, its gradients and those
-        of the rows that it holds; and the batch as the loss function saw it.
-        """
+    def _differentiated(self, state: TrainState, data: Data) -> Found:
+        """What a batch gives."""
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
-        axes = (*axis_names(self.axis_name), *inner_axes)
-        params = vary_over(params, axes)
-        scale = None if scale is None else vary_over(scale, axes)
+        params, scale = state.params, loss_scale_of(state.opt_state)
+        params = vary_over(params, self._axes)
+        scale = None if scale is None else vary_over(scale, self._axes)
         find = partial(value_and_gradients, self.loss, accumulate=self.accumulate)
+        batch, key, seen = data
         if self.tables is None:
             metrics, model_state, grads, _ = find(
                 params, batch, rng=key, model_state=seen, scale=scale
             )
-            return _of_replica(metrics, inner_axes), model_state, grads, {}, batch
+            return Found(grads, self._of_replica(metrics), model_state, {}, batch)
 
         def compute(params: PyTree, batch: PyTree, key: Any, seen: PyTree, scale: Any) -> Any:
             *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
@@ -211,7 +199,18 @@ class Differentiation:
         (metrics, model_state), grads, rows, batch = differentiated(
             self.tables, batch, params, compute, key, seen, scale
         )
-        return _of_replica(metrics, inner_axes), model_state, grads, rows, batch
+        return Found(grads, self._of_replica(metrics), model_state, rows, batch)
+
+    def _agreed(self, model_state: PyTree) -> PyTree:
+        with jax.named_scope(f"{MODEL_STATE}/inner"):
+            return agree_inside(model_state, self.inner_axes)
+
+    def _of_replica(self, metrics: Metrics) -> Metrics:
+        """Means over the devices of a replica."""
+        if not self.inner_axes:
+            return metrics
+        with jax.named_scope(METRICS):
+            return mean_over(metrics, self.inner_axes)
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -220,29 +219,17 @@ def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
 
-def _own_key(key: jax.Array, inner_axes: tuple[str, ...]) -> jax.Array:
-    """The replica's key as this device's own."""
-    for name in inner_axes:
-        key = jax.random.fold_in(key, jax.lax.axis_index(name))
-    return key
+def _counted(
+    weight: jax.Array | None, metrics: Metrics, model_state: PyTree, before: PyTree
+) -> tuple[Metrics, PyTree]:
+    """Metrics and model state after a batch; on an idle replica zeros, and that before.
 
-
-def _agreed(model_state: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
-    with jax.named_scope(f"{MODEL_STATE}/inner"):
-        return agree_inside(model_state, inner_axes)
-
-
-def _of_replica(metrics: Metrics, inner_axes: tuple[str, ...]) -> Metrics:
-    """Means over the devices of a replica."""
-    if not inner_axes:
-        return metrics
-    with jax.named_scope(METRICS):
-        return mean_over(metrics, inner_axes)
-
-
-def _counted(metrics: Metrics, weight: jax.Array) -> Metrics:
-    """Zeros on an idle replica, and the weight, so that what reads metrics can weigh them."""
-    return {**unless_idle(metrics, weight), "weight": weight}
+    Metrics hold the weight, too, so that what reads them can weigh them.
+    """
+    if weight is None:
+        return metrics, model_state
+    metrics = {**unless_idle(metrics, weight), "weight": weight}
+    return metrics, kept_if_idle(weight, model_state, before)
 
 
 def _type_only(x: Any) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,6 @@ import optax
 
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
-from ....embedding import Embeddings
 from ....mesh import axis_names, vary_over, varying_axes
 from ....precision import loss_scale_of, unless_overflow, was_skipped
 from ....reducer import mean_gradients
@@ -27,28 +26,15 @@ from ....transform import (
 )
 from ....tree import apply_exactly, leaf_names
 from ..._state import TrainState
-from ._differentiate import Data, Differentiation, kept_if_idle
+from ._differentiate import Differentiation, Gathered, kept_if_idle
+from ._given import Given
 from ._model_state import Statistics, statistics_before_if
 from ._rows import Rows, all_finite, mean_rows
+from ._shards import Tables
 from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
-from ._window import Gathered, GradientWindow, Metrics
+from ._window import GradientWindow, Metrics
 
 GradientOrder = Literal["reverse", "ready"]
-
-
-class Tables(NamedTuple):
-    """The embedding tables of a step.
-
-    Attributes:
-      embeddings: the tables; they know no axis where there is one device along it.
-      axis: over which they are sharded; None without one.
-      nested: the same, where it is left to the compiler and bound around what needs it; None where
-        there is nothing to bind.
-    """
-
-    embeddings: Embeddings
-    axis: str | None
-    nested: str | None
 
 
 class Reduced(NamedTuple):
@@ -98,123 +84,61 @@ class StepParts:
             return optax.chain(*first, no_exchange())
         return following(first, of_known_layout(self.sync))
 
-    def per_replica(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow | None,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[TrainState, Metrics]:
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes inside a replica over which the batch is split."""
+        return self.differentiation.inner_axes
+
+    def updated(
+        self, state: TrainState, given: Given, phase: Phase | None
+    ) -> tuple[TrainState, Metrics, None]:
         """One update as one replica sees it, or one of its devices along `inner_axes`.
 
         A replica of weight 0 keeps its model state, its metrics are zeros, and where replicas train
         apart its optimizer state stays too. With a window it is the weight of the whole window that
-        decides; the metrics are those of the batch.
+        decides; the metrics are those of the batch. Nothing is asked for the next batch.
         """
-        rng, key = jax.random.split(state.rng)
-        data, differentiation = None, self.differentiation
-        if window is None:
-            gathered, metrics, data = differentiation.one_batch(
-                state, batch, key, weight, inner_axes
-            )
-        else:
-            window, metrics = differentiation.collected(
-                state, batch, key, weight, window, inner_axes
-            )
-            gathered, _ = differentiation.closed(state, window, inner_axes)
-        order = self.order_of(state, batch)
-        return self._updated(state, rng, gathered, data, order, phase, inner_axes), metrics
+        now, then = keyed(state)
+        gathered, metrics = self.differentiation.gathered(now, given)
+        moved = self.moved(now, gathered, given.batch)
+        return self.exchanged(then, moved, phase), metrics, None
 
-    def opened(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
-        _, key = jax.random.split(state.rng)
-        return self.differentiation.opened(state, batch, key, weight, inner_axes)
+        return self.differentiation.opened(keyed(state)[0], given)
 
-    def collected(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[GradientWindow, Metrics]:
+    def collected(self, state: TrainState, given: Given) -> tuple[GradientWindow, Metrics, None]:
         """The window with a batch more, and its metrics; see `Differentiation.collected`."""
-        _, key = jax.random.split(state.rng)
-        return self.differentiation.collected(state, batch, key, weight, window, inner_axes)
+        return *self.differentiation.collected(keyed(state)[0], given), None
 
-    def evaluated(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> Metrics:
+    def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """A forward pass alone; see `Differentiation.evaluated`."""
-        _, key = jax.random.split(state.rng)
-        return self.differentiation.evaluated(state, batch, key, weight, inner_axes)
+        return self.differentiation.evaluated(keyed(state)[0], given)
 
     def of_window(
-        self,
-        state: TrainState,
-        window: GradientWindow,
-        like: PyTree,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[TrainState, Metrics]:
+        self, state: TrainState, window: GradientWindow, like: PyTree, phase: Phase | None
+    ) -> tuple[TrainState, Metrics, None]:
         """One update of what a window holds; the metrics are means over its batches.
 
         `like` are types of this device's part of a batch.
         """
-        rng, _ = jax.random.split(state.rng)
-        gathered, metrics = self.differentiation.closed(state, window, inner_axes)
-        order = self.order_of(state, like)
-        return self._updated(state, rng, gathered, None, order, phase, inner_axes), metrics
+        now, then = keyed(state)
+        gathered, metrics = self.differentiation.closed(now, window)
+        return self.exchanged(then, self.moved(now, gathered, like), phase), metrics, None
 
-    def _updated(
-        self,
-        state: TrainState,
-        rng: jax.Array,
-        gathered: Gathered,
-        data: Data | None,
-        order: tuple[int, ...] | None,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> TrainState:
-        """The state after: gradients reduced, optimizer, exchange."""
-        return self.exchanged(
-            state, rng, self.moved(state, gathered, data, order, inner_axes), phase
-        )
+    def moved(self, state: TrainState, gathered: Gathered, like: PyTree) -> Moved:
+        """What an update comes to before parameters are exchanged; that part of `state` is used.
 
-    def moved(
-        self,
-        state: TrainState,
-        gathered: Gathered,
-        data: Data | None,
-        order: tuple[int, ...] | None,
-        inner_axes: tuple[str, ...],
-    ) -> Moved:
-        """What an update comes to before parameters are exchanged; that part of `state` is used."""
+        `like` is a batch of this device, or types of one.
+        """
         weight = gathered.weight
-        reduced = self._reduced(state, gathered, order, inner_axes)
-        loss = Loss(reduced.loss, reduced.over, self.differentiation, data)
-        updates, optimizer_state, rate, alone = self._optimized(
-            reduced, state.opt_state[1], state.params, loss, weight, inner_axes
-        )
-        _check_reduced(updates, inner_axes)
+        reduced = self._reduced(state, gathered, self._order_of(state, like))
+        updates, optimizer_state, rate, alone = self._optimized(state, reduced, gathered)
+        _check_reduced(updates, self.inner_axes)
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
-        skipped, model_state = (
-            was_skipped(state.opt_state[1], optimizer_state),
-            gathered.model_state,
-        )
+        skipped = was_skipped(state.opt_state[1], optimizer_state)
+        model_state = gathered.model_state
         if skipped is not None:
             # What the optimizer has skipped tables and model state skip, too.
             active = ~skipped if active is None else active & ~skipped
@@ -226,24 +150,16 @@ class StepParts:
     def exchanged(
         self,
         state: TrainState,
-        rng: jax.Array,
         moved: Moved,
         phase: Phase | None,
         dense: Callable[[PyTree], PyTree] = lambda tree: tree,
     ) -> TrainState:
         """The state after the exchange of parameters.
 
-        `dense` takes from a tree like the parameters the part that the optimizer knows.
+        `state` has the key of the next update. `dense` takes from a tree like the parameters the
+        part that the optimizer knows.
         """
-        updates, model_state, sync_state = self._exchanged(
-            moved.updates,
-            moved.model_state,
-            state.opt_state[-1],
-            state.params,
-            moved.weight,
-            phase,
-            moved.rate,
-        )
+        updates, model_state, sync_state = self._exchanged(state, moved, phase)
         optimizer_state = moved.optimizer_state
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
@@ -256,18 +172,15 @@ class StepParts:
             params=apply_exactly(state.params, updates),
             opt_state=(moved.gradients_state, optimizer_state, sync_state),
             model_state=model_state,
-            rng=rng,
+            rng=state.rng,
         )
 
     def _reduced(
-        self,
-        state: TrainState,
-        gathered: Gathered,
-        order: tuple[int, ...] | None,
-        inner_axes: tuple[str, ...],
+        self, state: TrainState, gathered: Gathered, order: tuple[int, ...] | None
     ) -> Reduced:
         """Gradients, those of rows and the loss, averaged alike."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
+        inner_axes = self.inner_axes
         value, averaged = as_value(gathered.loss), frozenset[str]()
         # Devices along other inner axes have other examples and the same rows.
         axis, nested = (None, None) if self.tables is None else self.tables[1:]
@@ -298,28 +211,22 @@ class StepParts:
         return Reduced(vary_over(grads, names), rows, after, vary_over(value, names), over)
 
     def _optimized(
-        self,
-        reduced: Reduced,
-        state: PyTree,
-        params: PyTree,
-        loss: Loss,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
+        self, state: TrainState, reduced: Reduced, gathered: Gathered
     ) -> tuple[PyTree, PyTree, jax.Array | None, bool]:
         """Updates, the optimizer's state, the rate that it used where `sync` wants it.
 
         And whether nothing brings replicas together.
         """
-        finite = None
-        if reduced.rows and loss_scale_of(state) is not None:
-            finite = all_finite(reduced.rows, inner_axes)
+        before, weight, finite = state.opt_state[1], gathered.weight, None
+        if reduced.rows and loss_scale_of(before) is not None:
+            finite = all_finite(reduced.rows, self.inner_axes)
         with jax.named_scope("optimizer"):
             updates, after = update_told(
                 self.optimizer,
                 reduced.grads,
-                state,
-                params,
-                loss=loss,
+                before,
+                state.params,
+                loss=Loss(reduced.loss, reduced.over, self.differentiation, gathered.data),
                 axis_name=self.axis_name,
                 weight=weight,
                 finite=finite,
@@ -331,45 +238,45 @@ class StepParts:
             self.sync is None
             and not set(reduced.over) & set(axis_names(self.axis_name))
             and (self.gradients is None or self.apart)
-            and not holds_state(state, "gradients")
-            and not holds_state(state, "parameters")
+            and not holds_state(before, "gradients")
+            and not holds_state(before, "parameters")
         )
         if weight is not None and (self.sync is not None or alone):
-            after = kept_if_idle(weight, after, state)
+            after = kept_if_idle(weight, after, before)
         return unless_idle(updates, weight) if alone else updates, after, rate, alone
 
     def _exchanged(
-        self,
-        updates: PyTree,
-        model_state: PyTree,
-        state: PyTree,
-        params: PyTree,
-        weight: jax.Array | None,
-        phase: Phase | None,
-        rate: jax.Array | None,
+        self, state: TrainState, moved: Moved, phase: Phase | None
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Updates and model state after the exchange of parameters, and its state."""
-        statistics = Statistics(
-            model_state, averaged=self.differentiation.model_state == "sync_mean"
-        )
+        averaged = self.differentiation.model_state == "sync_mean"
+        statistics = Statistics(moved.model_state, averaged=averaged)
+        sync_state = state.opt_state[-1]
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
-                return updates, statistics.averaged_over(self.axis_name, weight), state
-        known = {"weight": weight, "learning_rate": rate}
+                means = statistics.averaged_over(self.axis_name, moved.weight)
+                return moved.updates, means, sync_state
+        known = {"weight": moved.weight, "learning_rate": moved.rate}
         with layouts_known():
-            updates, means, state = self.sync.exchange(
-                updates,
+            updates, means, sync_state = self.sync.exchange(
+                moved.updates,
                 statistics.leaves,
-                state,
-                params,
+                sync_state,
+                state.params,
                 phase=phase,
                 **{name: x for name, x in known.items() if x is not None},
             )
-        return updates, statistics.replaced(means), state
+        return updates, statistics.replaced(means), sync_state
 
-    def order_of(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
+    def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
         """In which gradients go into buckets; None leaves it to what reduces them."""
-        return self.differentiation.ready_order(state, batch) if self.order == "ready" else None
+        return self.differentiation.ready_order(state, like) if self.order == "ready" else None
+
+
+def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
+    """A state with the key of its update, and one with that of the state after it."""
+    rng, key = jax.random.split(state.rng)
+    return state._replace(rng=key), state._replace(rng=rng)
 
 
 def of_known_layout(sync: ParameterTransform) -> ParameterTransform:

@@ -7,8 +7,8 @@ import optax
 from ...._typing import PyTree
 from ....embedding import WithTables
 from ....transform import following, no_exchange
-from ._replica_step import StepParts, Tables, of_known_layout
-from ._shards import on_shards
+from ._replica_step import StepParts, of_known_layout
+from ._shards import Tables, on_shards
 
 
 def table_chain(parts: StepParts, tables: Tables) -> optax.GradientTransformationExtraArgs:

@@ -41,67 +41,52 @@ class GradientWindow(NamedTuple):
 ROLES = GradientWindow._make(("device", "stacked", "device", "stacked", "stacked", "device"))
 
 
-class Gathered(NamedTuple):
-    """What an update starts from, whether one batch gave it or a window.
+class Found(NamedTuple):
+    """What one batch gives.
 
     Attributes:
-      grads: means over the examples of this device, in the dtypes of the parameters.
-      loss: () likewise, of all examples of the replica.
-      model_state: equal on all devices of the replica.
-      weight: () this replica's share in averages over replicas; None where all are alike.
-      rows: by table, mean gradients of the rows that this device holds, each row once.
+      grads: of this device.
+      metrics: of the replica, "loss" among them.
+      model_state: of this device, after the batch.
+      rows: by table, gradients of the rows that it holds; {} without tables.
+      batch: as the loss function saw it.
     """
 
     grads: PyTree
-    loss: jax.Array
+    metrics: Metrics
     model_state: PyTree
-    weight: jax.Array | None
     rows: Rows
+    batch: PyTree
 
 
-def empty_window(
-    grads: PyTree,
-    metrics: Metrics,
-    model_state: PyTree,
-    weight: jax.Array | None,
-    rows: Rows,
-) -> GradientWindow:
+def empty_window(found: Found, model_state: PyTree, weight: jax.Array | None) -> GradientWindow:
     """A window before its first batch.
 
     Args:
-      grads: of one batch; shapes, dtypes and varying axes are all that is looked at.
-      metrics: likewise.
+      found: of one batch; shapes, dtypes and varying axes are all that is looked at.
       model_state: as the first batch will see it.
-      weight: of the first batch, likewise; None where batches have none.
-      rows: of one batch, likewise.
+      weight: of the first batch, as `found`; None where batches have none.
     """
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
-        jax.tree.map(wide_zeros, grads),
-        jax.tree.map(wide_zeros, metrics),
+        jax.tree.map(wide_zeros, found.grads),
+        jax.tree.map(wide_zeros, found.metrics),
         model_state,
         None if weight is None else jnp.zeros_like(weight),
         count,
-        no_rows(rows),
+        no_rows(found.rows),
     )
 
 
-def added_to(
-    window: GradientWindow,
-    grads: PyTree,
-    metrics: Metrics,
-    model_state: PyTree,
-    weight: jax.Array | None,
-    rows: Rows,
-) -> GradientWindow:
+def added_to(window: GradientWindow, found: Found, weight: jax.Array | None) -> GradientWindow:
     """The window with one batch more."""
     return GradientWindow(
-        jax.tree.map(added, window.totals, _weighted(grads, weight)),
-        jax.tree.map(added, window.metrics, _weighted(metrics, weight)),
-        model_state,
+        jax.tree.map(added, window.totals, _weighted(found.grads, weight)),
+        jax.tree.map(added, window.metrics, _weighted(found.metrics, weight)),
+        found.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
-        beside(window.rows, rows, weight),
+        beside(window.rows, found.rows, weight),
     )
 
 

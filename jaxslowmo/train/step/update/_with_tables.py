@@ -4,32 +4,51 @@ Everything up to the exchange of parameters runs on each device's own part of th
 exchange takes them as it takes other leaves that are sharded inside a replica.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ...._typing import Phase, PyTree
 from ....embedding import (
     Embeddings,
     Requests,
     WithTables,
+    patched_rows,
     read_rows,
     send_rows,
     typed_as_equal,
 )
 from ....transform import increment
 from ..._state import TrainState
-from ._ahead import Ahead, Carry, patched, sums_over
 from ._differentiate import Differentiation
+from ._given import GIVEN_ROLES, Ahead, Carry, Given
 from ._looked_up import Requested
-from ._replica_step import Moved, StepParts, Tables
+from ._replica_step import Moved, StepParts, keyed
 from ._rows import after
-from ._shards import on_shards
+from ._shards import Tables, on_shards
 from ._window import GradientWindow, Metrics
 
-WINDOW_KINDS: Any = GradientWindow._make(("device", "whole", "device", "whole", "whole", "device"))
+# What is stacked over the replicas is, inside of one, the same on all devices.
+GIVEN_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, GIVEN_ROLES)
+WINDOW_KINDS: Any = GIVEN_KINDS.window
+
+
+class Local(NamedTuple):
+    """The state as a device has it.
+
+    Attributes:
+      dense: that of the dense part.
+      tables: its part of them.
+      row_state: of the row-wise optimizer; None in an evaluation.
+    """
+
+    dense: TrainState
+    tables: PyTree
+    row_state: PyTree
 
 
 class Inside(NamedTuple):
@@ -50,277 +69,163 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True)
 class TableParts:
-    """A step whose parts have tables: `StepParts` for the rest of it.
+    """A step whose parts have tables: its methods are those of `StepParts`.
 
-    In its methods `carry` is what was asked for a batch beside an earlier one, None for nothing;
-    `upcoming` the batch that comes next, None where nothing is to be done for it; and `ahead` how
-    much of that is done.
+    Beside an update, or a batch that goes into a window, `given.upcoming` is asked for.
 
     Attributes:
       parts: of the step; alone they know dense parameters.
       tables: of the step.
+      ahead: how much is done for the next batch.
     """
 
     parts: StepParts
     tables: Tables
+    ahead: Ahead
 
     @property
     def embeddings(self) -> Embeddings:
         """The tables."""
         return self.tables.embeddings
 
-    def per_replica(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow | None,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[TrainState, Metrics]:
-        """One update; see `StepParts.per_replica`."""
-        state, metrics, _ = self.updated(
-            state, batch, weight, window, None, None, Ahead(), phase, inner_axes
-        )
-        return state, metrics
-
     def updated(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow | None,
-        carry: Carry | None,
-        upcoming: PyTree,
-        ahead: Ahead,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
+        self, state: TrainState, given: Given, phase: Phase | None
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """One update, and beside it what is asked of the tables for the batch after it."""
-        rng, key = jax.random.split(state.rng)
+        now, then = keyed(state)
 
-        def inside(dense, tables, row_state, batch, weight, window, carry, upcoming):
-            own = self._requested(tables, batch, carry)
-            following, read = self._following(tables, upcoming, ahead)
-            told = dense, own, dense.rng, weight
-            if window is None:
-                gathered, metrics, data = self._differentiation.one_batch(*told, inner_axes)
-            else:
-                window, metrics = self._differentiation.collected(*told, window, inner_axes)
-                (gathered, _), data = self._differentiation.closed(dense, window, inner_axes), None
-            order = self.parts.order_of(dense, own)
-            metrics = {**metrics, **self._counts(own, inner_axes)}
-            moved = self.parts.moved(dense, gathered, data, order, inner_axes)
-            return self._moved(tables, row_state, moved, read), metrics, following
+        def inside(local: Local, given: Given) -> tuple[Inside, Metrics, Carry | None]:
+            own = self._requested(local.tables, given)
+            following, read = self._following(local.tables, given.upcoming)
+            gathered, metrics = self._differentiation.gathered(local.dense, own)
+            metrics = {**metrics, **self._counts(own)}
+            moved = self.parts.moved(local.dense, gathered, own.batch)
+            return self._moved(local, moved, read), metrics, following
 
-        done, metrics, following = on_shards(
-            self.tables.nested,
-            inside,
-            *self._split(state, key),
-            batch,
-            weight,
-            window,
-            carry,
-            upcoming,
-            kinds=(*self._kinds, "batch", "whole", WINDOW_KINDS, "device", "batch"),
-            out=(self._inside_kinds, "whole", "device"),
-        )
-        new = self._exchanged(state, rng, done, phase)
-        if ahead.patches and following is not None:
-            following, resent = self._patched(state, new, done, following, ahead, phase, inner_axes)
+        out = self._inside_kinds, "whole", "device"
+        done, metrics, following = self._on_shards(inside, now, given, out)
+        new = self._exchanged(then, done, phase)
+        if self.ahead.patches and following is not None:
+            moved_all = self._moves_all(state, phase)
+            following, resent = self._patched(new, following, done.changed, moved_all)
             metrics = {**metrics, **resent}
         return new, metrics, following
 
-    def opened(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
-        _, key = jax.random.split(state.rng)
 
-        def inside(dense, tables, row_state, batch, weight):
-            own = self._requested(tables, batch, None)
-            return self._differentiation.opened(dense, own, dense.rng, weight, inner_axes)
+        def inside(local: Local, given: Given) -> GradientWindow:
+            return self._differentiation.opened(local.dense, self._requested(local.tables, given))
 
-        return on_shards(
-            self.tables.nested,
-            inside,
-            *self._split(state, key),
-            batch,
-            weight,
-            kinds=(*self._kinds, "batch", "whole"),
-            out=WINDOW_KINDS,
-        )
+        return self._on_shards(inside, keyed(state)[0], given, WINDOW_KINDS)
 
     def collected(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[GradientWindow, Metrics]:
-        """The window with a batch more, and its metrics; see `StepParts.collected`."""
-        told = state, batch, weight, window
-        window, metrics, _ = self.gathered(*told, None, None, Ahead(), inner_axes)
-        return window, metrics
-
-    def gathered(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        window: GradientWindow,
-        carry: Carry | None,
-        upcoming: PyTree,
-        ahead: Ahead,
-        inner_axes: tuple[str, ...],
+        self, state: TrainState, given: Given
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """The window with a batch more, and beside it what is asked for the next one.
 
         No row is changed by it, so there is nothing to send again.
         """
-        _, key = jax.random.split(state.rng)
 
-        def inside(dense, tables, row_state, batch, weight, window, carry, upcoming):
-            own = self._requested(tables, batch, carry)
-            following, _ = self._following(tables, upcoming, ahead)
-            window, metrics = self._differentiation.collected(
-                dense, own, dense.rng, weight, window, inner_axes
-            )
-            return window, {**metrics, **self._counts(own, inner_axes)}, following
+        def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
+            own = self._requested(local.tables, given)
+            following, _ = self._following(local.tables, given.upcoming)
+            window, metrics = self._differentiation.collected(local.dense, own)
+            return window, {**metrics, **self._counts(own)}, following
 
-        return on_shards(
-            self.tables.nested,
-            inside,
-            *self._split(state, key),
-            batch,
-            weight,
-            window,
-            carry,
-            upcoming,
-            kinds=(*self._kinds, "batch", "whole", WINDOW_KINDS, "device", "batch"),
-            out=(WINDOW_KINDS, "whole", "device"),
-        )
+        out = WINDOW_KINDS, "whole", "device"
+        return self._on_shards(inside, keyed(state)[0], given, out)
 
     def of_window(
-        self,
-        state: TrainState,
-        window: GradientWindow,
-        like: PyTree,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[TrainState, Metrics]:
+        self, state: TrainState, window: GradientWindow, like: PyTree, phase: Phase | None
+    ) -> tuple[TrainState, Metrics, None]:
         """One update of what a window holds; see `StepParts.of_window`."""
-        rng, key = jax.random.split(state.rng)
+        now, then = keyed(state)
 
-        def inside(dense, tables, row_state, window):
-            gathered, metrics = self._differentiation.closed(dense, window, inner_axes)
-            own = jax.eval_shape(lambda batch: self._requested(tables, batch, None), like)
-            order = self.parts.order_of(dense, own)
-            moved = self.parts.moved(dense, gathered, None, order, inner_axes)
-            return self._moved(tables, row_state, moved, ()), metrics
+        def inside(local: Local, given: Any) -> tuple[Inside, Metrics]:
+            gathered, metrics = self._differentiation.closed(local.dense, given.window)
+            own = jax.eval_shape(self._requested, local.tables, Given(like))
+            moved = self.parts.moved(local.dense, gathered, own.batch)
+            return self._moved(local, moved, ()), metrics
 
-        done, metrics = on_shards(
-            self.tables.nested,
-            inside,
-            *self._split(state, key),
-            window,
-            kinds=(*self._kinds, WINDOW_KINDS),
-            out=(self._inside_kinds, "whole"),
+        done, metrics = self._on_shards(
+            inside, now, Given(window=window), (self._inside_kinds, "whole")
         )
-        return self._exchanged(state, rng, done, phase), metrics
+        return self._exchanged(then, done, phase), metrics, None
 
-    def evaluated(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: jax.Array | None,
-        inner_axes: tuple[str, ...],
-    ) -> Metrics:
+    def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """Metrics of a forward pass alone; see `StepParts.evaluated`."""
 
-        def inside(dense, tables, batch, weight):
-            own = self._requested(tables, batch, None)
-            metrics = self.parts.evaluated(dense, own, weight, inner_axes)
-            return {**metrics, **self._counts(own, inner_axes)}
+        def inside(local: Local, given: Given) -> Metrics:
+            own = self._requested(local.tables, given)
+            return {**self.parts.evaluated(local.dense, own), **self._counts(own)}
 
-        whole, specs, _ = self._kinds
-        return on_shards(
-            self.tables.nested,
-            inside,
-            state._replace(params=state.params.dense),
-            state.params.tables,
-            batch,
-            weight,
-            kinds=(whole, specs, "batch", "whole"),
-            out="whole",
-        )
+        return self._on_shards(inside, state, given, "whole")
 
-    def asked(self, state: TrainState, batch: PyTree, ahead: Ahead) -> Carry:
+    def asked(self, state: TrainState, batch: PyTree) -> Carry:
         """What is asked of the tables for a batch, before any step."""
-
-        def inside(tables, batch):
-            return self._following(tables, batch, ahead)[0]
-
-        kinds, own = (self.embeddings.specs, "batch"), (state.params.tables, batch)
-        return on_shards(self.tables.nested, inside, *own, kinds=kinds, out="device")
+        return self._on_tables(
+            lambda tables, batch: self._following(tables, batch)[0], state, batch, "batch"
+        )
 
     def asked_anew(self, state: TrainState, carry: Carry) -> Carry:
         """What was asked for a batch, with rows as these tables have them."""
 
-        def inside(tables, carry):
+        def inside(tables: PyTree, carry: Carry) -> Carry:
             return carry._replace(vectors=self.embeddings.lookup(tables, carry.requests))
 
-        kinds, own = (self.embeddings.specs, "device"), (state.params.tables, carry)
-        return on_shards(self.tables.nested, inside, *own, kinds=kinds, out="device")
+        return self._on_tables(inside, state, carry, "device")
 
     @property
     def _differentiation(self) -> Differentiation:
         return self.parts.differentiation
 
     @property
-    def _kinds(self) -> tuple[Any, ...]:
-        """Of what `_split` gives."""
-        return "whole", self.embeddings.specs, self.embeddings.optimizer_specs
-
-    @property
     def _inside_kinds(self) -> Any:
-        _, tables, row_state = self._kinds
+        tables, row_state = self.embeddings.specs, self.embeddings.optimizer_specs
         # Gradients of rows have become changes.
         return Inside._make(("whole", tables, row_state, "device"))
 
-    def _split(self, state: TrainState, key: jax.Array) -> tuple[TrainState, PyTree, PyTree]:
-        """The state of the dense part, with the key of the update; the tables; their optimizer."""
-        gradients_state, optimizer_state, *_ = state.opt_state
-        dense = state._replace(
-            params=state.params.dense,
-            opt_state=(gradients_state, optimizer_state.dense),
-            rng=key,
-        )
-        return dense, state.params.tables, optimizer_state.tables
+    def _on_shards(
+        self, fn: Callable[[Local, Given], Any], state: TrainState, given: Given, out: Any
+    ) -> Any:
+        """`fn` of each device's own part of a state and of what is given."""
 
-    def _requested(self, tables: PyTree, batch: PyTree, carry: Carry | None) -> Requested:
-        if carry is None:
-            requests, vectors = self._asked_by(batch), None
+        def inside(*parts: Any) -> Any:
+            return fn(Local(*parts[:3]), Given(*parts[3:]))
+
+        specs, row_specs = self.embeddings.specs, self.embeddings.optimizer_specs
+        return on_shards(
+            self.tables.nested,
+            inside,
+            *_split(state),
+            *given,
+            kinds=("whole", specs, row_specs, *GIVEN_KINDS),
+            out=out,
+        )
+
+    def _on_tables(self, fn: Callable[..., Any], state: TrainState, x: PyTree, kind: str) -> Any:
+        """`fn(tables, x)` of each device's own part, stacked."""
+        kinds = self.embeddings.specs, kind
+        return on_shards(self.tables.nested, fn, state.params.tables, x, kinds=kinds, out="device")
+
+    def _requested(self, tables: PyTree, given: Given) -> Given:
+        """What is given, with the batch `Requested`."""
+        if given.carry is None:
+            requests, vectors = self._asked_by(given.batch), None
         else:
-            requests, vectors = carry
+            requests, vectors = given.carry
             requests = requests._replace(asked=self._typed(requests.asked))
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
-        return Requested(batch, requests, vectors)
+        return given._replace(batch=Requested(given.batch, requests, vectors))
 
-    def _following(
-        self, tables: PyTree, upcoming: PyTree, ahead: Ahead
-    ) -> tuple[Carry | None, PyTree]:
-        """What is asked for the next batch, and what was read of the tables for it."""
+    def _following(self, tables: PyTree, upcoming: PyTree) -> tuple[Any, PyTree]:
+        """The `Carry` of the next batch, None without one, and what was read for it."""
         if upcoming is None:
             return None, ()
         requests = self._asked_by(upcoming)
-        if not ahead.vectors:
+        if not self.ahead.vectors:
             return Carry(requests, None), ()
         read = read_rows(tables, requests.asked)
         axis = self.embeddings.axis_name
@@ -333,34 +238,37 @@ class TableParts:
     def _asked_by(self, batch: PyTree) -> Requests:
         return self.embeddings.exchange_ids(self.embeddings.bags_of(batch))
 
-    def _counts(self, own: Requested, inner_axes: tuple[str, ...]) -> Metrics:
-        """What the requests of a batch tell: sums over the devices of the replica."""
-        return sums_over(self.embeddings.metrics(own.requests), inner_axes)
+    def _counts(self, own: Given) -> Metrics:
+        """What the requests of a batch tell."""
+        return self._summed(self.embeddings.metrics(own.batch.requests))
 
-    def _moved(self, tables: PyTree, row_state: PyTree, moved: Moved, read: PyTree) -> Inside:
+    def _summed(self, counts: Metrics) -> Metrics:
+        """Sums of counts over the devices of a replica.
+
+        Communication: one all-reduce of 4 bytes each over `inner_axes`, which the compiler joins.
+        """
+        axes = self.parts.inner_axes
+        return lax.psum(counts, axes) if axes else counts
+
+    def _moved(self, local: Local, moved: Moved, read: PyTree) -> Inside:
         """The tables after an update, their rows changed where they stand."""
         rows = after(moved.rows, read)
         numbers = self._typed({name: own.rows for name, own in rows.items()})
         rows = {name: replace(own, rows=numbers[name]) for name, own in rows.items()}
         with jax.named_scope("optimizer"):
-            tables, row_state = self.embeddings.apply(tables, row_state, rows, active=moved.active)
+            tables, row_state = self.embeddings.apply(
+                local.tables, local.row_state, rows, active=moved.active
+            )
         changed = {name: own.rows for name, own in rows.items()}
         return Inside(moved._replace(rows={}, active=None), tables, row_state, changed)
 
-    def _exchanged(
-        self, state: TrainState, rng: jax.Array, done: Inside, phase: Phase | None
-    ) -> TrainState:
+    def _exchanged(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
         """The state after the exchange, for which tables are leaves that have no update left."""
-        moved = done.moved
         still = jax.tree.map(jnp.zeros_like, done.tables)
+        updates = WithTables(done.moved.updates, still)
         whole = state._replace(params=WithTables(state.params.dense, done.tables))
-        new = self.parts.exchanged(
-            whole,
-            rng,
-            moved._replace(updates=WithTables(moved.updates, still)),
-            phase,
-            dense=lambda tree: tree.dense,
-        )
+        moved = done.moved._replace(updates=updates)
+        new = self.parts.exchanged(whole, moved, phase, dense=lambda tree: tree.dense)
         gradients_state, optimizer_state, sync_state = new.opt_state
         if self.parts.sync is None or phase == ():
             # Nothing has moved them since, and nothing of their size is written.
@@ -368,23 +276,56 @@ class TableParts:
         own = WithTables(optimizer_state, done.row_state)
         return new._replace(opt_state=(gradients_state, own, sync_state))
 
-    def _patched(
-        self,
-        state: TrainState,
-        new: TrainState,
-        done: Inside,
-        following: Carry,
-        ahead: Ahead,
-        phase: Phase | None,
-        inner_axes: tuple[str, ...],
-    ) -> tuple[Carry, Metrics]:
-        """The rows that were sent ahead, those that have changed since sent again."""
-        sync, moved_all = self.parts.sync, False
-        if sync is not None and phase is None:
-            moved_all = sync.due(increment(state.opt_state[-1].count))
-        elif sync is not None:
-            moved_all = phase != ()
+    def _moves_all(self, state: TrainState, phase: Phase | None) -> bool | jax.Array:
+        """Whether the exchange after `state` moves all rows; an array where the program decides."""
+        sync = self.parts.sync
+        if sync is None or phase is not None:
+            return sync is not None and phase != ()
+        return sync.due(increment(state.opt_state[-1].count))
 
-        return patched(
-            self.tables, new.params.tables, following, done.changed, moved_all, ahead, inner_axes
+    def _patched(
+        self, new: TrainState, carry: Carry, changed: PyTree, moved_all: bool | jax.Array
+    ) -> tuple[Carry, Metrics]:
+        """The rows that were sent ahead, those that have changed since sent again.
+
+        Communication: that of `patched_rows`, and one all-reduce of the counts.
+        """
+        embeddings = self.embeddings
+        # What is known is no array: the program then holds one of the two ways.
+        known = isinstance(moved_all, bool)
+
+        def inside(stored: PyTree, carry: Carry, changed: PyTree, due: Any) -> Any:
+            assert carry.vectors is not None, "they were looked up ahead"
+            vectors, resent = patched_rows(
+                embeddings.layout(),
+                embeddings.axis_name,
+                stored,
+                carry.requests,
+                carry.vectors,
+                changed,
+                room=self.ahead.room,
+                everything=moved_all if known else due,
+            )
+            counts = {f"embeddings/{name}/resent": n for name, n in resent.items()}
+            return carry._replace(vectors=vectors), self._summed(counts)
+
+        return on_shards(
+            self.tables.nested,
+            inside,
+            new.params.tables,
+            carry,
+            changed,
+            None if known else moved_all,
+            kinds=(embeddings.specs, "device", "device", "whole"),
+            out=("device", "whole"),
         )
+
+
+def _split(state: TrainState) -> Local:
+    """The parts of a state, which in an evaluation has none of the optimizers."""
+    dense, row_state = state._replace(params=state.params.dense), None
+    if state.opt_state:
+        gradients_state, optimizer_state, *_ = state.opt_state
+        dense = dense._replace(opt_state=(gradients_state, optimizer_state.dense))
+        row_state = optimizer_state.tables
+    return Local(dense, state.params.tables, row_state)
