@@ -59,13 +59,22 @@ class Placing:
         if self._embeddings is None:
             return self.placed(batch, weight, layout)
         is_known = self._refuse_ids(self._embeddings, batch, layout)
-        leaves = jax.tree.leaves(batch)
         placed, weight = self.placed(batch, weight, layout)
-        for given, x in zip(leaves, jax.tree.leaves(placed), strict=True):
-            was_known = self._looked_at.get(id(given)) is given
-            if was_known or (is_known and isinstance(given, np.ndarray)):
-                self._looked_at[id(x)] = x
+        self._note_known(batch, placed, of_host=is_known)
         return placed, weight
+
+    def copied(self, batch: PyTree) -> PyTree:
+        """A batch for virtual replicas, of which placing takes no note, on their one device."""
+        there = jax.device_put(batch)
+        self._note_known(batch, there, of_host=False)
+        return there
+
+    def _note_known(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
+        """Leaves whose ids were looked at stay so where they are placed, as those of the host."""
+        for given, x in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
+            was_known = self._looked_at.get(id(given)) is given
+            if was_known or (of_host and isinstance(given, np.ndarray)):
+                self._looked_at[id(x)] = x
 
     def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
         """Take note of what a program counted in a batch; of ids that only devices have known.

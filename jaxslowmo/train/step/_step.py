@@ -227,8 +227,8 @@ class TrainStep:
             refuse_others(state)
             layout = self._layouts.of(state)
         batch, weight = self._placing.compared(batch, weight, layout)
-        if isinstance(self.mesh, VirtualMesh):  # one device, of which placing takes no note
-            batch = jax.device_put(batch)
+        if isinstance(self.mesh, VirtualMesh):
+            batch = self._placing.copied(batch)
         return batch, weight
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:

@@ -153,6 +153,22 @@ def test_ids_outside_of_a_table_are_refused():
         step_of(1, mesh=mesh, sync=local)
 
 
+@pytest.mark.parametrize("kind", ["virtual", "devices"])
+def test_batches_of_the_host_that_were_placed_are_waited_for_by_nobody(kind):
+    """Their ids are known to be in the tables."""
+    axes = {"replica": REPLICAS}
+    mesh = js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes, jax.devices()[:2])
+    step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
+    batch, _ = step.place(BATCHES[0])
+    step._placing.ran(
+        batch, {"embeddings/user/invalid": 1}
+    )  # looked at by the next call, if at all
+    step.place(batch)
+    step._placing.ran(jax.tree.map(jax.numpy.copy, batch), {"embeddings/user/invalid": 1})
+    with pytest.raises(ValueError, match="1 ids of feature 'user'"):
+        step.place(batch)
+
+
 def test_ids_of_devices_are_refused_after_every_kind_of_call():
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
@@ -178,7 +194,7 @@ def test_ids_that_inputs_makes_on_a_device_are_refused_at_the_next_call():
     step = js.make_train_step(
         lambda params, batch, *, embedded: embedded["user"].mean() * params["b"],
         optax.sgd(0.3),
-        mesh=js.virtual_mesh({"replica": REPLICAS}),
+        mesh=js.make_mesh({"replica": REPLICAS}, devices=jax.devices()[:REPLICAS]),
         embeddings=embeddings(axis=None, inputs=inputs),
         sync=local,
     )
