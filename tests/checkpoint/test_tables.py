@@ -10,6 +10,8 @@ from jaxslowmo.checkpoint import CheckpointError, Checkpoints, export_consensus,
 from support.exhaustive import sweep
 from train.step.tables import DENSE, batches, embeddings, loss
 
+pytestmark = pytest.mark.xdist_group("saved tables")  # they share a run
+
 BATCHES = batches(6)
 SAVED = 3  # updates, one behind an exchange
 

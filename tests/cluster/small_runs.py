@@ -6,7 +6,10 @@ from pathlib import Path
 # Most of the time goes into compiling small programs that run a few times. jax 0.12 has no other
 # emitters than its own.
 QUICK_EMITTERS = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""
-QUICK_COMPILER = {"XLA_FLAGS": f"--xla_backend_optimization_level=0{QUICK_EMITTERS}"}
+QUICK_COMPILER = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    f"{QUICK_EMITTERS}"
+}
 
 # Options of an optimizer that compiles in less time than the default one.
 LIGHT = ("--optimizer", "sgd", "--clip", "0")

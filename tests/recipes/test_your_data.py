@@ -8,6 +8,8 @@ import pytest
 from recipes.doc_blocks import run, sections
 from support.pairs import two_processes
 
+pytestmark = pytest.mark.xdist_group("your data")  # they share two processes
+
 PAGE = "your-data"
 SETTING, TORCH, TF = "Setting", "DataLoader of torch", "tf.data"
 UNEVEN = "Replicas with different amounts of data"

@@ -12,6 +12,8 @@ from jaxslowmo.train.batches._compared import Note, Verdict, compared
 from support.pairs import two_processes
 from train.step.problem import BATCHES, PARAMS, loss
 
+pytestmark = pytest.mark.xdist_group("compared")  # they share two processes
+
 LEAVES = [("x", "float32[8,3]"), ("y", "int32[8]")]
 
 

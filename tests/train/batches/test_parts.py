@@ -9,6 +9,8 @@ import jaxslowmo as js
 from jaxslowmo.train.batches._parts import own_parts, parts_given
 from support.pairs import two_processes
 
+pytestmark = pytest.mark.xdist_group("parts")  # they share two processes
+
 
 def test_one_process_has_all_parts(mesh_of):
     mesh = mesh_of({"replica": 2, "device": 2})
