@@ -4,7 +4,8 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
+
+from support.quick import QUICK_CODE, QUICK_COMPILER
 
 # These suites have a configuration of their own: `make test-torch`, in an environment of its own,
 # and `make test-cluster`, which needs root.
@@ -20,11 +21,6 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 # It locks the machine for one process, to guard a TPU; several workers may compile at a time.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["TPU_LOG_DIR"] = "disabled"
-# One part per program for LLVM: splitting a small one costs more than it gains (an eighth of the
-# time). And emitters that compile in half of the time; jax 0.12 has no others.
-QUICK_CODE = "--xla_cpu_parallel_codegen_split_count=1"
-if version("jaxlib") < "0.11":
-    QUICK_CODE += " --xla_cpu_use_fusion_emitters=false"
 # Eight device threads of each worker share few cores, so one may arrive late at a collective; the
 # defaults (20 s to complain, 40 s to abort the process) are for machines with a core per device.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -32,10 +28,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
-        # Most of the time goes into compiling small programs that run a few times. This leaves
-        # XLA's own passes, and so the compiled program that tests read, as they are.
-        "--xla_backend_optimization_level=0",
-        QUICK_CODE,
+        QUICK_COMPILER,
     ]
 ).strip()
 

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from support.quick import QUICK_COMPILER
+
 _OF_RUNTIME = re.compile(r"\[Gloo\]|[IWE]\d{4} ")
 _HEAD = """
 import sys
@@ -45,7 +47,7 @@ def two_processes(
                 [sys.executable, str(script), str(rank), str(port), str(devices)],
                 stdout=files.enter_context(out.open("w")),
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"XLA_FLAGS": ""},
+                env=os.environ | {"XLA_FLAGS": QUICK_COMPILER},
             )
             for rank, out in enumerate(outputs)
         ]
