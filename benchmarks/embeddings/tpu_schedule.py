@@ -66,14 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    lines: list[str] = []
-
-    def add(*more: str) -> None:
-        lines.extend(more)
-        print("\n".join(more), flush=True)
-
     ((option, value),) = ASYNC.items()
-    add(
+    lines = [
         f"jax {jax.__version__}, libtpu {version('libtpu')}; "
         "`python benchmarks/embeddings/tpu_schedule.py`",
         "",
@@ -86,9 +80,9 @@ def main() -> None:
         "",
         "| slice | option | ahead | ids of the next batch | vectors | row gradients |",
         "|---|---|---|---|---|---|",
-    )
-    for row in rows():
-        add(row)
+        *rows(),
+    ]
+    print("\n".join(lines))
     if out:
         out.write_text("\n".join(lines) + "\n")
 

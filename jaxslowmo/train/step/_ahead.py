@@ -91,7 +91,8 @@ class AheadStep:
           state: as the step takes it. If its tables are not those that the step before has left,
             such as after a rollback, rows are looked up in them first.
           batch: the one that was asked for.
-          asked: what `prime` or the call before returned.
+          asked: what `prime` or the call before returned for this batch. Nothing compares them:
+            what was asked for another one would give it that one's rows.
           next_batch: None: nothing is asked for.
           weight: of `batch`.
           window: as the step takes it.

@@ -131,3 +131,11 @@ def host(tree):
     """Arrays of a state on the host."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def next_of(pipeline, iterator):
+    """A result; None where there is no more."""
+    try:
+        return pipeline.progress(iterator)
+    except StopIteration:
+        return None

@@ -20,6 +20,7 @@ from train.input.small import (
     ctrl_c,
     loaders,
     losses_of,
+    next_of,
     plain,
     small_step,
     start,
@@ -89,17 +90,10 @@ def test_an_error_comes_in_the_turn_of_its_batch(depth, drain, count):
     assert "failing" in [frame.name for frame in traceback.extract_tb(caught.tb)]
     assert next(pipeline, None) is None  # a generator has ended then
     rest = iter(BATCHES[count:])
-    while (result := _next_of(pipeline, rest)) is not None:
+    while (result := next_of(pipeline, rest)) is not None:
         losses += losses_of([result])
     assert_same(losses, plain()[: len(losses)])
     assert len(losses) == (9 if drain else max(count, 9 - depth))
-
-
-def _next_of(pipeline, iterator):
-    try:
-        return pipeline.progress(iterator)
-    except StopIteration:
-        return None
 
 
 def test_an_iterator_that_goes_on_after_an_error_does():

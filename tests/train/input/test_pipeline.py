@@ -18,6 +18,7 @@ from train.input.small import (
     host,
     loaders,
     losses_of,
+    next_of,
     plain,
     small_step,
     start,
@@ -57,13 +58,6 @@ def test_without_drain_the_last_batches_lead_the_next_iterator(depth):
             losses += losses_of([result])
         assert len(losses) == max(0, so_far - depth)
     assert_same(losses, plain()[: max(0, 9 - depth)])
-
-
-def next_of(pipeline, iterator):
-    try:
-        return pipeline.progress(iterator)
-    except StopIteration:
-        return None
 
 
 def test_another_iterator_comes_after_what_is_held():
