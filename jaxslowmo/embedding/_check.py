@@ -141,15 +141,17 @@ def refuse(
         invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
         if invalid:
             raise ValueError(
-                f"{OWNER}: {invalid} ids of {_features(name, table)} were not in table {name!r}, "
-                f"which has the rows 0 to {table.num_rows - 1}. Batches of the host (NumPy) are "
-                "looked at before they are used, and the error names the id."
+                f"{OWNER}: in a batch that was used before, {invalid} ids of "
+                f"{_features(name, table)} were not in table {name!r}, which has the rows 0 to "
+                f"{table.num_rows - 1}. Batches of the host (NumPy) are looked at before they are "
+                "used, and the error names the id."
             )
         overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
         if overflow:
             raise ValueError(
-                f"{OWNER}: {overflow} distinct ids of table {name!r} had no slot: `capacity` is "
-                f'{capacity[name]} for each owner (overflow="drop" would count them as zeros).'
+                f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
+                f"{name!r} had no slot: `capacity` is {capacity[name]} for each owner "
+                '(overflow="drop" would count them as zeros).'
             )
 
 
