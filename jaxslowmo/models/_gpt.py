@@ -29,6 +29,9 @@ class GPTConfig:
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
         trains with `js.dynamic_loss_scale`.
         Parameters, softmax, layer-norm statistics and the loss are always float32.
+      tied: the embedding's table is the output layer too, as in GPT-2: there is no `head`.
+      remat: keep only the input of each block for the backward pass, which computes the rest
+        again: memory of one block's activations instead of all of them, for a third more products.
 
     Raises:
       ValueError: for a size below 1, heads that do not divide the width, an unknown dtype.
@@ -40,6 +43,8 @@ class GPTConfig:
     context_length: int
     vocab_size: int = 256
     dtype: str = "float32"
+    tied: bool = False
+    remat: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "embed_dim", "context_length", "vocab_size"):
@@ -84,7 +89,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Decoder-only transformer over bytes: learned positions, untied output layer.
+    """Decoder-only transformer over bytes: learned positions, an output layer or a tied one.
 
     Blocks are unrolled, not scanned: at these depths it compiles in seconds, and on CPU a loop
     over layers would cost a copy of every stacked parameter and activation per layer. Made
@@ -93,13 +98,15 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.remat = config.vocab_size, config.remat
         self.embed = nnx.Linear(config.vocab_size, width, use_bias=False, dtype=dtype, rngs=rngs)
         positions = nnx.initializers.normal(0.02)(rngs.params(), (config.context_length, width))
         self.positions = nnx.Param(positions)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+        self.is_tied = config.tied
+        if not config.tied:
+            self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Bytes (batch, time), any integer dtype -> logits (batch, time, vocab_size), float32.
@@ -110,9 +117,13 @@ class GPT(nnx.Module):
         # block's products, and its gradient is a product too, not a scatter-add (slow on CPU/TPU).
         x = self.embed(jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype))
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
+        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+            x = run(block, x)
+        x = self.norm(x)
+        if self.is_tied:
+            return (x @ self.embed.kernel[...].astype(x.dtype).T).astype(jnp.float32)
+        return self.head(x).astype(jnp.float32)
 
 
 def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
@@ -199,7 +210,7 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Parameters of the model, all of them counted: embeddings, positions, output layer.
+    """Parameters of the model, each counted once: embeddings, positions, an untied output layer.
 
     Args:
       config: shape of the model.

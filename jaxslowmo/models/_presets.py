@@ -15,8 +15,11 @@ GPT_PRESETS: dict[str, GPTConfig] = {
     # Width, heads and context of GPT-2 small. A third of its 124M parameters embed 50,257 word
     # pieces; bytes need none of them, so 17 blocks instead of 12 bring the count back (121.5M).
     "124m": GPTConfig(num_layers=17, num_heads=12, embed_dim=768, context_length=1024),
+    # Layers, heads and width of the usual 7B models (6.45B): for many devices per replica, or for
+    # shapes without arrays.
+    "7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=4096, context_length=2048, remat=True),
 }
-"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, as `num_parameters` counts them."""
+"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, `7b`, as `num_parameters` counts them."""
 
 
 def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:

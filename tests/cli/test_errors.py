@@ -24,7 +24,7 @@ def assert_one_line(outcome, *parts):
         ("--algorithm sgd", "--algorithm must be one of all_reduce, local_sgd, sgp, slowmo"),
         ("--steps -3", "--steps must be >= 1, got -3"),
         ("--steps ten", "Invalid value for '--steps'"),
-        ("--preset 3m", "--preset must be one of tiny, demo, 1m, 10m, 124m, got 3m"),
+        ("--preset 3m", "--preset must be one of tiny, demo, 1m, 10m, 124m, 7b, got 3m"),
         ("--batch 0", "--batch must be >= 1, got 0"),
         ("--batch 6 --accumulate 4", "--batch must be a multiple of --accumulate"),
         ("--slow-momentum 1", "--slow-momentum must be < 1, got 1.0"),

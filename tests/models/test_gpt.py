@@ -49,6 +49,7 @@ def gradients():
         ("1m", 1_073_536),
         ("10m", 10_942_464),
         ("124m", 121_675_008),
+        ("7b", 6_454_648_832),
     ],
 )
 def test_presets_have_the_sizes_in_their_names(name, count):
@@ -129,6 +130,36 @@ def test_shard_map_computes_each_replica_s_gradients(mesh_of, gradients, check_v
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_a_tied_model_is_one_whose_output_layer_is_the_embedding_s_table():
+    tied = dataclasses.replace(TINY, tied=True)
+    params, batch = init_gpt(tied), batch_of(2)
+    assert "head" not in params
+    assert num_parameters(TINY) - num_parameters(tied) == 256 * TINY.embed_dim
+    table = params["embed"]["kernel"]
+    loss, grads = jax.jit(jax.value_and_grad(gpt_loss_fn(tied)))(params, batch)
+    apart = jax.jit(jax.value_and_grad(gpt_loss_fn(TINY)))
+    same, both = apart({**params, "head": {"kernel": table.T}}, batch)
+    assert float(loss) == pytest.approx(float(same), abs=1e-6)
+    expected = both["embed"]["kernel"] + both.pop("head")["kernel"].T
+    both["embed"]["kernel"] = expected
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(both), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_remat_keeps_less_and_computes_the_same():
+    config = dataclasses.replace(TINY, num_layers=3)
+    params, batch = init_gpt(config), batch_of(4)
+    kept, found = [], []
+    for remat in (False, True):
+        loss_fn = gpt_loss_fn(dataclasses.replace(config, remat=remat))
+        vjp = jax.eval_shape(lambda p, fn=loss_fn: jax.vjp(lambda p: fn(p, batch), p)[1], params)
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp)) - num_parameters(config))
+        found.append(jax.jit(jax.grad(loss_fn))(params, batch))
+    assert kept[1] < kept[0] / 2
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_windows_of_another_length_are_refused():
     with pytest.raises(ValueError, match=r"context_length \+ 1.*\(local_batch, 9\), got \(2, 8\)"):
         gpt_loss_fn(TINY)(init_gpt(TINY), batch_of(2)[:, :-1])
@@ -149,7 +180,7 @@ def test_impossible_shapes_are_refused(change, message):
 
 def test_unknown_preset_and_negative_seed_are_refused():
     with pytest.raises(
-        ValueError, match="`preset` must be one of tiny, demo, 1m, 10m, 124m, got '2b'"
+        ValueError, match="`preset` must be one of tiny, demo, 1m, 10m, 124m, 7b, got '2b'"
     ):
         gpt_preset("2b")
     with pytest.raises(ValueError, match="`seed` must be >= 0, got -1"):
@@ -158,4 +189,4 @@ def test_unknown_preset_and_negative_seed_are_refused():
 
 def test_every_preset_is_a_whole_number_of_heads():
     for config in GPT_PRESETS.values():
-        assert config.embed_dim // config.num_heads in (8, 32, 64)
+        assert config.embed_dim // config.num_heads in (8, 32, 64, 128)

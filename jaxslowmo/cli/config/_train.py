@@ -209,6 +209,10 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
         "steps": 20000, "batch": 16, "learning_rate": 6e-4, "warmup": 500, "eval_every": 500,
         "eval_batches": 32,
     },
+    "7b": {
+        "steps": 100000, "batch": 8, "learning_rate": 3e-4, "warmup": 2000, "eval_every": 1000,
+        "eval_batches": 32, "dtype": "bfloat16",
+    },
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
         ("--steps 0", "--steps must be >= 1, got 0"),
         ("--replicas 1", "--replicas must be >= 2: one device has nothing to reduce"),
         ("--replicas 9", "need 9 devices, found 8"),
-        ("--preset 3m", "--preset must be one of tiny, demo, 1m, 10m, 124m, got 3m"),
+        ("--preset 3m", "--preset must be one of tiny, demo, 1m, 10m, 124m, 7b, got 3m"),
     ],
 )
 def test_wrong_usage_is_one_line(call, arguments, message):
