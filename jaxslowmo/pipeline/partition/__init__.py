@@ -1,0 +1,6 @@
+"""Which layers of a model each stage holds, and what a layer costs."""
+
+from ._balanced import partition_balanced as partition_balanced
+from ._by_cost import partition_by_cost as partition_by_cost
+from ._count import count_layer_params as count_layer_params
+from ._uniform import partition_uniform as partition_uniform
