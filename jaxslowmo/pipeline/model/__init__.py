@@ -1,0 +1,8 @@
+"""A model as a list of layers: whole, as stages of a pipeline, and stacked over devices."""
+
+from ._blocks import Block as Block
+from ._blocks import model_blocks as model_blocks
+from ._keyed import Keyed as Keyed
+from ._keyed import keyed_microbatch as keyed_microbatch
+from ._layered import LayeredModel as LayeredModel
+from ._layered import Loss as Loss

@@ -1,0 +1,59 @@
+"""Which layers make a stage of the model."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Block(NamedTuple):
+    """Layers `start` to `end`, without `end`: a stage of the model."""
+
+    start: int
+    end: int
+
+
+def model_blocks(
+    num_layers: int, num_stages: int, num_chunks: int = 1, parts: Sequence[Any] | None = None
+) -> tuple[Block, ...]:
+    """The stages of a model, in its order.
+
+    Args:
+      num_layers: of the model.
+      num_stages: device stages.
+      num_chunks: stages of the model that each device stage holds.
+      parts: as `js.partition_uniform` and its kin return them: per device stage a list of
+        [start, end), one per chunk. None: as even as can be.
+
+    Returns:
+      `num_stages * num_chunks` blocks.
+
+    Raises:
+      ValueError: more stages than layers, a stage without layers, another number of blocks, layers
+        that no block has or several have.
+    """
+    count = num_stages * num_chunks
+    of_chunks = f" * {num_chunks} chunks" if num_chunks > 1 else ""
+    if count > num_layers:
+        raise ValueError(
+            f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
+            "every stage needs a layer of its own."
+        )
+    if parts is None:
+        bounds = [num_layers * k // count for k in range(count + 1)]
+        return tuple(map(Block, bounds[:-1], bounds[1:]))
+    if len(parts) != num_stages or any(len(of_stage) != num_chunks for of_stage in parts):
+        raise ValueError(
+            f"`parts` must have {num_chunks} [start, end) for each of the {num_stages} stages of "
+            f"`schedule`, got {[len(of_stage) for of_stage in parts]}."
+        )
+    blocks = sorted(Block(int(start), int(end)) for stage in parts for start, end in stage)
+    for block in blocks:
+        if block.start >= block.end:
+            raise ValueError(f"`parts` has a stage without layers, [{block.start}, {block.end}).")
+    ends = [0, *(block.end for block in blocks)]
+    starts = [*(block.start for block in blocks), num_layers]
+    if ends != starts:
+        raise ValueError(
+            f"`parts` must cover the {num_layers} layers of the model once each, in order, got "
+            f"{', '.join(f'[{b.start}, {b.end})' for b in blocks)}."
+        )
+    return tuple(blocks)

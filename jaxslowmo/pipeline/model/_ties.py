@@ -1,0 +1,104 @@
+"""Leaves of several layers that are one parameter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._typing import PyTree
+from ...tree import leaf_names
+
+TiedLeaf = tuple[int, str]
+"""A layer, and the path of a leaf in its parameters, such as `"dense/kernel"`."""
+
+Ties = tuple[tuple[TiedLeaf, ...], ...]
+
+
+def as_ties(tied: Any, num_layers: int) -> Ties:
+    """`tied` as tuples.
+
+    Raises:
+      ValueError: no (layer, path) pairs, layers that the model does not have, groups of fewer than
+        two leaves, a leaf that is named twice.
+    """
+    ties = tuple(tuple(_as_leaf(leaf, num_layers) for leaf in group) for group in tied)
+    for group in ties:
+        if len(group) < 2:
+            raise ValueError(f"`tied` must name at least two leaves per group, got {group!r}.")
+    named = [leaf for group in ties for leaf in group]
+    twice = sorted({leaf for leaf in named if named.count(leaf) > 1})
+    if twice:
+        raise ValueError(f"`tied` must name each leaf once, got {twice!r} again.")
+    return ties
+
+
+def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
+    is_pair = isinstance(leaf, tuple | list) and len(leaf) == 2
+    if not is_pair or not isinstance(leaf[0], int) or not isinstance(leaf[1], str):
+        raise ValueError(
+            '`tied` must hold groups of (layer, path) such as ((0, "table"), (9, "table")), got '
+            f"{leaf!r}."
+        )
+    if not 0 <= leaf[0] < num_layers:
+        raise ValueError(f"`tied` names layer {leaf[0]}; the model has {num_layers} layers.")
+    return leaf[0], leaf[1]
+
+
+def check_ties(ties: Ties, params: Sequence[PyTree]) -> None:
+    """Raise `ValueError` for tied leaves that `params` does not have, or that are unlike."""
+    for group in ties:
+        found = []
+        for layer, path in group:
+            named = dict(
+                zip(leaf_names(params[layer]), jax.tree.leaves(params[layer]), strict=True)
+            )
+            if path not in named:
+                has = ", ".join(named) or "no leaves"
+                raise ValueError(f"`tied` names {path!r} of layer {layer}, which has {has}.")
+            found.append((jnp.shape(named[path]), jnp.result_type(named[path])))
+        if len(set(found)) > 1:
+            kinds = ", ".join(
+                f"{path!r} of layer {layer} is {dtype}{list(shape)}"
+                for (layer, path), (shape, dtype) in zip(group, found, strict=True)
+            )
+            raise ValueError(f"`tied` leaves must have equal shapes and dtypes: {kinds}.")
+
+
+def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True) -> list[PyTree]:
+    """`params` with every tied leaf equal to the first of its group.
+
+    Args:
+      ties: of the model.
+      params: one tree per layer.
+      differentiable: whether the gradient of each is to be the sum of those of its group.
+    """
+    if not ties:
+        return list(params)
+    split = [jax.tree.flatten(layer) for layer in params]
+    leaves = [list(of_layer) for of_layer, _ in split]
+    places = [{name: i for i, name in enumerate(leaf_names(layer))} for layer in params]
+    for group in ties:
+        spots = [(layer, places[layer][path]) for layer, path in group]
+        own = [leaves[layer][i] for layer, i in spots]
+        one = _one(own) if differentiable else [own[0]] * len(own)
+        for (layer, i), leaf in zip(spots, one, strict=True):
+            leaves[layer][i] = leaf
+    return [treedef.unflatten(own) for own, (_, treedef) in zip(leaves, split, strict=True)]
+
+
+@jax.custom_vjp
+def _one(copies: list[jax.Array]) -> list[jax.Array]:
+    return [copies[0]] * len(copies)
+
+
+def _one_forward(copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
+    return _one(copies), None
+
+
+def _one_backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+    total = sum(cotangents[1:], start=cotangents[0])
+    return ([total] * len(cotangents),)
+
+
+_one.defvjp(_one_forward, _one_backward)
