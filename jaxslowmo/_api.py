@@ -38,10 +38,12 @@ from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
 from .pipeline import LayeredModel as LayeredModel
+from .pipeline import Schedule as Schedule
 from .pipeline import count_layer_params as count_layer_params
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform
+from .pipeline import schedules as schedules
 from .precision import DynamicLossScaleState as DynamicLossScaleState
 from .precision import Policy as Policy
 from .precision import dynamic_loss_scale as dynamic_loss_scale

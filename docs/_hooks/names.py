@@ -15,6 +15,7 @@ TOPICS = {
     "topology": "topology",
     "hooks": "reducer/hooks",
     "codecs": "codecs",
+    "schedules": "pipeline/schedules",
     "checkpoint": "checkpoint",
     "data": "data",
     "models": "models",

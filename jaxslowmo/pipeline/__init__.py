@@ -1,7 +1,9 @@
 """One model over several stages, each on devices of its own."""
 
+from . import schedules as schedules
 from .model import LayeredModel as LayeredModel
 from .partition import count_layer_params as count_layer_params
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
+from .schedules import Schedule as Schedule

@@ -26,7 +26,12 @@ def public_names(module: types.ModuleType) -> dict[str, Any]:
 
 
 # Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
-TOPICS = {"topology": "topology", "hooks": "reducer.hooks", "codecs": "codecs"}
+TOPICS = {
+    "topology": "topology",
+    "hooks": "reducer.hooks",
+    "codecs": "codecs",
+    "schedules": "pipeline.schedules",
+}
 PUBLIC = public_names(jaxslowmo)
 # Not loaded with the top level: imported by their own names.
 for module in (checkpoint, data, models):
