@@ -39,6 +39,7 @@ from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
 from .pipeline import LayeredModel as LayeredModel
 from .pipeline import Schedule as Schedule
+from .pipeline import StageLayout as StageLayout
 from .pipeline import count_layer_params as count_layer_params
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost

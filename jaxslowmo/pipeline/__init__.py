@@ -2,6 +2,7 @@
 
 from . import schedules as schedules
 from .model import LayeredModel as LayeredModel
+from .model import StageLayout as StageLayout
 from .partition import count_layer_params as count_layer_params
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost

@@ -6,3 +6,5 @@ from ._keyed import Keyed as Keyed
 from ._keyed import keyed_microbatch as keyed_microbatch
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Loss as Loss
+from ._layout import StageLayout as StageLayout
+from ._slots import SlotPlan as SlotPlan

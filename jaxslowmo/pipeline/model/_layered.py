@@ -75,7 +75,7 @@ class LayeredModel:
         """
         self.check_params(params)
         microbatch = batch if rng is None else Keyed(batch, rng)
-        return self.stage(0, len(self.layers))(tuple(self.as_one(params)), None, microbatch)
+        return self.stage(0, len(self.layers))(tuple(as_one(self.tied, params)), None, microbatch)
 
     def stage(self, start: int, end: int) -> Callable[[Sequence[PyTree], PyTree, PyTree], Any]:
         """Layers `start` to `end`, without `end`, as a function of (weights, x, microbatch).
@@ -104,8 +104,8 @@ class LayeredModel:
         return compute
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
-        """`params` with tied leaves equal to the first of their group, differentiable."""
-        return as_one(self.tied, params)
+        """`params` with tied leaves replaced by the first of their group."""
+        return as_one(self.tied, params, differentiable=False)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
         """Raise `ValueError` unless `params` has a tree per layer, with the tied leaves."""

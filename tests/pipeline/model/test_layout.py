@@ -1,0 +1,142 @@
+"""Parameters of all stages in one tree and back: arrays, types, states that mirror them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.pipeline.model import StageLayout, model_blocks
+from pipeline.model.test_slots import alike, parameters
+
+MODEL = js.LayeredModel([lambda p, x: x] * 5, lambda x, _: x, tied=[((0, "table"), (4, "table"))])
+
+
+@pytest.fixture(scope="module")
+def params():
+    tree = parameters()
+    tree[4]["table"] = tree[0]["table"]
+    return tree
+
+
+@pytest.fixture(scope="module")
+def layout(params, mesh_of):
+    return layout_on(mesh_of({"replica": 2, "stage": 2, "fsdp": 2}), params)
+
+
+def layout_on(mesh, params, **options):
+    specs = [jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), layer) for layer in params]
+    return StageLayout(
+        MODEL, params, model_blocks(5, 2), (0, 1), mesh=mesh, param_specs=specs, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def stacked(params, layout):
+    return layout.stack(params)
+
+
+def test_each_stage_has_its_own_leaves_and_zeros(stacked, layout, params):
+    table = stacked["0/table"]
+    assert table.sharding == NamedSharding(table.sharding.mesh, P("stage", None, None, "fsdp"))
+    assert table.shape == (2, 1, 6, 4)
+    np.testing.assert_array_equal(table[1, 0], params[4]["table"])
+    assert layout.specs["0/table"] == P("stage", None, None, "fsdp")
+    bias = np.asarray(stacked["3/bias"])  # of the third block; stage 0 has one block alone
+    np.testing.assert_array_equal(bias[1, 0], params[3]["bias"])
+    np.testing.assert_array_equal(bias[0, 0], np.zeros(4))
+    assert layout.num_padding == 20
+
+
+def test_unstacking_is_the_way_back(stacked, layout, params):
+    back = layout.unstack(stacked)
+    alike(back, params)
+    kernel = back[1]["kernel"]
+    assert kernel.sharding.is_equivalent_to(
+        NamedSharding(kernel.sharding.mesh, P(None, "fsdp")), kernel.ndim
+    )
+    alike(layout.unstack(layout.stack(jax.tree.map(np.asarray, params))), params)
+
+
+def test_arrays_of_the_mesh_and_traced_ones_are_stacked_alike(stacked, layout, params):
+    there = jax.device_put(params, NamedSharding(stacked["0/table"].sharding.mesh, P()))
+    alike(layout.stack(there), stacked)
+    alike(jax.jit(layout.stack)(params), stacked)
+    alike(jax.jit(layout.unstack)(stacked), params)
+
+
+def test_types_stay_types(layout, params):
+    types = layout.stack(jax.eval_shape(lambda: params))
+    assert types["0/table"].shape == (2, 1, 6, 4)
+    assert types["0/table"].sharding.spec == P("stage", None, None, "fsdp")
+    alike(jax.eval_shape(lambda: params), layout.unstack(types))
+
+
+def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout, params):
+    state = optax.masked(optax.adam(0.1), {n: "bias" not in n for n in stacked}).init(stacked)
+    grown = jax.tree.map(lambda x: x + 1, state)
+    layers = layout.unstack_like(grown)
+    mu = layers.inner_state[0].mu
+    assert mu[1]["bias"] == optax.MaskedNode()
+    np.testing.assert_array_equal(mu[4]["table"], np.ones((6, 4)))
+    alike(layout.unstack_like(layout.stack_like(layers)), layers)
+
+    other = layout_on(mesh_of({"stage": 2, "fsdp": 4}), params)
+    alike(other.unstack_like(other.stack_like(jax.tree.map(np.asarray, layers))), layers)
+
+
+def test_replicas_may_lead(stacked, layout, params):
+    mesh = stacked["0/table"].sharding.mesh
+    replicas = js.replicate(stacked, mesh=mesh, axis_name="replica")
+    layers = layout.unstack_like({"params": replicas, "step": 3})
+    alike(layers["params"], jax.tree.map(lambda x: jnp.stack([x, x]), params))
+    assert layers["params"][0]["table"].sharding.spec[0] == "replica"
+    alike(layout.stack_like(layers)["params"], replicas)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda own, p: own.stack(p[:3]), "5 of them, got 3"),
+        (lambda own, p: own.stack([*p[:3], {}, p[4]]), "the layers that the layout was made of"),
+        (
+            lambda own, p: own.stack([p[0], {**p[1], "bias": np.zeros(3)}, *p[2:]]),
+            "must have [4] where slot '1/bias' takes it on stage 0, got [3]",
+        ),
+        (lambda own, p: own.unstack({"a": 1}), "must be a dict of the slots"),
+        (lambda own, p: own.unstack(dict.fromkeys(own.specs, np.zeros(2))), "must end in"),
+    ],
+)
+def test_what_is_refused(layout, params, call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(layout, params)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"a": P()}, "list of one tree of PartitionSpec per layer"),
+        (P("fsdp", None, None, None), "which has 2 dimensions"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(mesh_of, params, specs, message):
+    with pytest.raises(ValueError, match=message):
+        StageLayout(
+            MODEL,
+            params,
+            model_blocks(5, 2),
+            (0, 1),
+            mesh=mesh_of({"stage": 2}),
+            param_specs=specs,
+        )
+
+
+def test_keys_are_no_parameters(mesh_of, params):
+    keyed = [*params[:4], {"table": params[4]["table"], "key": jax.random.key(0)}]
+    with pytest.raises(ValueError, match="'key' of type key<fry>"):
+        layout_on(mesh_of({"stage": 2}), keyed)
