@@ -45,6 +45,7 @@ from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform
 from .pipeline import schedules as schedules
+from .pipeline import sum_tied_gradients as sum_tied_gradients
 from .precision import DynamicLossScaleState as DynamicLossScaleState
 from .precision import Policy as Policy
 from .precision import dynamic_loss_scale as dynamic_loss_scale

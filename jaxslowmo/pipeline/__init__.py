@@ -8,3 +8,8 @@ from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
 from .schedules import Schedule as Schedule
+from .tied import TiedGroup as TiedGroup
+from .tied import TiedGroups as TiedGroups
+from .tied import checked_groups as checked_groups
+from .tied import sum_over_holders as sum_over_holders
+from .tied import sum_tied_gradients as sum_tied_gradients

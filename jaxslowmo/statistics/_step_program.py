@@ -14,6 +14,7 @@ from .._scopes import (
     METRICS,
     MODEL_STATE,
     SKIP_UNUSED,
+    TIED,
 )
 from ..diagnostics import COLLECTIVES, Instruction, parse_module, phase_of
 
@@ -36,6 +37,7 @@ _SCOPES = (
     (MODEL_STATE, MODEL_STATE),
     (METRICS, METRICS),
     (LOSS_SCALE, LOSS_SCALE),
+    (TIED, GRADIENTS),
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")

@@ -173,13 +173,14 @@ def test_types_are_explicit_under_x64(name, strict_promotion):
         state = tx.init(params)
         _, state = tx.update(params, state, params)
         if name in PARAMETER:
-            others = [params["half"], params["double"]]
+            others = [params["layer"]["half"], params["layer"]["a"]]
             return tx.exchange(params, others, state, params, weight=weight)[2]
         return tx.update(params, state, params, weight=weight)[1]
 
     with jax.enable_x64(True):
-        dtypes = {"double": jnp.float64, "single": jnp.float32, "half": jnp.bfloat16}
-        params = {key: jax.ShapeDtypeStruct((4, 3), dtype) for key, dtype in dtypes.items()}
+        dtypes = {"a": jnp.float64, "single": jnp.float32, "half": jnp.bfloat16}
+        leaves = {key: jax.ShapeDtypeStruct((4, 3), dtype) for key, dtype in dtypes.items()}
+        params = {"layer": leaves}  # named as those of `support.transforms`
         weight = jax.ShapeDtypeStruct((4,), jnp.float64)
         jax.eval_shape(lift(step, AXES, "shard_map", (False, False)), params, weight)
 

@@ -69,6 +69,7 @@ TRANSFORMS = {
     "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), INNER), "replica"),
     "skip_unused alone": js.skip_unused(INNER, "replica"),
     "slow_momentum": js.slow_momentum(),
+    "sum_tied_gradients": js.sum_tied_gradients("replica", [{0: "m", 1: "m"}]),
     "dynamic_loss_scale": js.dynamic_loss_scale(optax.chain(reduce(), INNER)),
 }
 MESH = {"replica": 2, "model": 2}

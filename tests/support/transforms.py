@@ -75,6 +75,10 @@ TRANSFORMS = {
         "replica", sync_every=2, outer_optimizer=optax.adam(0.1), shard_state=False
     ),
     "slow_momentum": lambda: js.slow_momentum(),
+    "sum_tied_gradients": lambda: js.sum_tied_gradients(
+        "replica",
+        [{0: "layer/a", 3: "layer/a"}, {0: "layer/half", 1: "layer/half", 2: "layer/half"}],
+    ),
 }
 PARAMETER = [name for name, make in TRANSFORMS.items() if isinstance(make(), js.ParameterTransform)]
 SIZES = {"a": (3, 5), "empty": (0, 2), "half": (5,), "scalar": (), "short": (7,)}
