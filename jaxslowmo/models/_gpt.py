@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .._extras import needed_by
+from ._sharding import GPT_RULES, Rules, checked_rules, constrained, gpt_rules, spec_of
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx
@@ -29,6 +31,8 @@ class GPTConfig:
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
         trains with `js.dynamic_loss_scale`.
         Parameters, softmax, layer-norm statistics and the loss are always float32.
+      qkv_by_head: columns of `qkv` lie by head, of each its query, key and value, so that devices
+        which split them hold whole heads, as in Megatron; else all queries, all keys, all values.
       tied: the embedding's table is the output layer too, as in GPT-2: there is no `head`.
       remat: keep only the input of each block for the backward pass, which computes the rest
         again: memory of one block's activations instead of all of them, for a third more products.
@@ -43,6 +47,7 @@ class GPTConfig:
     context_length: int
     vocab_size: int = 256
     dtype: str = "float32"
+    qkv_by_head: bool = False
     tied: bool = False
     remat: bool = False
 
@@ -64,28 +69,37 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
-        self.num_heads = config.num_heads
-        self.norm_attention = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * width, dtype=dtype, rngs=rngs)
-        self.project = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
-        self.norm_mlp = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
-        self.expand = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
-        self.contract = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
+        self.num_heads, self.qkv_by_head = config.num_heads, config.qkv_by_head
+        self.norm_attention = _norm(width, dtype, rngs)
+        self.qkv = _linear(width, 3 * width, ("embed", "qkv"), dtype, rngs)
+        self.project = _linear(width, width, ("heads", "embed"), dtype, rngs)
+        self.norm_mlp = _norm(width, dtype, rngs)
+        self.expand = _linear(width, 4 * width, ("embed", "mlp"), dtype, rngs)
+        self.contract = _linear(4 * width, width, ("mlp", "embed"), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, time, width) -> the same shape."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm_attention(x))
-        qkv = qkv.reshape(batch, time, 3, self.num_heads, width // self.num_heads)
+        head = self.num_heads, width // self.num_heads
+        if self.qkv_by_head:
+            qkv = jnp.moveaxis(qkv.reshape(batch, time, head[0], 3, head[1]), 3, 2)
+        else:
+            qkv = qkv.reshape(batch, time, 3, *head)
+        qkv = constrained(qkv, "batch", None, None, "heads", None)
         if qkv.dtype == jnp.float16:
             # The product that jax asks for, of float16 and summed in float32, no CPU has.
             qkv = qkv.astype(jnp.float32)
         mixed = jax.nn.dot_product_attention(
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
         )
-        x = x + self.project(mixed.reshape(batch, time, width).astype(x.dtype))
+        mixed = constrained(mixed, "batch", None, "heads", None)
+        mixed = self.project(mixed.reshape(batch, time, width).astype(x.dtype))
+        x = x + constrained(mixed, "batch", None, None)
+        hidden = constrained(self.expand(self.norm_mlp(x)), "batch", None, "mlp")
         # The tanh form: erf has no fast vector version on the CPU backend.
-        return x + self.contract(jax.nn.gelu(self.expand(self.norm_mlp(x)), approximate=True))
+        hidden = self.contract(jax.nn.gelu(hidden, approximate=True))
+        return x + constrained(hidden, "batch", None, None)
 
 
 class GPT(nnx.Module):
@@ -93,20 +107,24 @@ class GPT(nnx.Module):
 
     Blocks are unrolled, not scanned: at these depths it compiles in seconds, and on CPU a loop
     over layers would cost a copy of every stacked parameter and activation per layer. Made
-    directly, it has flax's initial parameters; `init_gpt` makes GPT-2's.
+    directly, it has flax's initial parameters; `init_gpt` makes GPT-2's. Its variables say by their
+    `out_sharding` what their dimensions are, and activations follow `nnx.logical_axis_rules`.
     """
 
+    # Made whole: what its dimensions are called tells nobody's mesh yet where they lie.
+    @nnx.use_eager_sharding(False)
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
         self.vocab_size, self.remat = config.vocab_size, config.remat
-        self.embed = nnx.Linear(config.vocab_size, width, use_bias=False, dtype=dtype, rngs=rngs)
+        vocab = config.vocab_size
+        self.embed = _linear(vocab, width, ("vocab", "embed"), dtype, rngs, use_bias=False)
         positions = nnx.initializers.normal(0.02)(rngs.params(), (config.context_length, width))
-        self.positions = nnx.Param(positions)
+        self.positions = nnx.Param(positions, out_sharding=("position", "embed"))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.norm = _norm(width, dtype, rngs)
         self.is_tied = config.tied
         if not config.tied:
-            self.head = nnx.Linear(width, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs)
+            self.head = _linear(width, vocab, ("embed", "vocab"), dtype, rngs, use_bias=False)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Bytes (batch, time), any integer dtype -> logits (batch, time, vocab_size), float32.
@@ -115,15 +133,52 @@ class GPT(nnx.Module):
         """
         # A one-hot product instead of a lookup: with 256 symbols it costs less than one of the
         # block's products, and its gradient is a product too, not a scatter-add (slow on CPU/TPU).
-        x = self.embed(jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype))
+        x = jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype)
+        x = self.embed(constrained(x, "batch", None, "vocab"))
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
-        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        x = constrained(x, "batch", None, None)
+
+        # Of this call alone: what jax keeps of a function it has seen does not know the rules.
+        def run(block: Block, x: jax.Array) -> jax.Array:
+            return block(x)
+
+        each = nnx.remat(run) if self.remat else run
         for block in self.blocks:
-            x = run(block, x)
+            x = each(block, x)
         x = self.norm(x)
         if self.is_tied:
-            return (x @ self.embed.kernel[...].astype(x.dtype).T).astype(jnp.float32)
-        return self.head(x).astype(jnp.float32)
+            x = x @ self.embed.kernel[...].astype(x.dtype).T
+        else:
+            x = self.head(x)
+        return constrained(x.astype(jnp.float32), "batch", None, "vocab")
+
+
+def _linear(
+    in_dim: int,
+    out_dim: int,
+    names: tuple[str, str],
+    dtype: Any,
+    rngs: nnx.Rngs,
+    *,
+    use_bias: bool = True,
+) -> nnx.Linear:
+    """A layer whose dimensions are called `names`."""
+    # Vectors as wide as the residual stream are too small to be split.
+    bias = "norm" if names[1] == "embed" else names[1]
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_metadata={"out_sharding": names},
+        bias_metadata={"out_sharding": (bias,)},
+        rngs=rngs,
+    )
+
+
+def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    named = {"out_sharding": ("norm",)}
+    return nnx.LayerNorm(width, dtype=dtype, scale_metadata=named, bias_metadata=named, rngs=rngs)
 
 
 def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
@@ -158,11 +213,46 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(make, _abstract_parameters(config))
 
 
-def gpt_logits_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
+def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) -> dict[str, Any]:
+    """How the parameters may lie inside a replica: as `param_specs` want it.
+
+    Args:
+      config: shape of the model.
+      mesh: whose axes they are split over; its replica axis is left alone.
+      rules: logical names and axes, in flax's form; see `GPT_RULES`. None: `gpt_rules(mesh)`. Names
+        without a rule are left whole.
+
+    Returns:
+      A tree like what `init_gpt` returns, of a `PartitionSpec` per leaf.
+
+    Raises:
+      ValueError: a name that no dimension has, an axis that the mesh does not have, a dimension or
+        a number of heads that its axes don't divide.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3: the default rules over "tensor".
+    """
+    sizes = dict(mesh.shape)
+    rules = checked_rules(gpt_rules(mesh) if rules is None else rules, sizes)
+    spec_of("`num_heads`", ["heads"], [config.num_heads], rules, sizes)
+
+    def spec(path: Any, variable: nnx.Variable) -> P:
+        name = "/".join(map(str, path))
+        return spec_of(name, variable.out_sharding, variable.shape, rules, sizes)
+
+    found = nnx.map_state(spec, nnx.split(_abstract(config))[1])
+    return nnx.to_pure_dict(found)
+
+
+def gpt_logits_fn(
+    config: GPTConfig, rules: Rules | None = None
+) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
     """`logits_fn(params, tokens) -> logits`, of every next byte.
 
     Args:
       config: shape of the model.
+      rules: how activations lie inside a replica, where the compiler has the axes of the mesh:
+        those of `gpt_param_specs`, such as `gpt_rules(mesh)`. None: those that hold where the
+        function is traced (`flax.nnx.logical_axis_rules`), usually none.
 
     Returns:
       A pure function: of what `init_gpt` returns and bytes (batch, time) of any integer dtype, with
@@ -173,16 +263,24 @@ def gpt_logits_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array],
     def logits_fn(params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
         state = jax.tree.map(lambda x: x, template)
         nnx.replace_by_pure_dict(state, dict(params))
-        return nnx.merge(graph, state)(tokens)
+        model = nnx.merge(graph, state)
+        if rules is None:
+            return model(tokens)
+        with nnx.logical_axis_rules(rules):
+            return model(tokens)
 
     return logits_fn
 
 
-def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
+def gpt_loss_fn(
+    config: GPTConfig, rules: Rules | None = None
+) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
     """The loss of the model as a pure function: mean cross-entropy in nats per byte.
 
     Args:
       config: shape of the model.
+      rules: as of `gpt_logits_fn`. Without them the compiler may split activations along their
+        width and add up products, where to gather weights costs less.
 
     Returns:
       `loss_fn(params, batch) -> loss`. `params` is what `init_gpt` returns; `batch` holds windows
@@ -193,7 +291,7 @@ def gpt_loss_fn(config: GPTConfig) -> Callable[[Mapping[str, Any], jax.Array], j
     Raises:
       ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
     """
-    logits_fn = gpt_logits_fn(config)
+    logits_fn = gpt_logits_fn(config, rules)
 
     def loss_fn(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
         if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
@@ -227,4 +325,6 @@ def _abstract_parameters(config: GPTConfig) -> dict[str, Any]:
 
 def _abstract(config: GPTConfig) -> GPT:
     """The model with shapes instead of arrays."""
-    return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    # In the place of those that hold here: only where arrays lie is asked by `gpt_param_specs`.
+    with nnx.logical_axis_rules([(name, None) for name, _ in GPT_RULES]):
+        return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
