@@ -40,11 +40,13 @@ from .mesh import virtual_mesh as virtual_mesh
 from .pipeline import LayeredModel as LayeredModel
 from .pipeline import Schedule as Schedule
 from .pipeline import StageLayout as StageLayout
+from .pipeline import StageProgram as StageProgram
 from .pipeline import count_layer_params as count_layer_params
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform
 from .pipeline import schedules as schedules
+from .pipeline import split_stage as split_stage
 from .pipeline import sum_tied_gradients as sum_tied_gradients
 from .precision import DynamicLossScaleState as DynamicLossScaleState
 from .precision import Policy as Policy

@@ -8,6 +8,8 @@ from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
 from .schedules import Schedule as Schedule
+from .split import StageProgram as StageProgram
+from .split import split_stage as split_stage
 from .tied import TiedGroup as TiedGroup
 from .tied import TiedGroups as TiedGroups
 from .tied import checked_groups as checked_groups
