@@ -112,9 +112,14 @@ class _OnlyFinite:
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
             with_specs=lambda specs, **told: only_finite(inner.with_specs(specs, **told)),
             shards_whole_leaves=inner.shards_whole_leaves,
+            shard_specs=inner.shard_specs,
             wants_learning_rate=inner.wants_learning_rate,
             shards=lambda state: inner.shards(state.inner),
             carry=carry_plainly if plain else self.carry,
+            # It has counters alone besides.
+            like_on=lambda state, params, at: state._replace(
+                inner=inner.like_on(state.inner, params, at)
+            ),
             shares=lambda state: inner.shares(state.inner),
         )
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
-from ..mesh import model_axes
+from ..mesh import axis_names, model_axes, specs_of_leaves
 from ..train import TrainState
 from ..transform import Placement
 from ..tree import leaf_names
@@ -57,6 +58,8 @@ class Record:
       replicas: their number.
       axis_sizes: of the mesh; None for one without devices, which leaves no trace in the arrays.
       automatic: axes over which parameters are sharded inside a replica.
+      shards: how state is cut that is kept in shards: a `PartitionSpec` over these axes for each
+        leaf of the parameters. None: not known.
       leaves: in flattening order.
       prints: fingerprints of the arrays, in that order.
       extra: the caller's.
@@ -66,6 +69,7 @@ class Record:
     replicas: int
     axis_sizes: Mapping[str, int] | None
     automatic: tuple[str, ...]
+    shards: tuple[P, ...] | None
     leaves: tuple[LeafRecord, ...]
     prints: tuple[tuple[int, int], ...]
     extra: dict[str, Any]
@@ -77,6 +81,7 @@ class Record:
             "replicas": self.replicas,
             "axes": None if self.axis_sizes is None else [list(a) for a in self.axis_sizes.items()],
             "automatic": list(self.automatic),
+            "shards": None if self.shards is None else [_spec_to_json(s) for s in self.shards],
             "leaves": [
                 [leaf.key, leaf.name, list(leaf.shape), leaf.dtype, leaf.key_impl]
                 for leaf in self.leaves
@@ -91,7 +96,7 @@ class Record:
         """Where the arrays come from; what is not known is taken from `like`."""
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
-        return Placement(self.replicas, sizes, frozenset(self.automatic), certain)
+        return Placement(self.replicas, sizes, frozenset(self.automatic), certain, self.shards)
 
 
 def read_record(path: epath.Path) -> Record:
@@ -141,6 +146,7 @@ def _from_json(value: Any, where: object) -> Record:
             replicas=value["replicas"],
             axis_sizes=None if axes is None else dict(axes),
             automatic=tuple(value["automatic"]),
+            shards=_shards_from_json(value),
             leaves=tuple(
                 LeafRecord(key, name, tuple(shape), dtype, impl)
                 for key, name, shape, dtype, impl in value["leaves"]
@@ -167,20 +173,37 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
 def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
     """The record of a state, which may be abstract; without fingerprints."""
     sharding = getattr(state.step, "sharding", None)
-    axis_sizes, automatic = None, frozenset()
+    axis_sizes, automatic, shards = None, frozenset(), None
     if isinstance(sharding, NamedSharding):
         axis_sizes = dict(sharding.mesh.shape)
         entry = sharding.spec[0] if sharding.spec else None
         over = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         automatic = model_axes(state.params, sharding.mesh, over)  # pyright: ignore
+    # Arrays do not tell: of a state that was put together otherwise than by a step it is not known.
+    if state.known_layout is not None:
+        shards = specs_of_leaves(state.known_layout.shards, state.params)
     names = leaf_names(state)
     leaves = tuple(
         _leaf_record(i, name, leaf)
         for i, (name, leaf) in enumerate(zip(names, jax.tree.leaves(state), strict=True))
     )
     return Record(
-        step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), leaves, (), extra
+        step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), shards, leaves, (), extra
     )
+
+
+def _spec_to_json(spec: P) -> list[list[str]]:
+    """For each dimension the axes that split it."""
+    return [list(axis_names(entry or ())) for entry in spec]
+
+
+def _shards_from_json(value: dict[str, Any]) -> tuple[P, ...] | None:
+    """Records of 0.1.0 do not tell; where parameters were not sharded, state was cut whole."""
+    if value.get("shards") is not None:
+        return tuple(P(*(tuple(e) or None for e in spec)) for spec in value["shards"])
+    if value["automatic"]:
+        return None
+    return (P(),) * sum(name.split("/")[0] == "params" for _, name, *_ in value["leaves"])
 
 
 def _crc32(content: dict[str, Any]) -> int:
@@ -194,7 +217,8 @@ def is_key(leaf: Any) -> bool:
 
 def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
     key = f"{index:04d}-{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}"[:120]
-    impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else ""
+    # Of an empty array: of types alone jax does not tell.
+    impl = str(jax.random.key_impl(jnp.empty((), leaf.dtype))) if is_key(leaf) else ""
     dtype = "uint32" if impl else jnp.dtype(leaf.dtype).name
     return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
 

@@ -40,7 +40,7 @@ def resized(
     Raises:
       ValueError: sharded state that does not fit the parameters.
     """
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs.params)
+    params = one_copy(structs.params)
     *rest, sync_state = state.opt_state
     notes: tuple[str, ...] = ()
     if sync is not None:
@@ -69,6 +69,11 @@ def resized(
         rng=_keys(step, seed, new),
     )
     return moved, (*_notes(state, shares, old, new), *notes)
+
+
+def one_copy(stacked_params: PyTree) -> PyTree:
+    """Types of one copy of stacked parameters."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
 
 
 def _consensus(

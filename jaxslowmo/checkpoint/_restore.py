@@ -16,10 +16,11 @@ from ..train import TrainState, TrainStep
 from ..transform import Placement, holds_state
 from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
+from ._inside import lies_alike
 from ._orbax import epath
 from ._prints import check_prints, host_print, prints_of
 from ._record import LeafRecord, Record, as_stored, read_record, record_of
-from ._resize import resized
+from ._resize import one_copy, resized
 
 _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
@@ -51,18 +52,34 @@ class Template:
             self.record.replicas,
             dict(train_step.mesh.shape),
             model_axes(fresh.params, train_step.mesh, train_step.axis_name),
+            specs=self.record.shards,
         )
+        self._known_layout = fresh.known_layout
         for array in jax.tree.leaves(fresh):  # copies, whose memory the restored state needs
             array.delete()
 
     def state(self, stored: list[jax.Array]) -> TrainState:
         """The state whose leaves, as they are stored, these are."""
-        return jax.tree.structure(self.structs).unflatten(
+        state: TrainState = jax.tree.structure(self.structs).unflatten(
             [
                 jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
                 for x, leaf in zip(stored, self.record.leaves, strict=True)
             ]
         )
+        state.known_layout = self._known_layout
+        return state
+
+    def structs_on(self, old: Placement) -> TrainState:
+        """Of `structs` those of the state that this was on another placement.
+
+        Only names, and the shapes of shards, are other ones.
+        """
+        *rest, own = self.structs.opt_state
+        sync = self.train_step.sync
+        if sync is None:
+            return self.structs
+        params = one_copy(self.structs.params)
+        return self.structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
 
     def with_dtypes_of(self, saved: Record) -> "Template":
         """The template of a state whose optimizer has been at work.
@@ -114,6 +131,7 @@ class Reading:
       arrays: as they are stored; on the devices where they shall be, or whole on the host.
       is_placed: whether they are on the devices.
       template: of the state that they make.
+      old: where the arrays come from.
     """
 
     path: epath.Path
@@ -121,6 +139,7 @@ class Reading:
     arrays: list[Any]
     is_placed: bool
     template: Template
+    old: Placement
 
 
 def read(path: epath.Path, template: Template) -> Reading:
@@ -135,11 +154,14 @@ def read(path: epath.Path, template: Template) -> Reading:
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement), template.placement
     names = [x.name for x in record.leaves]
-    same_shapes = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
-    same_inside = _same_inside(old, new) if old.is_certain else same_shapes
-    if old.replicas == new.replicas and same_inside:
+    sync, own = template.train_step.sync, template.structs.opt_state[-1]
+    # What was saved without devices has no layout but the shapes of its shards.
+    alike = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
+    if old.is_certain:
+        alike = lies_alike(path, record, own, template.stored, sync, old, new)
+    if old.replicas == new.replicas and alike:
         _check_leaves(path, record, template.record, skip=())
-        return Reading(path, record, _read(path, record, template.stored), True, template)
+        return Reading(path, record, _read(path, record, template.stored), True, template, old)
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
@@ -147,10 +169,11 @@ def read(path: epath.Path, template: Template) -> Reading:
             "pass it as `sync` of js.make_train_step, in both runs."
         )
     # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
-    _check_leaves(path, record, template.record, skip=_names_of_sync(template.structs))
+    there = record_of(0, template.structs_on(old), {})
+    _check_leaves(path, record, there, skip=_names_of_sync(template.structs))
     arrays = _read(path, record, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
-    return Reading(path, record, arrays, False, template)
+    return Reading(path, record, arrays, False, template, old)
 
 
 def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
@@ -183,8 +206,8 @@ def finished(reading: Reading) -> Found:
         names = [leaf.name for leaf in record.leaves]
         check_prints(path, names, prints_of(reading.arrays), record.prints)
         return template.state(reading.arrays), record.extra, True, ()
-    old, new = record.placement(template.placement), template.placement
-    state = jax.tree.structure(template.structs).unflatten(reading.arrays)
+    old, new = reading.old, template.placement
+    state = jax.tree.structure(template.structs_on(old)).unflatten(reading.arrays)
     try:
         moved, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -196,15 +219,6 @@ def finished(reading: Reading) -> Found:
         ) from error
     arrays = [_placed(x, s) for x, s in zip(jax.tree.leaves(moved), template.stored, strict=True)]
     return template.state(arrays), record.extra, old.replicas == new.replicas, notes
-
-
-def _same_inside(old: Placement, new: Placement) -> bool:
-    """Whether sharded state lies alike on both."""
-
-    def sizes(at: Placement) -> dict[str, int]:
-        return {name: size for name, size in at.axis_sizes.items() if size > 1}
-
-    return sizes(old) == sizes(new) and old.automatic == new.automatic
 
 
 def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:

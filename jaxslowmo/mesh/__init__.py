@@ -7,9 +7,12 @@ from ._axes import cast_varying as cast_varying
 from ._axes import checks_varying as checks_varying
 from ._axes import is_bound as is_bound
 from ._axes import match_varying as match_varying
+from ._axes import only_over as only_over
 from ._axes import require_axes as require_axes
 from ._axes import settle as settle
 from ._axes import specs_key as specs_key
+from ._axes import specs_of_leaves as specs_of_leaves
+from ._axes import specs_over as specs_over
 from ._axes import typed_specs as typed_specs
 from ._axes import uniform as uniform
 from ._axes import vary_over as vary_over

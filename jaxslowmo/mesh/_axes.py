@@ -146,6 +146,17 @@ def specs_key(specs: PyTree | None) -> Hashable:
     return treedef, tuple(leaves)
 
 
+def specs_over(specs: PyTree, axes: frozenset[str]) -> PyTree:
+    """Every spec of a tree without other axes than these."""
+    return jax.tree.map(lambda spec: only_over(spec, axes), specs, is_leaf=_is_spec)
+
+
+def specs_of_leaves(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:
+    """A spec for each leaf of `tree`, of specs that are a prefix of it; None is whole leaves."""
+    whole = jax.tree.broadcast(P() if specs is None else specs, tree, is_leaf=_is_spec)
+    return tuple(jax.tree.leaves(whole, is_leaf=_is_spec))
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 

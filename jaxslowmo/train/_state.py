@@ -36,11 +36,14 @@ class KnownLayout(NamedTuple):
       mesh: of the step.
       axis_name: of the step.
       layout: of the parameters.
+      shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
+        `sync` has cut what it keeps in shards; None: it has not.
     """
 
     mesh: AnyMesh
     axis_name: AxisName
     layout: Layout
+    shards: PyTree | None = None
 
 
 class _Fields(NamedTuple):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names
@@ -27,12 +28,15 @@ class Placement:
       axis_sizes: of all axes of the mesh.
       automatic: axes over which leaves of the parameters are sharded inside a replica.
       is_certain: whether `axis_sizes` are known; without devices they leave no trace in arrays.
+      specs: how leaves are sharded over the automatic axes where state is kept in shards of them:
+        a `PartitionSpec` for each leaf of the parameters, in order. None: as the transform says.
     """
 
     replicas: int
     axis_sizes: Mapping[str, int]
     automatic: frozenset[str] = frozenset()
     is_certain: bool = True
+    specs: tuple[P, ...] | None = None
 
     def size(self, axis_name: AxisName | None) -> int:
         """Number of positions along an axis or several; 1 for what the mesh does not have."""
@@ -58,6 +62,17 @@ Carry = Callable[[PyTree, PyTree, Placement, Placement], Carried]
 
 Shares = Callable[[PyTree], list[tuple[Any, PyTree | None]]]
 """`shares(state)`: see `ParameterTransform.shares`."""
+
+
+LikeOn = Callable[[PyTree, PyTree, Placement], PyTree]
+"""`like_on(state, params, at)`: see `ParameterTransform.like_on`."""
+
+
+def as_it_is(state: PyTree, params: PyTree, at: Placement) -> PyTree:
+    """A state of which no leaf is a shard: the same leaves anywhere."""
+    # Counters, and what is like the parameters: only shards depend on who holds them.
+    del params, at
+    return state
 
 
 def stacked(one: Any, new: Placement) -> Any:

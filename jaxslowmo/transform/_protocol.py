@@ -26,7 +26,7 @@ from ._checks import (
 )
 from ._due import Communicate
 from ._exchange import Exchange
-from ._placement import Carry, Shares, carry_plainly
+from ._placement import Carry, LikeOn, Shares, as_it_is, carry_plainly
 from ._registry import learn_state, register_state
 from ._schedule import Every, instants
 
@@ -94,12 +94,16 @@ class TransformSpec:
         too, before there is one.
       shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
         gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
+      shard_specs: `PartitionSpec` per leaf (or prefix of the tree) by which it cuts what it keeps
+        in shards, if it was given any. It is part of the layout of its state.
       wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
       shards: `shards(state)`: the leaves of which each replica keeps another part.
       carry: `carry(state, params, old, new)` on the host, for checkpoints: the state of all
         replicas, NumPy arrays stacked on placement `old`, as it is on `new` once all parameters are
         the consensus; where the number of replicas is the same, in another layout only. Given
         shapes and dtypes of one copy of the parameters.
+      like_on: `like_on(state, params, at)` likewise: of the types of a state those that it has on
+        placement `at`, where shards are others in number and shape.
       shares: `shares(state)` likewise: pairs of weights (replicas,) and stacked parameters, None
         for the replicas' own, whose weighted mean is the consensus.
     """
@@ -119,9 +123,11 @@ class TransformSpec:
     sized: Callable[[Mapping[str, int]], "ParameterTransform"] = _UNKNOWN
     with_specs: Callable[..., "ParameterTransform"] = _UNKNOWN
     shards_whole_leaves: bool = False
+    shard_specs: PyTree | None = None
     wants_learning_rate: bool = False
     shards: Callable[[PyTree], list[Any]] = _no_shards
     carry: Carry = carry_plainly
+    like_on: LikeOn = as_it_is
     shares: Shares = _own_parameters
 
 

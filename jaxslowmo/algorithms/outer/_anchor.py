@@ -4,6 +4,7 @@ The outer step is the same for all three. An anchor says how it is stored, how t
 replicas reaches that form, and how parameters are restored from it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,13 +91,7 @@ class OwnAnchor:
         """`tree` with what has the form of the anchor joined and split again."""
         if self.is_own and old.replicas == new.replicas:
             return tree
-        # An optimizer keeps trees of the anchor's form (momentum), and counters: both are found by
-        # their form, whatever the optimizer is.
-        form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
-
-        def is_like_anchor(x: PyTree) -> bool:
-            leaves, structure = jax.tree.flatten(x)
-            return (structure, [np.shape(leaf) for leaf in leaves]) == form
+        is_like_anchor = of_form(anchor)
 
         def move(x: PyTree) -> PyTree:
             if is_like_anchor(x):
@@ -104,6 +99,25 @@ class OwnAnchor:
             return carry_leaf(x, old, new)
 
         return jax.tree.map(move, tree, is_leaf=is_like_anchor)
+
+    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+        """Types of `tree` on placement `at`, of those of an anchor and what has its form."""
+        # A whole anchor has the leaves of the parameters on every mesh.
+        del anchor, params, at
+        return tree
+
+
+def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:
+    """Whether a tree has the form of the anchor."""
+    # An optimizer keeps trees of the anchor's form (momentum), and counters: both are found by
+    # their form, whatever the optimizer is.
+    form = jax.tree.structure(anchor), [np.shape(x) for x in jax.tree.leaves(anchor)]
+
+    def is_like_anchor(x: PyTree) -> bool:
+        leaves, structure = jax.tree.flatten(x)
+        return (structure, [np.shape(leaf) for leaf in leaves]) == form
+
+    return is_like_anchor
 
 
 class WholeAnchor(OwnAnchor):

@@ -59,6 +59,20 @@ def join_shards(
     return packing.treedef.unflatten(leaves)
 
 
+def shard_types(
+    packing: Packing, at: Placement, local_axis_name: AxisName | None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Types of the shards that `split_shards` makes."""
+    # Each device of a group has shards of its own, which lie one behind the other.
+    return tuple(
+        jax.ShapeDtypeStruct((at.replicas, group.num_blocks * s.rows, s.lanes), buffer.dtype)
+        for group, plan in zip(packing.groups, packing.plans, strict=True)
+        for s, buffer in zip(
+            _layouts(plan, at, at.size(local_axis_name)), plan.buffers, strict=True
+        )
+    )
+
+
 def split_shards(
     tree: PyTree, packing: Packing, new: Placement, local_axis_name: AxisName | None
 ) -> tuple[np.ndarray, ...]:

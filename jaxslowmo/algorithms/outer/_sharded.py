@@ -1,11 +1,12 @@
 """Anchors of which each replica keeps 1/R, as `(rows, lanes)` float32 shards of flat buffers."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._typing import PyTree
+from ..._typing import AxisName, PyTree
 from ...collectives import (
     ShardLayout,
     all_gather_shards,
@@ -16,8 +17,8 @@ from ...collectives import (
 from ...mesh import axis_size
 from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
 from ...tree import Buffer, at_least_float32
-from ._anchor import WholeAnchor
-from ._on_host import join_shards, split_shards
+from ._anchor import WholeAnchor, of_form
+from ._on_host import join_shards, shard_types, split_shards
 
 
 def shard_packing(params: PyTree, exchange: Exchange) -> Packing:
@@ -121,16 +122,32 @@ class ShardedAnchor(WholeAnchor):
 
     def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
         """The whole tree that the shards are of; see `join_shards`."""
-        # Under the mesh that is gone the same plan is made as it was on its devices.
-        with jax.sharding.use_abstract_mesh(old.mesh()):
-            packing = shard_packing(params, self.exchange)
-        return join_shards(anchor, packing, old, self.exchange.local_axis_name)
+        return join_shards(anchor, self._packing_on(old, params), old, self._local)
 
     def split(self, tree: PyTree, params: PyTree, new: Placement) -> tuple[Any, ...]:
         """The inverse of `join`."""
-        with jax.sharding.use_abstract_mesh(new.mesh()):
-            packing = shard_packing(params, self.exchange)
-        return split_shards(tree, packing, new, self.exchange.local_axis_name)
+        return split_shards(tree, self._packing_on(new, params), new, self._local)
+
+    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+        """See `OwnAnchor.like_on`."""
+        shards = shard_types(self._packing_on(at, params), at, self._local)
+        # What the outer optimizer keeps for shards (momentum) is cut as they are.
+        is_shards = of_form(anchor)
+        return jax.tree.map(lambda x: shards if is_shards(x) else x, tree, is_leaf=is_shards)
+
+    @property
+    def _local(self) -> AxisName | None:
+        return self.exchange.local_axis_name
+
+    def _packing_on(self, at: Placement, params: PyTree) -> Packing:
+        """The plan of the shards as it is made on the devices of a mesh, which may be gone."""
+        exchange = self.exchange
+        # As it was cut there, whatever this transform would cut by.
+        if at.specs is not None:
+            specs = jax.tree.structure(params).unflatten(at.specs)
+            exchange = dataclasses.replace(exchange, param_specs=specs)
+        with jax.sharding.use_abstract_mesh(at.mesh()):
+            return shard_packing(params, exchange)
 
 
 def _joined(by_group: Flats) -> tuple[jax.Array, ...]:

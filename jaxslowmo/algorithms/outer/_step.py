@@ -49,17 +49,9 @@ from ...tree import (
 from ._anchor import OwnAnchor, WholeAnchor
 from ._coded import coded_displacement
 from ._sharded import ShardedAnchor
+from ._state import OuterState
 
 SLOW = "slow"
-
-
-class OuterState(NamedTuple):
-    """State of `slowmo` and `diloco`."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
-    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
-    base: PyTree  # state of the base transform; () without one
 
 
 NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
@@ -141,9 +133,11 @@ class Outer:
             sized=self.sized,
             with_specs=self.with_specs,
             shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
+            shard_specs=self.exchange.param_specs if self.anchor.is_sharded else None,
             wants_learning_rate=self.rate is not None and self.rate.is_told,
             shards=self.shards,
             carry=self.carry,
+            like_on=self.like_on,
             shares=None if base is None else (lambda state: base.shares(state.base)),
         )
 
@@ -262,6 +256,13 @@ class Outer:
         )
         moved = OuterState(count, move(state.anchor), move(state.outer), base.state)
         return Carried(moved, (note, *base.notes))
+
+    def like_on(self, state: OuterState, params: PyTree, at: Placement) -> OuterState:
+        """See `TransformSpec.like_on`."""
+        # Counters are the same anywhere; the anchor's form tells what is cut as it is.
+        like = functools.partial(self.anchor.like_on, state.anchor, params, at)
+        base = () if self.base is None else self.base.like_on(state.base, params, at)
+        return OuterState(state.count, like(state.anchor), like(state.outer), base)
 
 
 @dataclass(frozen=True)

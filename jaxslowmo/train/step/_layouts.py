@@ -7,7 +7,16 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import AxisName, PyTree
 from ...embedding import WithTables
-from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key
+from ...mesh import (
+    AnyMesh,
+    VirtualMesh,
+    axis_names,
+    inner_specs,
+    model_axes,
+    specs_key,
+    specs_over,
+)
+from ...transform import ParameterTransform
 from .._state import KnownLayout, Layout, TrainState
 from ._usable import first_array
 from .update import Tables
@@ -20,10 +29,17 @@ class Layouts:
       mesh: of the step.
       axis_name: the replica axis.
       tables: of the step, whose layout is known.
+      sync: its parameter transform.
     """
 
-    def __init__(self, mesh: AnyMesh, axis_name: AxisName, tables: Tables | None = None) -> None:
-        self._mesh, self._axis_name, self._tables = mesh, axis_name, tables
+    def __init__(
+        self,
+        mesh: AnyMesh,
+        axis_name: AxisName,
+        tables: Tables | None = None,
+        sync: ParameterTransform | None = None,
+    ) -> None:
+        self._mesh, self._axis_name, self._tables, self._sync = mesh, axis_name, tables, sync
         self.last = self._with_tables(Layout(), None)
 
     def of(self, state: TrainState) -> Layout:
@@ -50,7 +66,8 @@ class Layouts:
 
         It lies where the old one did: on all mapped axes as the program says, else pinned.
         """
-        state.known_layout = KnownLayout(self._mesh, self._axis_name, layout)
+        shards = self._shards(layout)
+        state.known_layout = KnownLayout(self._mesh, self._axis_name, layout, shards)
 
     def inner_axes(self, layout: Layout) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
@@ -70,6 +87,17 @@ class Layouts:
             return False
         types = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
         return any(types[axis] == AxisType.Auto for axis in layout.axes)
+
+    def _shards(self, layout: Layout) -> PyTree | None:
+        """How `sync` cuts what it keeps in shards: by axes that the compiler handles alone."""
+        if self._sync is None or not layout.axes or isinstance(self._mesh, VirtualMesh):
+            return None
+        if self._sync.shard_specs is not None:
+            return specs_over(self._sync.shard_specs, layout.axes)
+        # Of Explicit axes the types tell a transform that was given no specs.
+        types = zip(self._mesh.axis_names, self._mesh.axis_types, strict=True)
+        explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
+        return specs_over(layout.specs, explicit) if explicit else None
 
     def _with_tables(self, found: Layout, params: PyTree) -> Layout:
         """A layout in which tables lie as they are made, however their arrays do."""

@@ -62,7 +62,7 @@ class TrainStep:
         self._warn = warn_once()
         self._checks = StateChecks(parts, mesh, mode, self._warn)
         self._counts = HostCounts()
-        self._layouts = Layouts(mesh, parts.axis_name, tables)
+        self._layouts = Layouts(mesh, parts.axis_name, tables, parts.sync)
         self._programs = Programs(parts, mesh, self._layouts, donate, self._warn)
         self._in_flight = StepsInFlight()
         self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts, self.embeddings)
@@ -79,7 +79,7 @@ class TrainStep:
         stacked = stacked_params(self._parts.tables, params, seed, **lies)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         self._checks.transforms(state)
-        self._layouts.of(state)
+        self._layouts.note(state, self._layouts.of(state))
         return state
 
     def phase(self, t: int) -> Phase:

@@ -1,0 +1,218 @@
+"""A run that was saved on one mesh goes on on another as if it had not been moved."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from checkpoint.runs import on_host
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from support.exhaustive import sweep
+
+pytestmark = pytest.mark.xdist_group("saved meshes")  # they share runs
+
+RANDOM = np.random.default_rng(0)
+PARAMS = {
+    "bias": RANDOM.normal(size=8).astype(np.float32),
+    "in": RANDOM.normal(size=(8, 16)).astype(np.float32),
+    "out": RANDOM.normal(size=(16, 8)).astype(np.float32),
+}
+WHOLE = {name: P() for name in PARAMS}
+FSDP = {"bias": P(), "in": P("fsdp"), "out": P(None, "fsdp")}
+TURNED = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
+BOTH = {"bias": P("tensor"), "in": P("fsdp", "tensor"), "out": P(("tensor", "fsdp"))}
+PLACES = {
+    "fsdp": ({"replica": 2, "fsdp": 4}, FSDP),
+    "turned": ({"replica": 2, "fsdp": 4}, TURNED),
+    "smaller": ({"replica": 2, "fsdp": 2}, FSDP),
+    "both": ({"replica": 2, "fsdp": 2, "tensor": 2}, BOTH),
+    "one device": ({"replica": 2}, WHOLE),
+    "virtual": ({"replica": 2}, WHOLE),
+    "four replicas": ({"replica": 4, "fsdp": 2}, TURNED),
+}
+SAVED, LAST = 5, 8  # updates, of which every fourth has a slow step
+
+
+def slowmo(specs):
+    base = js.local_sgd("replica", sync_every=2)
+    return js.slowmo("replica", base=base, sync_every=4, momentum=0.6, param_specs=specs)
+
+
+SYNCS = {
+    "slowmo": slowmo,
+    "gathered": lambda specs: slowmo(None),
+    "only_finite": lambda specs: js.only_finite(slowmo(specs)),
+    "diloco": lambda specs: js.diloco(
+        "replica", sync_every=4, outer_optimizer=optax.adam(0.1), param_specs=specs
+    ),
+    "sgp": lambda specs: js.slowmo(
+        "replica", base=js.sgp("replica", overlap=2), sync_every=4, param_specs=specs
+    ),
+}
+
+
+def loss(params, batch):
+    hidden = jax.numpy.tanh(batch @ params["in"] + params["bias"].sum())
+    return ((hidden @ params["out"] + params["bias"] - batch) ** 2).mean()
+
+
+def batch(t):
+    return np.random.default_rng(t).normal(size=(8, 8)).astype(np.float32)
+
+
+class Run:
+    """A step on a place, and one copy of its parameters there."""
+
+    def __init__(self, place, sync, mesh_of):
+        axes, specs = PLACES[place]
+        self.mesh = js.virtual_mesh(axes) if place == "virtual" else mesh_of(axes)
+        self.params = PARAMS
+        if place != "virtual":
+            self.params = {
+                name: jax.device_put(x, NamedSharding(self.mesh, specs[name]))
+                for name, x in PARAMS.items()
+            }
+        self.step = js.make_train_step(
+            loss, optax.adam(1e-2), sync=SYNCS[sync](specs), mesh=self.mesh, mode="traced"
+        )
+
+    def trained(self, state, start, end):
+        for t in range(start, end):
+            state, _ = self.step(state, batch(t))
+        return state
+
+    def values(self, state):
+        """What has one value however it lies: parameters, moments, anchor, what has its form."""
+        sync, own = self.step.sync, state.opt_state[-1]
+        outer = getattr(own, "inner", own)
+
+        def read(shards):
+            moved = outer._replace(anchor=shards)
+            whole = own._replace(inner=moved) if outer is not own else moved
+            return js.read_anchor(sync, whole, state.params, mesh=self.mesh)
+
+        momentum = getattr(outer.outer, "velocity", None)
+        if momentum is None:
+            momentum = outer.outer[0].nu
+        found = state.params, state.opt_state[1], read(outer.anchor), read(momentum)
+        return on_host(found)
+
+
+@pytest.fixture(scope="module")
+def saved(mesh_of, tmp_path_factory):
+    """A run saved after some updates, by place and algorithm; and its end, undisturbed."""
+    made = {}
+
+    def get(place, sync):
+        if (place, sync) not in made:
+            run, folder = Run(place, sync, mesh_of), tmp_path_factory.mktemp("run")
+            state = run.trained(run.step.init(run.params), 0, SAVED)
+            with Checkpoints(folder) as checkpoints:
+                checkpoints.save(SAVED, state)
+            then = run.values(state)
+            end = on_host(run.trained(state, SAVED, LAST).params)
+            made[place, sync] = folder, then, end
+        return made[place, sync]
+
+    return get
+
+
+def one_replica(values):
+    return jax.tree.map(lambda x: x[0], values)
+
+
+MOVES = [
+    (old, new, sync)
+    for old in PLACES
+    for new in PLACES
+    for sync in SYNCS
+    if old != new and old != "four replicas"
+]
+USUAL = [
+    ("fsdp", "turned", "slowmo"),  # the same mesh and shapes, and another layout
+    ("fsdp", "one device", "slowmo"),
+    ("fsdp", "both", "slowmo"),
+    ("one device", "fsdp", "diloco"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*was given no `param_specs`:UserWarning")
+@pytest.mark.parametrize(
+    ("old", "new", "sync"), sweep(MOVES, lambda old, new, sync: (old, new, sync) in USUAL)
+)
+def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
+    folder, then, end = saved(old, sync)
+    run = Run(new, sync, mesh_of)
+    found = Checkpoints(folder).restore(run.step, run.params)
+    now = run.values(found.state)
+    if new == "four replicas":
+        assert not found.is_exact
+        jax.tree.map(np.testing.assert_array_equal, one_replica(now[2:]), one_replica(then[2:]))
+        assert np.isfinite(on_host(run.trained(found.state, SAVED, LAST).params)["in"]).all()
+        return
+    assert found.is_exact
+    assert found.notes == ()
+    jax.tree.map(np.testing.assert_array_equal, now, then)
+    assert np.ptp(then[3]["in"]) > 0  # there is momentum to lose
+    last = on_host(run.trained(found.state, SAVED, LAST).params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), last, end)
+
+
+def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of, tmp_path):
+    """Such as of version 0.1.0, or a state that no step has returned as it is."""
+    run, turned = (Run(place, "slowmo", mesh_of) for place in ("fsdp", "turned"))
+    state = run.step.init(run.params)
+    state = state._replace(step=state.step)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state, wait=True)
+        assert checkpoints.restore(run.step, run.params).is_exact
+        for place in ("turned", "both", "one device"):
+            other = Run(place, "slowmo", mesh_of)
+            with pytest.raises(CheckpointError, match=r"does not tell how the anchor.*over fsdp"):
+                checkpoints.restore(other.step, other.params)
+        # A step's own state tells, and so does one that was restored.
+        checkpoints.save(1, checkpoints.restore(run.step, run.params).state, wait=True)
+        found = checkpoints.restore(turned.step, turned.params)
+        jax.tree.map(np.testing.assert_array_equal, turned.values(found.state), run.values(state))
+
+
+def test_without_shards_nothing_needs_to_be_known(mesh_of, tmp_path):
+    def make(specs):
+        mesh = mesh_of({"replica": 2, "fsdp": 4})
+        sync = js.local_sgd("replica", sync_every=2)
+        step = js.make_train_step(loss, optax.adam(1e-2), sync=sync, mesh=mesh)
+        lie = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
+        return step, lie
+
+    step, params = make(FSDP)
+    state = step.init(params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state._replace(step=state.step), wait=True)
+        found = checkpoints.restore(*make(TURNED))
+    assert found.state.params["in"].sharding.spec == P("replica", None, "fsdp")
+    for a, b in zip(*(jax.tree.leaves(on_host(s)) for s in (state, found.state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_axes_whose_types_tell_how_leaves_lie(tmp_path):
+    """A transform without specs cuts by the types of Explicit axes: other ones, another cut."""
+
+    def make(specs):
+        kinds = (jax.sharding.AxisType.Explicit,) * 2
+        mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=kinds)
+        step = js.make_train_step(loss, optax.adam(1e-2), sync=slowmo(None), mesh=mesh)
+        lie = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
+        return step, lie
+
+    (step, params), (turned, other) = make(FSDP), make(TURNED)
+    state = step.init(params)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state, wait=True)
+        found = checkpoints.restore(turned, other).state
+    for one, its in ((step, state), (turned, found)):
+        anchor = js.read_anchor(one.sync, its.opt_state[-1], its.params, mesh=one.mesh)
+        for name, x in PARAMS.items():
+            np.testing.assert_array_equal(np.asarray(anchor[name])[0], x)
