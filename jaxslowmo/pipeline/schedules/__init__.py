@@ -2,11 +2,13 @@
 
 from ._by_name import KINDS as KINDS
 from ._by_name import by_name as by_name
-from ._flat import gpipe as gpipe
-from ._flat import one_f_one_b as one_f_one_b
-from ._interleaved import interleaved as interleaved
-from ._operation import Operation as Operation
-from ._schedule import Schedule as Schedule
-from ._simulate import Simulation as Simulation
-from ._ticks import Tick as Tick
-from ._zero_bubble import zero_bubble as zero_bubble
+from ._from_table import from_table as from_table
+from .kinds import gpipe as gpipe
+from .kinds import interleaved as interleaved
+from .kinds import one_f_one_b as one_f_one_b
+from .kinds import zbv as zbv
+from .kinds import zero_bubble as zero_bubble
+from .table import Operation as Operation
+from .table import Schedule as Schedule
+from .table import Simulation as Simulation
+from .table import Tick as Tick

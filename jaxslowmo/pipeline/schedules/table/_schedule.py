@@ -7,9 +7,9 @@ from ._check import check_cells, check_sizes
 from ._costs import Costs, as_time, cost_table
 from ._operation import Operation, in_torch_letters
 from ._order import in_order
+from ._rows import Cell, Table
 from ._simulate import Simulation, free_running, in_lockstep
-from ._table import Cell, Table
-from ._ticks import Tick, ticks_of
+from ._ticks import Tick, check_columns, ticks_of
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Schedule(Table):
       num_chunks: stages of the model that a device stage holds.
       placement: of each stage of the model, in its order, the device stage that holds it.
       cells: per device stage what it does in each column of the table: no operation (idle), one,
-        or an F and a backward operation that share the column. Columns need not be ticks: where
-        they do not keep the dependencies, only the order counts.
-      fused: whether a tick of F alone and the tick of B alone after it are one tick in lockstep.
+        or an F and a backward operation that share the column.
+      lockstep: whether the table is made for lockstep, so that its columns are ticks, and a
+        column of F alone with the column of B (or BW) alone after it is one; else only the order
+        counts.
       rows: per device stage its operations in order; None is idle.
       model_stages: per device stage the stages of the model that it holds, by chunk.
       num_model_stages: `num_stages * num_chunks`.
@@ -45,6 +46,8 @@ class Schedule(Table):
         check_sizes(self)
         check_cells(self)
         _ = self.in_order  # raises where a stage waits for ever
+        if self.lockstep:
+            check_columns(self)
 
     @cached_property
     def in_order(self) -> tuple[Operation, ...]:
@@ -67,9 +70,10 @@ class Schedule(Table):
     def ticks(self) -> tuple[Tick, ...]:
         """What each stage does in each tick, where all stages begin every tick together.
 
-        What an operation makes is with other stages in the tick after. If the table's columns
-        keep that, they are the ticks; else every operation comes as early as its row allows.
-        Ticks in which nobody does anything are left out.
+        What an operation makes is with other stages in the tick after. Ticks are the columns of
+        a table that is made for lockstep. In others every operation comes as early as its row
+        allows, or in its column where all columns keep the dependencies and take no longer (with
+        F = B = W). Ticks in which nobody does anything are left out.
 
         Returns:
           Per tick and device stage a tuple of 0, 1 or 2 operations; of two, F is the first.
@@ -78,7 +82,7 @@ class Schedule(Table):
 
     @cached_property
     def _ticks(self) -> tuple[Tick, ...]:
-        return ticks_of(self, self.in_order)
+        return ticks_of(self)
 
     def simulate(
         self,

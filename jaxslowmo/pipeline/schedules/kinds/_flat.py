@@ -1,8 +1,7 @@
 """Forward passes and whole backward passes: GPipe, and one F one B."""
 
-from ._arguments import as_sizes, check_chunks
+from ..table import Schedule, as_sizes, check_chunks
 from ._build import Step, build, round_robin
-from ._schedule import Schedule
 
 
 def gpipe(

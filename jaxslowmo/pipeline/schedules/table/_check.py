@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from ._arguments import as_sizes
 from ._operation import KINDS_OF_OPERATION, Operation
-from ._table import Cell, Table
+from ._rows import Cell, Table
+from ._sizes import as_sizes
 
 
 def check_sizes(table: Table) -> None:

@@ -156,7 +156,7 @@ def test_schedules_are_values():
 
 
 def test_no_source_imports_jax():
-    for path in Path(package.__file__).parent.glob("*.py"):
+    for path in Path(package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [
                 alias.name for alias in getattr(node, "names", []) if isinstance(node, ast.Import)

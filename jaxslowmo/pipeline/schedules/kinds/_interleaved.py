@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-from ._arguments import as_sizes
+from ..table import Schedule, as_sizes
 from ._build import Step, build, round_robin
-from ._schedule import Schedule
 
 
 def interleaved(

@@ -1,7 +1,7 @@
 """An order of all operations in which none comes before what it needs."""
 
 from ._operation import Needs, Operation, gives, in_torch_letters, needs
-from ._table import Table
+from ._rows import Table
 
 
 def in_order(table: Table) -> list[Operation]:

@@ -19,7 +19,7 @@ class Table:
     num_chunks: int
     placement: tuple[int, ...]
     cells: tuple[tuple[Cell, ...], ...]
-    fused: bool = False
+    lockstep: bool = False
 
     @cached_property
     def rows(self) -> tuple[tuple[Operation | None, ...], ...]:

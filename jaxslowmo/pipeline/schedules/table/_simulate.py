@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ._costs import CostTable
 from ._operation import Needs, Operation, gives, needs
-from ._table import Table
+from ._rows import Table
 from ._ticks import Tick
 
 

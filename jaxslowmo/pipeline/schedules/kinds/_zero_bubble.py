@@ -1,8 +1,7 @@
 """Backward passes in two parts: gradients of inputs first, those of weights where time is left."""
 
-from ._arguments import as_sizes, check_chunks
+from ..table import Schedule, as_sizes, check_chunks
 from ._build import Step, build, round_robin
-from ._schedule import Schedule
 
 
 def zero_bubble(

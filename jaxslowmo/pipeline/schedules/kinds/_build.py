@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ._operation import Kind, Operation
-from ._schedule import Schedule
+from ..table import Kind, Operation, Schedule
 
 
 class Step(NamedTuple):

@@ -1,0 +1,132 @@
+"""Tables as others write them: torch's notation, or rows of operations."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .kinds import round_robin
+from .table import TORCH_LETTERS, Cell, Operation, Schedule
+
+_KINDS = {letter: kind for kind, letter in TORCH_LETTERS.items()}
+_OPERATION = re.compile(r"(\d+)([FIWB])(\d+)")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_Read = tuple[Any, int, int]  # kind, stage of the model, microbatch
+
+
+def from_table(
+    rows: Iterable[str | Iterable[Operation | Iterable[Operation] | None]],
+    *,
+    placement: Sequence[int] | None = None,
+    lockstep: bool = False,
+    name: str = "from_table",
+) -> Schedule:
+    """A schedule from a table: torch's notation, or operations.
+
+    Args:
+      rows: one per device stage. Either strings as `Schedule.orders` and torch's
+        `torch.distributed.pipelining` write them: cells between commas, in a cell nothing (idle),
+        an operation such as "3I0" (stage of the model; F forward, I gradient of the input, W
+        gradient of the weights, B both; microbatch), or two that share a column,
+        "(0F3;3B1)OVERLAP_F_B". Or sequences whose cells are an `Operation`, a sequence of them,
+        or None.
+      placement: of each stage of the model the device stage that holds it. Strings say it by
+        themselves; for operations None puts stage k of the model on device stage k % p.
+      lockstep: whether the columns are ticks, as in the tables of `lockstep`.
+      name: what the schedule is called.
+
+    Returns:
+      A `Schedule`, whose `orders()` are `rows` again.
+
+    Raises:
+      ValueError: what is no table: other letters, a stage of the model on two device stages,
+        operations missing or twice, a stage that waits for ever (names the operation).
+
+    Example:
+      >>> from_table(["0F0,,,0I0,0W0", ",1F0,1I0,1W0"]).stash
+      (1, 1)
+    """
+    if isinstance(rows, str):
+        raise ValueError(f"`rows` must be one string per device stage, got the string {rows!r}.")
+    given: list[Any] = [row if isinstance(row, str) else list(row) for row in rows]
+    if not given:
+        raise ValueError("`rows` must hold one row per device stage, got none.")
+    if all(isinstance(row, str) for row in given):
+        read = [_read_row(stage, row) for stage, row in enumerate(given)]
+        placement = _checked(_placement(read), placement)
+        cells = _cells(read, placement)
+    elif any(isinstance(row, str) for row in given):
+        raise ValueError("`rows` must all be strings or all be sequences of operations.")
+    else:
+        cells = tuple(tuple(map(_cell, row)) for row in given)
+    operations = [operation for row in cells for cell in row for operation in cell]
+    if not operations:
+        raise ValueError("`rows` must hold operations, got idle columns only.")
+    num_chunks = 1 + max(operation.chunk for operation in operations)
+    return Schedule(
+        name,
+        num_stages=len(cells),
+        num_microbatches=1 + max(operation.microbatch for operation in operations),
+        num_chunks=num_chunks,
+        placement=tuple(placement) if placement else round_robin(len(cells), num_chunks),
+        cells=cells,
+        lockstep=lockstep,
+    )
+
+
+def _read_row(stage: int, row: str) -> list[list[_Read]]:
+    cells = []
+    for column, text in enumerate(row.split(",")):
+        text = text.strip()
+        together = _OVERLAP.fullmatch(text)
+        words = together[1].split(";") if together else [text] * bool(text)
+        found = [_OPERATION.fullmatch(word) for word in words]
+        if not all(found):
+            raise ValueError(
+                f"`rows`: {text!r} in column {column} of stage {stage} is no operation: stage of "
+                "the model, one of F, I, W, B, microbatch, as 3I0; two as (0F3;3B1)OVERLAP_F_B."
+            )
+        cells.append([(_KINDS[m[2]], int(m[1]), int(m[3])) for m in found if m])
+    return cells
+
+
+def _placement(read: list[list[list[_Read]]]) -> tuple[int, ...]:
+    """Where each stage of the model stands in a table of strings."""
+    held: dict[int, int] = {}
+    for stage, row in enumerate(read):
+        for _, model_stage, _ in (operation for cell in row for operation in cell):
+            if held.setdefault(model_stage, stage) != stage:
+                raise ValueError(
+                    f"`rows`: stage {model_stage} of the model stands in the rows of stages "
+                    f"{held[model_stage]} and {stage}; one of them must hold all of it."
+                )
+    missing = sorted(set(range(max(held, default=-1) + 1)) - set(held))
+    if missing:
+        raise ValueError(f"`rows`: no row holds stage {missing[0]} of the model.")
+    return tuple(held[model_stage] for model_stage in sorted(held))
+
+
+def _checked(found: tuple[int, ...], given: Sequence[int] | None) -> tuple[int, ...]:
+    if given is not None and tuple(given) != found:
+        raise ValueError(f"`placement` is {tuple(given)}, but the rows hold {found}.")
+    return found
+
+
+def _cells(read: list[list[list[_Read]]], placement: Sequence[int]) -> tuple[tuple[Cell, ...], ...]:
+    chunk = {k: placement[:k].count(stage) for k, stage in enumerate(placement)}
+    return tuple(
+        tuple(tuple(Operation(kind, s, chunk[k], j) for kind, k, j in cell) for cell in row)
+        for s, row in enumerate(read)
+    )
+
+
+def _cell(value: Any) -> Cell:
+    if value is None:
+        return ()
+    if isinstance(value, Operation):
+        return (value,)
+    cell = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(operation, Operation) for operation in cell):
+        raise ValueError(
+            f"`rows`: a cell must be an Operation, a sequence of them or None, got {value!r}."
+        )
+    return cell

@@ -1,0 +1,13 @@
+"""What a schedule is: a table of operations, checked, ordered, and how long it takes."""
+
+from ._costs import Costs as Costs
+from ._operation import TORCH_LETTERS as TORCH_LETTERS
+from ._operation import Kind as Kind
+from ._operation import Operation as Operation
+from ._rows import Cell as Cell
+from ._schedule import Schedule as Schedule
+from ._simulate import Simulation as Simulation
+from ._simulate import Timed as Timed
+from ._sizes import as_sizes as as_sizes
+from ._sizes import check_chunks as check_chunks
+from ._ticks import Tick as Tick
