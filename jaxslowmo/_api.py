@@ -12,6 +12,8 @@ from .algorithms import read_anchor as read_anchor
 from .algorithms import sgp as sgp
 from .algorithms import slow_momentum as slow_momentum
 from .algorithms import slowmo as slowmo
+from .clipping import ClipByGlobalNormState as ClipByGlobalNormState
+from .clipping import clip_by_global_norm as clip_by_global_norm
 from .diagnostics import CommReport as CommReport
 from .diagnostics import CommRow as CommRow
 from .diagnostics import comm_report as comm_report

@@ -9,6 +9,7 @@ ALL_REDUCE_ROWS = "all_reduce_rows"
 SKIP_UNUSED = "skip_unused"
 LOSS_SCALE = "loss_scale"  # whether something overflowed
 TIED = "sum_tied_gradients"  # of parameters that several stages hold
+CLIP = "clip_by_global_norm"  # the norm
 # Of a train step.
 MODEL_STATE = "model_state"
 METRICS = "metrics"

@@ -15,3 +15,4 @@ from .tied import TiedGroups as TiedGroups
 from .tied import checked_groups as checked_groups
 from .tied import sum_over_holders as sum_over_holders
 from .tied import sum_tied_gradients as sum_tied_gradients
+from .tied import tied_members as tied_members

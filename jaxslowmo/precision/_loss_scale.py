@@ -11,6 +11,7 @@ from .._typing import AxisName, PyTree
 from ..mesh import axis_names, collective_axes, match_varying, require_axes, vary_over, varying_axes
 from ..transform import (
     ParameterTransform,
+    Validation,
     check_axis_argument,
     check_weight,
     holds_state,
@@ -171,6 +172,7 @@ class _LossScale:
         weight: Any = None,
         finite: Any = None,
         unscaled: bool = False,
+        validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         self._check_axes()
@@ -180,14 +182,16 @@ class _LossScale:
             found = found | ~_as_flag(finite)
         if weight is not None:
             extra["weight"] = weight
+        if validation is not None:
+            extra["validation"] = validation
         grads = updates if unscaled else divided(updates, state.scale)
         if "grad" in extra and not unscaled:
             extra["grad"] = divided(extra["grad"], state.scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         skip = anywhere(found, {*self._axes, *inner_axes}, share)
         # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and what
-        # is not finite does not travel.
-        moved, inner = run(zero_if(skip, grads), state.inner)
+        # is not finite does not travel; unless nothing shall wait for `skip` but the choice below.
+        moved, inner = run(grads if validation else zero_if(skip, grads), state.inner)
         new = DynamicLossScaleState(
             *self._rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),

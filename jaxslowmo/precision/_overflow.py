@@ -11,6 +11,7 @@ from jax import lax
 from .._scopes import LOSS_SCALE
 from .._typing import PyTree
 from ..mesh import vary_over
+from ..transform import remembered
 from ..tree import cast, kept_if
 
 Update = Callable[..., tuple[PyTree, PyTree]]
@@ -83,7 +84,7 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
     """
 
     def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        if not any(map(is_number, jax.tree.leaves(state))):
+        if not any(map(is_number, remembered(state))):
             return update(grads, state, *rest)
         overflow = anywhere(overflowed(grads), axes, weight)
         means, after = update(zero_if(overflow, grads), state, *rest)

@@ -14,4 +14,5 @@ from ._lookup import gather_rows as gather_rows
 from ._lookup import row_value_and_grad as row_value_and_grad
 from ._row_gradient import RowGradient as RowGradient
 from ._row_gradient import apply_rows as apply_rows
+from ._row_gradient import is_row_gradient as is_row_gradient
 from ._row_gradient import row_numbers as row_numbers

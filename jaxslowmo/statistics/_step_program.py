@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .._scopes import (
     ALL_REDUCE_GRADIENTS,
     ALL_REDUCE_ROWS,
+    CLIP,
     EVERY_PHASE,
     GRADIENTS,
     LOSS_SCALE,
@@ -38,6 +39,7 @@ _SCOPES = (
     (METRICS, METRICS),
     (LOSS_SCALE, LOSS_SCALE),
     (TIED, GRADIENTS),
+    (CLIP, "norm"),
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")

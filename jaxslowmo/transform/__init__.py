@@ -40,10 +40,13 @@ from ._protocol import parameter_transform as parameter_transform
 from ._protocol import phase_name as phase_name
 from ._registry import gradient_state as gradient_state
 from ._registry import holds_state as holds_state
+from ._registry import passing_state as passing_state
+from ._registry import remembered as remembered
 from ._schedule import Every as Every
 from ._schedule import as_schedule as as_schedule
 from ._schedule import every as every
 from ._schedule import instants as instants
+from ._validation import Validation as Validation
 from .copies import chain as chain
 from .copies import following as following
 from .copies import has_origin as has_origin

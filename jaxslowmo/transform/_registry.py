@@ -12,6 +12,7 @@ _Class = TypeVar("_Class", bound=type)
 # What the owner of a state class exchanges, and whether the state can be moved to other replicas
 # by its owner alone (`ParameterTransform.carry`).
 _OWNERS: dict[type, tuple[Moves, bool]] = {}
+_PASSING: set[type] = set()
 
 
 def register_state(kind: type, moves: Moves, *, needs_owner: bool = False) -> None:
@@ -31,6 +32,21 @@ def gradient_state(kind: _Class) -> _Class:
     """Decorator of the state class of a transform that exchanges gradients."""
     register_state(kind, "gradients")
     return kind
+
+
+def passing_state(kind: _Class) -> _Class:
+    """Decorator of a state class that tells of the last update, and of which none depends."""
+    _PASSING.add(kind)
+    return kind
+
+
+def remembered(state: PyTree) -> list[Any]:
+    """The leaves of a state on which later updates may depend."""
+
+    def is_passing(x: Any) -> bool:
+        return type(x) in _PASSING
+
+    return [x for x in jax.tree.leaves(state, is_leaf=is_passing) if not is_passing(x)]
 
 
 def learn_state(state: PyTree, *, needs_owner: bool) -> None:

@@ -32,6 +32,7 @@ FLOORS = {
     "diagnostics": 5,
     "reducer": 5,
     "sparse": 5,
+    "clipping": 6,
     "embedding": 6,
     "statistics": 7,
     "train": 7,

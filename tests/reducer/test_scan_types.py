@@ -69,6 +69,8 @@ TRANSFORMS = {
     "skip_unused over replicas": js.skip_unused(optax.chain(reduce(), INNER), "replica"),
     "skip_unused alone": js.skip_unused(INNER, "replica"),
     "slow_momentum": js.slow_momentum(),
+    "clip_by_global_norm": js.clip_by_global_norm(1.0, "model", param_specs=P()),
+    "clip_by_global_norm alone": js.clip_by_global_norm(1.0),
     "sum_tied_gradients": js.sum_tied_gradients("replica", [{0: "m", 1: "m"}]),
     "dynamic_loss_scale": js.dynamic_loss_scale(optax.chain(reduce(), INNER)),
 }
@@ -81,7 +83,13 @@ LAYOUTS = {
     "in parts": {"m": P("replica", "model"), "v": P("replica", "model")},
 }
 # The state of any optimizer changes its type where parameters are equal, and gradients are not.
-UNREDUCED = ("accumulate alone", "skip_unused alone", "slow_momentum")
+UNREDUCED = (
+    "accumulate alone",
+    "clip_by_global_norm",
+    "clip_by_global_norm alone",
+    "skip_unused alone",
+    "slow_momentum",
+)
 CASES = [
     (name, layout)
     for layout in LAYOUTS

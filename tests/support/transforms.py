@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 
@@ -17,6 +18,8 @@ FLOAT16 = js.codecs.float16(error_feedback=True)
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 TRANSFORMS = {
+    "clip_by_global_norm": lambda: js.clip_by_global_norm(0.5, "replica", param_specs=P("replica")),
+    "clip_by_global_norm alone": lambda: js.clip_by_global_norm(0.5),
     "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
     "all_reduce_gradients merged": lambda: js.all_reduce_gradients(
         "replica", bucket_bytes=8, split_large=True, max_buckets=3

@@ -51,7 +51,7 @@ def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> li
     return found
 
 
-def members(
+def tied_members(
     owner: str, argument: str, groups: Iterable[TiedGroup], tree: PyTree, num_stages: int
 ) -> list[dict[int, int]]:
     """The groups with positions of leaves in `tree`, in flattening order, in place of names.

@@ -8,7 +8,7 @@ import optax
 
 from ..._typing import PyTree
 from ...mesh import axis_size, require_axes
-from ._groups import TiedGroups, checked_groups, members
+from ._groups import TiedGroups, checked_groups, tied_members
 from ._holders import is_one_of, sum_over_holders
 
 _OWNER = "sum_tied_gradients"
@@ -66,7 +66,7 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> optax.GradientTran
         require_axes(_OWNER, "axis_name", axis_name)
         if not jax.tree.leaves(updates):  # optax asks some transforms with an empty tree
             return updates, state
-        tied = members(_OWNER, "groups", known, updates, axis_size(axis_name))
+        tied = tied_members(_OWNER, "groups", known, updates, axis_size(axis_name))
         leaves, treedef = jax.tree.flatten(updates)
         own = [_of_stage(leaves, group, axis_name) for group in tied]
         sums = sum_over_holders(own, [tuple(group) for group in tied], axis_name)

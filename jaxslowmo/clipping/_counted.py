@@ -1,0 +1,151 @@
+"""Which device counts which leaf, so that each parameter is in a norm once."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from .._typing import PyTree
+from ..mesh import axis_names, axis_size, checks_varying, varying_axes
+from ..pipeline import TiedGroup, tied_members
+from ..sparse import is_row_gradient
+from ..tree import leaf_names
+
+OWNER = "clip_by_global_norm"
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How the devices of a model share its parameters.
+
+    Attributes:
+      axes: mapped axes between whose devices it is shared.
+      param_specs: which leaves are sharded over which of them; None: the types tell.
+      tied: groups of copies, by stage.
+      tied_axis: axis of the stages.
+    """
+
+    axes: tuple[str, ...]
+    param_specs: PyTree | None
+    tied: Sequence[TiedGroup]
+    tied_axis: str
+
+    def shares(self, tree: PyTree) -> list[jax.Array | None]:
+        """By leaf whether this device counts it, () bool; None where all do.
+
+        Raises:
+          ValueError: nothing tells which leaves are sharded, specs that do not fit, groups that
+            do not.
+        """
+        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+        first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
+        equal = [tuple(a for a in first if a not in own) for own in self._sharded(tree, leaves)]
+        later = self._later_copies(tree)
+        found: dict[Any, jax.Array | None] = {}
+        keys = [(axes, later.get(i, ())) for i, axes in enumerate(equal)]
+        for key in dict.fromkeys(keys):
+            axes, stages = key
+            conditions = [first[a] for a in axes]
+            if stages and self.tied_axis not in axes:
+                me = lax.axis_index(self.tied_axis)
+                conditions.append(~jnp.isin(me, jnp.asarray(stages)))
+            found[key] = _all(conditions)
+        return [found[key] for key in keys]
+
+    def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
+        """By leaf the axes over which its parts, or what stages have in it, differ."""
+        axes = frozenset(a for a in self.axes if axis_size(a) > 1)
+        tracked = frozenset(filter(checks_varying, axes))
+        typed = [_varying(leaf) & tracked for leaf in leaves]
+        if self.param_specs is None:
+            if unknown := sorted(axes - tracked):
+                raise ValueError(
+                    f"{OWNER}: nothing tells which leaves are sharded over {unknown}: types do "
+                    "under shard_map(check_vma=True) alone. Pass `param_specs`, one PartitionSpec "
+                    "per leaf (P() for leaves that all devices have whole)."
+                )
+            return typed
+        named = [_named(spec) & axes for spec in self._specs(tree)]
+        wrong = [
+            f"{name} (over {sorted((own & tracked) - types)})"
+            for name, own, types in zip(_names(tree), named, typed, strict=True)
+            if (own & tracked) - types
+        ]
+        if wrong:
+            raise ValueError(
+                f"{OWNER}: `param_specs` shard leaves that are typed as equal over these axes: "
+                f"{', '.join(wrong)}."
+            )
+        return named
+
+    def _specs(self, tree: PyTree) -> list[P]:
+        try:
+            whole = jax.tree.broadcast(self.param_specs, _one_leaf_each(tree), is_leaf=_is_spec)
+        except ValueError as error:
+            raise ValueError(
+                f"{OWNER}: `param_specs` must be a tree of PartitionSpec with the structure of the "
+                f"gradients, or a prefix of it: {error}"
+            ) from None
+        return jax.tree.leaves(whole, is_leaf=_is_spec)
+
+    def _later_copies(self, tree: PyTree) -> dict[int, tuple[int, ...]]:
+        """By position of a leaf the stages on which it is a copy that an earlier stage counts."""
+        found: dict[int, tuple[int, ...]] = {}
+        if not self.tied:
+            return found
+        whole, size = _one_leaf_each(tree), axis_size(self.tied_axis)
+        for group in tied_members(OWNER, "tied", self.tied, whole, size):
+            for stage, position in list(group.items())[1:]:
+                found[position] = (*found.get(position, ()), stage)
+        return found
+
+
+def check_specs(param_specs: PyTree | None, axes: tuple[str, ...]) -> None:
+    """Raise `ValueError` for what is no tree of specs, or says nothing about any of the axes."""
+    if param_specs is None:
+        return
+    leaves = jax.tree.leaves(param_specs, is_leaf=_is_spec)
+    if wrong := [x for x in leaves if not _is_spec(x)]:
+        raise ValueError(
+            f"{OWNER}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
+            f"{type(wrong[0]).__name__}."
+        )
+    if not axes:
+        raise ValueError(
+            f"{OWNER}: `param_specs` say what is sharded over `model_axes`, and none are given: "
+            "what the compiler shards is in the norm already."
+        )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _named(spec: P) -> frozenset[str]:
+    return frozenset(name for entry in spec for name in axis_names(entry or ()))
+
+
+def _varying(leaf: Any) -> frozenset[str]:
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(leaf)))
+
+
+def _one_leaf_each(tree: PyTree) -> PyTree:
+    """`tree` with the values of gradients of rows in their place."""
+    return jax.tree.map(
+        lambda x: x.values if is_row_gradient(x) else x, tree, is_leaf=is_row_gradient
+    )
+
+
+def _names(tree: PyTree) -> list[str]:
+    return leaf_names(_one_leaf_each(tree))
+
+
+def _all(conditions: Iterable[jax.Array]) -> jax.Array | None:
+    found = None
+    for condition in conditions:
+        found = condition if found is None else found & condition
+    return found

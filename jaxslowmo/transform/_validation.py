@@ -1,0 +1,28 @@
+"""What transforms are told where an update is validated after it was made, not before."""
+
+from typing import Any
+
+
+class Validation:
+    """Passed on as `validation=` to all transforms of an optimizer; None where nothing is late.
+
+    A transform that would hold up the update until something is known on all devices (the norm of
+    all gradients, whether one is infinite) does not. It makes the update as if all were well, and
+    its new state says what was found. The step then chooses.
+
+    Args:
+      known: the state of `js.clip_by_global_norm`, found by an earlier run of the same update, for
+        it to clip by without looking again; None: it looks, and does not clip.
+    """
+
+    def __init__(self, known: Any = None) -> None:
+        self._known = known
+        self.was_asked = False
+
+    def ask(self) -> Any:
+        """What is known; remembered, since a transform in between may not pass on what it is told.
+
+        Asked by what clips.
+        """
+        self.was_asked = True
+        return self._known

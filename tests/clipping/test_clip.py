@@ -1,0 +1,244 @@
+"""Norms of sharded models against those of gathered ones, and what clipping does with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.transform import Validation
+
+AXES = {"stage": 2, "tensor": 2}
+MODEL = tuple(AXES)
+SPECS = [P(), P("stage"), P("tensor"), P(None, "tensor"), P("tensor", "stage"), P(MODEL)]
+
+
+def clipped(tx, grads, specs, check_vma=True):
+    """`tx` on each device's part of `grads`; the clipped gradients and the norm of every device."""
+
+    def of_device(grads):
+        found, state = tx.update(grads, tx.init(grads))
+        return found, jax.tree.map(lambda x: x.reshape(1, 1), state)
+
+    fn = jax.shard_map(
+        of_device,
+        mesh=js.make_mesh(AXES),
+        in_specs=(specs,),
+        out_specs=(specs, P(*MODEL)),
+        check_vma=check_vma,
+    )
+    return jax.jit(fn)(grads)
+
+
+def norm_of(tree, norm):
+    flat = [np.abs(np.asarray(x, np.float64)).ravel() for x in jax.tree.leaves(tree)]
+    return np.linalg.norm(np.concatenate(flat), norm)
+
+
+@settings(max_examples=5)
+@given(
+    specs=st.lists(st.sampled_from(SPECS), min_size=1, max_size=5),
+    norm=st.sampled_from([1, 2, 3.5, np.inf]),
+    factor=st.sampled_from([0.5, 2.0]),
+    typed=st.booleans(),
+)
+def test_norms_are_those_of_the_gathered_model(specs, norm, factor, typed):
+    rng = np.random.default_rng(len(specs))
+    grads = {f"w{i}": rng.normal(size=(4, 4)).astype("f4") for i in range(len(specs))}
+    layout = {f"w{i}": spec for i, spec in enumerate(specs)}
+    wanted = norm_of(grads, norm)
+    options = {} if typed else {"param_specs": layout}
+    tx = js.clip_by_global_norm(float(factor * wanted), MODEL, norm, **options)
+    found, state = clipped(tx, grads, layout, check_vma=typed)
+    np.testing.assert_allclose(state.norm, np.full((2, 2), wanted), rtol=1e-6)
+    scale = min(1.0, factor * wanted / (wanted + 1e-6))
+    for name, grad in grads.items():
+        np.testing.assert_allclose(found[name], scale * grad, rtol=1e-6)
+        if factor > 1:
+            np.testing.assert_array_equal(found[name], grad)
+
+
+def test_under_vmap_with_specs():
+    """Parts of one axis after the other, replicas around them."""
+    grads = {"whole": jnp.arange(6.0).reshape(2, 3), "parts": jnp.arange(8.0).reshape(2, 2, 2)}
+    specs = {"whole": P(), "parts": P("tensor")}
+    tx = js.clip_by_global_norm(1.0, "tensor", param_specs=specs)
+
+    def of_device(grads):
+        return tx.update(grads, tx.init(grads))[1].norm
+
+    inner = jax.vmap(of_device, in_axes=({"whole": None, "parts": 0},), axis_name="tensor")
+    found = jax.vmap(inner, axis_name="replica")(grads)
+    wanted = [norm_of(jax.tree.map(lambda x, i=i: x[i], grads), 2) for i in range(2)]
+    np.testing.assert_allclose(found, np.broadcast_to(np.array(wanted)[:, None], (2, 2)), rtol=1e-6)
+
+
+TIED = [{0: "embed", 1: "head"}, {0: "scale", 1: "scale"}]
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_tied_parameters_count_once(typed):
+    rng = np.random.default_rng(3)
+    table, scale = (rng.normal(size=shape).astype("f4") for shape in [(4, 6), (3,)])
+    own = rng.normal(size=(2, 5)).astype("f4")
+    nothing = np.zeros_like(table)
+    grads = {
+        "embed": np.stack([table, nothing]),
+        "head": np.stack([nothing, table]),
+        "scale": np.stack([scale, scale]),
+        "own": own,
+    }
+    # A table is in parts over "tensor"; of what else each stage has all devices have the same.
+    specs = {name: P("stage") for name in grads} | {
+        name: P("stage", None, "tensor") for name in ("embed", "head")
+    }
+    options = {} if typed else {"param_specs": specs}
+    for norm in (2, np.inf):
+        tx = js.clip_by_global_norm(1e-3, MODEL, norm, tied=TIED, **options)
+        _, state = clipped(tx, grads, specs, check_vma=typed)
+        np.testing.assert_allclose(state.norm, norm_of([table, scale, own], norm), rtol=1e-6)
+    # Copies in one array, whose axis the compiler has or nobody.
+    counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]]), "own": None}
+    stacked = js.clip_by_global_norm(1e-3, counted=counted)
+    _, state = stacked.update(grads, stacked.init(grads))
+    np.testing.assert_allclose(state.norm, norm_of([table, scale, own], 2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [2, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_value_on_one_device_is_seen_on_all(norm, bad):
+    grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
+    grads["parts"][3, 1] = bad
+    specs = {"parts": P(MODEL), "whole": P()}
+    found, state = clipped(js.clip_by_global_norm(1.0, MODEL, norm), grads, specs)
+    assert not np.isfinite(state.norm).any()
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(found))
+
+
+def test_one_exchange_however_many_layouts():
+    grads = {f"w{i}": np.ones((4, 4), "f4") for i in range(len(SPECS))}
+    layout = {f"w{i}": spec for i, spec in enumerate(SPECS)}
+    tx = js.clip_by_global_norm(1.0, MODEL)
+
+    def of_device(grads):
+        return tx.update(grads, tx.init(grads))[0]
+
+    fn = jax.shard_map(of_device, mesh=js.make_mesh(AXES), in_specs=(layout,), out_specs=layout)
+    emitted = [r for r in js.comm_report(jax.jit(fn), grads).rows if r.level == "emitted"]
+    assert [(r.collective, r.axis, r.count, r.bytes) for r in emitted] == [
+        ("all-reduce", "stage,tensor", 1, 4)
+    ]
+
+
+def test_against_torch_and_optax():
+    """torch's formula, by hand; optax's apart from its epsilon."""
+    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
+    tx = js.clip_by_global_norm(1.0)
+    found, state = tx.update(grads, tx.init(grads))
+    assert (float(state.norm), float(state.scale)) == (5.0, float(np.float32(1 / (5 + 1e-6))))
+    np.testing.assert_array_equal(found["a"], grads["a"] * np.float32(1 / (5 + 1e-6)))
+    theirs, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    np.testing.assert_allclose(found["b"], theirs["b"], rtol=1e-6)
+    whole, state = js.clip_by_global_norm(5.1).update(grads, state)
+    np.testing.assert_array_equal(whole["a"], grads["a"])
+    assert float(state.scale) == 1.0
+
+
+def test_half_precision_is_measured_in_float32():
+    # Their squares are infinite in float16, and vanish in it.
+    grads = {"large": jnp.full(4, 3e4, jnp.float16), "small": jnp.full(4, 1e-4, jnp.bfloat16)}
+    found, state = js.clip_by_global_norm(3e4).update(grads, js.clip_by_global_norm(1).init(grads))
+    assert state.norm.dtype == jnp.float32
+    np.testing.assert_allclose(state.norm, 6e4, rtol=1e-5)
+    assert (found["large"].dtype, found["small"].dtype) == (jnp.float16, jnp.bfloat16)
+    np.testing.assert_allclose(np.float32(found["large"]), 1.5e4, rtol=1e-3)
+
+
+def test_gradients_of_rows_hidden_leaves_and_integers():
+    rows = js.RowGradient(jnp.array([1, 4, 1, 5]), jnp.ones((4, 2)), num_rows=5)
+    grads = {"table": rows, "w": jnp.array([1.0, 2.0]), "steps": jnp.array([7])}
+    tx = js.clip_by_global_norm(0.5)
+    found, state = tx.update(grads, tx.init({"w": grads["w"]}))
+    dense = rows.to_dense()
+    np.testing.assert_allclose(state.norm, norm_of([dense, grads["w"]], 2), rtol=1e-6)
+    np.testing.assert_allclose(found["table"].to_dense(), state.scale * dense, rtol=1e-6)
+    np.testing.assert_array_equal(found["table"].rows, rows.rows)
+    np.testing.assert_array_equal(found["steps"], [7])
+    masked = optax.masked(tx, {"table": False, "w": True, "steps": False})
+    given = {**grads, "table": dense}
+    hidden, _ = masked.update(given, masked.init(given))
+    np.testing.assert_array_equal(hidden["table"], dense)
+    np.testing.assert_allclose(norm_of(hidden["w"], 2), 0.5, rtol=1e-5)
+
+
+def test_a_norm_that_is_injected():
+    tx = optax.inject_hyperparams(js.clip_by_global_norm, "norm")(max_norm=2.0)
+    grads = {"w": jnp.array([3.0, 4.0])}
+    state = tx.init(grads)
+    state.hyperparams["max_norm"] = jnp.asarray(1.0)
+    found, _ = jax.jit(tx.update)(grads, state)
+    np.testing.assert_allclose(norm_of(found, 2), 1.0, rtol=1e-6)
+
+
+def test_clipped_later():
+    """What it looks for in one run of an update, and clips by in the next."""
+    grads = {"w": jnp.array([3.0, 4.0])}
+    tx = js.clip_by_global_norm(1.0)
+    wanted, state = tx.update(grads, tx.init(grads))
+    first, found = tx.update(grads, tx.init(grads), validation=Validation())
+    np.testing.assert_array_equal(first["w"], grads["w"])
+    assert found == state
+    second, after = tx.update(grads, tx.init(grads), validation=Validation(found))
+    np.testing.assert_array_equal(second["w"], wanted["w"])
+    assert after == state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 0.0}, "`max_norm` must be a number > 0, got 0.0"),
+        ({"max_norm": float("nan")}, "`max_norm` must be a number > 0, got nan"),
+        ({"max_norm": None}, "`max_norm` must be a number > 0, got None"),
+        ({"norm": 0.5}, "`norm` must be a number >= 1 or infinity, got 0.5"),
+        ({"norm": "inf"}, "`norm` must be a number >= 1 or infinity, got 'inf'"),
+        ({"model_axes": 3}, "`model_axes` "),
+        ({"param_specs": {"w": P()}}, "`param_specs` say what is sharded over `model_axes`"),
+        ({"param_specs": {"w": "x"}, "model_axes": "t"}, "must be a tree of PartitionSpec, got a"),
+        ({"tied": [{0: "w"}]}, r"a group of `tied` must have two stages or more"),
+        ({"tied": [{0: "w", 1: "w"}]}, r"must be one of `model_axes`=\(\), got 'stage'"),
+    ],
+)
+def test_what_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=f"clip_by_global_norm: .*{message}"):
+        js.clip_by_global_norm(**{"max_norm": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_axes": "nowhere"}, "`model_axes` 'nowhere' is not a mapped axis here"),
+        ({"model_axes": "stage"}, r"nothing tells which leaves are sharded over \['stage'\]"),
+        ({"param_specs": {"v": P()}}, "`param_specs` must be a tree of PartitionSpec with the st"),
+        ({"param_specs": P(), "tied": [{0: "w", 1: "v"}]}, r"`tied` names leaves \['v'\] that"),
+        ({"param_specs": P(), "tied": [{0: "w", 9: "w"}]}, r"`tied` names stages \[9\] in"),
+        ({"param_specs": P(), "counted": {"w": np.ones(3)}}, r"`counted` .* Incompatible shapes"),
+        ({"param_specs": P(), "counted": {"v": 1}}, "`counted` must be a tree of masks with the"),
+    ],
+)
+def test_what_is_refused_when_there_are_gradients(options, message):
+    tx = js.clip_by_global_norm(1.0, **{"model_axes": "stage", **options})
+    with pytest.raises(ValueError, match=f"clip_by_global_norm: .*{message}"):
+        jax.eval_shape(
+            jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="stage"),
+            {"w": jnp.ones((2, 4))},
+        )
+
+
+def test_specs_that_the_types_deny():
+    tx = js.clip_by_global_norm(1.0, "tensor", param_specs=P("tensor"))
+    with pytest.raises(ValueError, match=r"typed as equal .*: w \(over \['tensor'\]\)"):
+        clipped(tx, {"w": np.ones(4, "f4")}, {"w": P()})
