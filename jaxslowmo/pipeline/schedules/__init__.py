@@ -5,6 +5,7 @@ from ._by_name import by_name as by_name
 from ._from_table import from_table as from_table
 from .kinds import gpipe as gpipe
 from .kinds import interleaved as interleaved
+from .kinds import lockstep as lockstep
 from .kinds import one_f_one_b as one_f_one_b
 from .kinds import zbv as zbv
 from .kinds import zero_bubble as zero_bubble

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .kinds import gpipe, interleaved, one_f_one_b, zbv, zero_bubble
+from .kinds import gpipe, interleaved, lockstep, one_f_one_b, zbv, zero_bubble
 from .table import Schedule
 
 KINDS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
-    {make.__name__: make for make in (gpipe, one_f_one_b, interleaved, zero_bubble, zbv)}
+    {make.__name__: make for make in (gpipe, one_f_one_b, interleaved, zero_bubble, zbv, lockstep)}
 )
 """What makes a schedule of each kind, by its name."""
 

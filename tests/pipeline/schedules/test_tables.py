@@ -26,6 +26,8 @@ def any_schedules(draw):
         options["warm_up"] = draw(st.sampled_from(["few", "all"]))
     if kind in ("gpipe", "interleaved", "one_f_one_b"):
         options["forward_only"] = draw(st.booleans())
+    if kind == "lockstep":
+        options["num_chunks"] = draw(st.integers(1, 2))
     if kind == "zero_bubble":
         options["memory"] = draw(st.integers(1, 2))
     return js.schedules.by_name(kind, p, m, **options)

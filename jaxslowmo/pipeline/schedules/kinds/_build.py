@@ -19,6 +19,8 @@ def build(
     rows: Sequence[Sequence[Step | None]],
     num_microbatches: int,
     placement: tuple[int, ...],
+    *,
+    lockstep: bool = False,
 ) -> Schedule:
     """The schedule whose device stage s does `rows[s]`; None is idle."""
     cells = tuple(
@@ -26,7 +28,7 @@ def build(
         for stage, row in enumerate(rows)
     )
     num_chunks = len(placement) // len(rows)
-    return Schedule(name, len(rows), num_microbatches, num_chunks, placement, cells)
+    return Schedule(name, len(rows), num_microbatches, num_chunks, placement, cells, lockstep)
 
 
 def round_robin(num_stages: int, num_chunks: int) -> tuple[int, ...]:
