@@ -294,17 +294,26 @@ def gpt_loss_fn(
     logits_fn = gpt_logits_fn(config, rules)
 
     def loss_fn(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
-        if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
-            raise ValueError(
-                "`batch` must have the shape (local_batch, context_length + 1) = "
-                f"(local_batch, {config.context_length + 1}), got {batch.shape}."
-            )
-        logits = logits_fn(params, batch[:, :-1])
-        target = jax.nn.one_hot(batch[:, 1:], config.vocab_size, dtype=jnp.float32)
-        # A masked sum instead of take_along_axis, whose gradient is a scatter.
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * target, axis=-1))
+        check_windows(config, batch)
+        return byte_loss(logits_fn(params, batch[:, :-1]), batch)
 
     return loss_fn
+
+
+def check_windows(config: GPTConfig, batch: jax.Array) -> None:
+    """Raise `ValueError` for a batch that holds no windows of `context_length + 1` bytes."""
+    if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
+        raise ValueError(
+            "`batch` must have the shape (local_batch, context_length + 1) = "
+            f"(local_batch, {config.context_length + 1}), got {batch.shape}."
+        )
+
+
+def byte_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats of float32 logits for all but the first byte of each window."""
+    target = jax.nn.one_hot(batch[:, 1:], logits.shape[-1], dtype=jnp.float32)
+    # A masked sum instead of take_along_axis, whose gradient is a scatter.
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * target, axis=-1))
 
 
 def num_parameters(config: GPTConfig) -> int:
