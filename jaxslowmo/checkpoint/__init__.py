@@ -1,5 +1,6 @@
 """A run on disk: everything that it is, saved and restored, also on other replicas; needs orbax."""
 
+from ..transform import SavedForm as SavedForm
 from ._checkpoints import Checkpoints as Checkpoints
 from ._checkpoints import Restored as Restored
 from ._export import export_consensus as export_consensus

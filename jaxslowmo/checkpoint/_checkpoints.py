@@ -14,6 +14,7 @@ from .._os_errors import io_errno
 from .._typing import PyTree
 from .._warn import warn_user
 from ..train import TrainState, TrainStep
+from ..transform import SavedForm
 from ._agree import gather, of_first_process
 from ._arrays import first_line
 from ._folder import (
@@ -213,6 +214,7 @@ class Checkpoints:
         seed: int = 0,
         step: int | None = None,
         fallback: bool = False,
+        saved_form: SavedForm | None = None,
     ) -> Restored:
         """The state of a checkpoint, on the replicas of `train_step`.
 
@@ -229,13 +231,16 @@ class Checkpoints:
           seed: of new PRNG keys, where the number of replicas is another; the step is folded in.
           step: which one; None is the newest.
           fallback: where the newest cannot be read, warn and take the one before.
+          saved_form: where parameters were a tree of another form when it was saved, such as that
+            of another number of stages: how they were, and what makes those of now of it.
 
         Returns:
           A `Restored`.
 
         Raises:
           CheckpointError: no such checkpoint; damaged files; another library's, or a newer format;
-            one of another model, optimizer or algorithm.
+            one of another model, optimizer or algorithm; with `saved_form`, a state that depends on
+            the parameters and is not a tree like them.
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
         Communication: on as many replicas one all-reduce of 8 bytes per array, over all devices, to
@@ -247,7 +252,7 @@ class Checkpoints:
         template = Template(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
             try:
-                return Restored(candidate, *self._read(candidate, template))
+                return Restored(candidate, *self._read(candidate, template, saved_form))
             except UnreadableError as error:
                 if i + 1 == len(chosen):
                     raise _with_hint(error, candidate, found, fallback) from error
@@ -280,13 +285,13 @@ class Checkpoints:
         except UnreadableError as error:
             raise _with_hint(error, chosen[-1], found, fallback) from error
 
-    def _read(self, step: int, template: Template) -> Found:
+    def _read(self, step: int, template: Template, form: SavedForm | None) -> Found:
         """The state of a checkpoint; where that fails on one process, it fails on all."""
         path = self._folder / str(step)
         found: Reading | None = None
         error: Exception | None = None
         try:
-            found = read(path, template)
+            found = read(path, template, form)
         except Exception as own:  # the others must hear of it, whatever it is
             error = own
         is_unreadable = isinstance(error, UnreadableError)

@@ -41,7 +41,8 @@ def lies_alike(
       CheckpointError: of a version that did not note how shards were cut, where nothing else tells
         that it was as they shall be.
     """
-    alike = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
+    same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
+    alike = same_mesh and old.form is None
     if sync is None or not sync.shards(structs):
         return alike
     if old.specs is None:

@@ -4,7 +4,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from .._typing import PyTree
 from ..mesh import axis_names, model_axes, specs_of_leaves
 from ..train import TrainState
-from ..transform import Placement
+from ..transform import Placement, SavedForm
 from ..tree import leaf_names
 from ._folder import RECORD, UnreadableError
 from ._orbax import epath
@@ -92,11 +92,17 @@ class Record:
         }
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 
-    def placement(self, like: Placement) -> Placement:
+    def only(self, part: str) -> "Record":
+        """The record of one field of the state."""
+        own = tuple(x for x in self.leaves if x.name.split("/")[0] == part)
+        return replace(self, leaves=own)
+
+    def placement(self, like: Placement, form: SavedForm | None = None) -> Placement:
         """Where the arrays come from; what is not known is taken from `like`."""
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
-        return Placement(self.replicas, sizes, frozenset(self.automatic), certain, self.shards)
+        automatic = frozenset(self.automatic)
+        return Placement(self.replicas, sizes, automatic, certain, self.shards, form)
 
 
 def read_record(path: epath.Path) -> Record:

@@ -13,9 +13,10 @@ import numpy as np
 from .._typing import PyTree
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
-from ..transform import Placement, holds_state
+from ..transform import Placement, SavedForm, holds_state
 from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
+from ._form import converted, structs_then
 from ._inside import lies_alike
 from ._orbax import epath
 from ._prints import check_prints, host_print, prints_of
@@ -75,11 +76,11 @@ class Template:
         Only names, and the shapes of shards, are other ones.
         """
         *rest, own = self.structs.opt_state
-        sync = self.train_step.sync
-        if sync is None:
-            return self.structs
-        params = one_copy(self.structs.params)
-        return self.structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
+        sync, params = self.train_step.sync, one_copy(self.structs.params)
+        structs = self.structs
+        if sync is not None:
+            structs = structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
+        return structs if old.form is None else structs_then(old.form, structs, params)
 
     def with_dtypes_of(self, saved: Record) -> "Template":
         """The template of a state whose optimizer has been at work.
@@ -142,8 +143,13 @@ class Reading:
     old: Placement
 
 
-def read(path: epath.Path, template: Template) -> Reading:
+def read(path: epath.Path, template: Template, form: SavedForm | None = None) -> Reading:
     """What this process needs of a checkpoint.
+
+    Args:
+      path: of it.
+      template: of the state that it shall make.
+      form: of the parameters when it was saved, where that was another one.
 
     Raises:
       CheckpointError: see `Checkpoints.restore`.
@@ -152,15 +158,15 @@ def read(path: epath.Path, template: Template) -> Reading:
     """
     record = read_record(path)
     template = template.with_dtypes_of(record)
-    old, new = record.placement(template.placement), template.placement
+    old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]
     sync, own = template.train_step.sync, template.structs.opt_state[-1]
     # What was saved without devices has no layout but the shapes of its shards.
     alike = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
-    if old.is_certain:
+    if old.is_certain or form is not None:
         alike = lies_alike(path, record, own, template.stored, sync, old, new)
     if old.replicas == new.replicas and alike:
-        _check_leaves(path, record, template.record, skip=())
+        _check_leaves(path, record, template.record)
         return Reading(path, record, _read(path, record, template.stored), True, template, old)
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
@@ -168,6 +174,8 @@ def read(path: epath.Path, template: Template) -> Reading:
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
+    # Before anything is made of it: of which parameters it is.
+    _check_leaves(path, record.only("params"), _params_record(template, form).only("params"))
     # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
     there = record_of(0, template.structs_on(old), {})
     _check_leaves(path, record, there, skip=_names_of_sync(template.structs))
@@ -208,6 +216,8 @@ def finished(reading: Reading) -> Found:
         return template.state(reading.arrays), record.extra, True, ()
     old, new = reading.old, template.placement
     state = jax.tree.structure(template.structs_on(old)).unflatten(reading.arrays)
+    if old.form is not None:
+        state = converted(old.form, state, path)
     try:
         moved, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -230,7 +240,9 @@ def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: x[index])
 
 
-def _check_leaves(path: epath.Path, saved: Record, wanted: Record, skip: tuple[str, ...]) -> None:
+def _check_leaves(
+    path: epath.Path, saved: Record, wanted: Record, skip: tuple[str, ...] = ()
+) -> None:
     """Both have the same leaves; of those whose names begin with one of `skip` only the names."""
 
     def texts(record: Record) -> dict[str, str]:
@@ -253,6 +265,17 @@ def _check_leaves(path: epath.Path, saved: Record, wanted: Record, skip: tuple[s
             f"{path} is of another model, optimizer or algorithm: "
             f"{'; '.join(found[:NUM_LISTED])}{more}. Restore it with those that it was made with."
         )
+
+
+def _params_record(template: Template, form: SavedForm | None) -> Record:
+    """A record of the parameters, in the form that they had."""
+    params = template.structs.params
+    if form is not None:
+        replicas = template.placement.replicas
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype), form.params
+        )
+    return record_of(0, template.structs._replace(params=params), {})
 
 
 def _names_of_sync(structs: TrainState) -> tuple[str, ...]:

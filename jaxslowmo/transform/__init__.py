@@ -28,6 +28,7 @@ from ._packing import on_blocks as on_blocks
 from ._packing import packing_of as packing_of
 from ._placement import Carried as Carried
 from ._placement import Placement as Placement
+from ._placement import SavedForm as SavedForm
 from ._placement import carry_leaf as carry_leaf
 from ._placement import carry_plainly as carry_plainly
 from ._placement import replica_average as replica_average

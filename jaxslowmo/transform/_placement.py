@@ -20,6 +20,25 @@ from ..mesh import axis_names
 
 
 @dataclass(frozen=True)
+class SavedForm:
+    """The form that parameters had when a run was saved.
+
+        then, now = saved_layout, pipe.layout  # of four stages, and of two
+        SavedForm(then.stack(types), lambda tree: now.stack(then.unstack(tree)))
+
+    Attributes:
+      params: types of one copy of the parameters as they were saved, `ShapeDtypeStruct`s.
+      convert: of a tree like these, of NumPy arrays, the tree like the parameters of now. It moves
+        elements and computes nothing: moments, anchor and momentum are converted by it too, in
+        their own dtypes, and leaves may have a first dimension more, of replicas.
+    """
+
+    params: PyTree
+    # By whoever knows both forms: nothing in a tree tells which element is whose.
+    convert: Callable[[PyTree], PyTree]
+
+
+@dataclass(frozen=True)
 class Placement:
     """The mesh that stacked state belongs to.
 
@@ -30,6 +49,7 @@ class Placement:
       is_certain: whether `axis_sizes` are known; without devices they leave no trace in arrays.
       specs: how leaves are sharded over the automatic axes where state is kept in shards of them:
         a `PartitionSpec` for each leaf of the parameters, in order. None: as the transform says.
+      form: of the parameters there, where it was another one than now.
     """
 
     replicas: int
@@ -37,6 +57,7 @@ class Placement:
     automatic: frozenset[str] = frozenset()
     is_certain: bool = True
     specs: tuple[P, ...] | None = None
+    form: SavedForm | None = None
 
     def size(self, axis_name: AxisName | None) -> int:
         """Number of positions along an axis or several; 1 for what the mesh does not have."""

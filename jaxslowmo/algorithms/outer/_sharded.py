@@ -122,7 +122,9 @@ class ShardedAnchor(WholeAnchor):
 
     def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
         """The whole tree that the shards are of; see `join_shards`."""
-        return join_shards(anchor, self._packing_on(old, params), old, self._local)
+        whole = join_shards(anchor, self._packing_on(old, params), old, self._local)
+        # From here on it is like the parameters of now, for whom it will be split.
+        return whole if old.form is None else old.form.convert(whole)
 
     def split(self, tree: PyTree, params: PyTree, new: Placement) -> tuple[Any, ...]:
         """The inverse of `join`."""
@@ -142,6 +144,9 @@ class ShardedAnchor(WholeAnchor):
     def _packing_on(self, at: Placement, params: PyTree) -> Packing:
         """The plan of the shards as it is made on the devices of a mesh, which may be gone."""
         exchange = self.exchange
+        # Shards of parameters of another form: what is joined of them is converted.
+        if at.form is not None:
+            params = at.form.params
         # As it was cut there, whatever this transform would cut by.
         if at.specs is not None:
             specs = jax.tree.structure(params).unflatten(at.specs)
