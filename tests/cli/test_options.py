@@ -14,7 +14,7 @@ import typer
 
 from jaxslowmo.cli import _app, _compare, _train
 from jaxslowmo.cli.config._train import TrainConfig, train_options
-from jaxslowmo.cli.inspect import _graph, _graphs
+from jaxslowmo.cli.inspect import _graph, _graphs, _schedule
 from jaxslowmo.cli.sample import _sample
 from jaxslowmo.cli.tune import _buckets
 
@@ -220,6 +220,25 @@ TABLE: dict[str, dict[str, Row]] = {
         "--matrices": flag(),
         "--json": flag(),
     },
+    "inspect schedule": {
+        "--stages": count(),
+        "--microbatches": count(),
+        "--chunks": count(),
+        "--forward": number(),
+        "--backward-input": number(),
+        "--backward-weight": number(),
+        "--send": number(),
+        "--lockstep": flag(),
+        "--forward-only": flag(),
+        "--memory": count(),
+        "--warm-up": choice("all"),
+        "--most-stash": count(),
+        "--table": Row("a.csv", Path("a.csv"), {"": "--table"}, "--table"),
+        "--whole": flag(),
+        "--orders": flag(),
+        "--json": flag(),
+        "--out": path("--out"),
+    },
     "inspect graphs": {
         "--nodes": listed("4,8", (4, 8), NODES),
         "--graphs": listed("ring,ring:2", ("ring", "ring:2"), {
@@ -253,6 +272,7 @@ NEEDS = {
     "sample": ("runs/one",),
     "launch": ("--processes", "2", "--", "train", "--out", "there"),
     "inspect graph": ("ring", "--nodes", "4"),
+    "inspect schedule": ("gpipe", "--stages=4", "--microbatches=8"),
 }
 CASES = [(command, option) for command, rows in TABLE.items() for option in rows]
 
@@ -277,6 +297,7 @@ def told(monkeypatch) -> dict[str, Any]:
     for module, name in (
         *((_train, "train"), (_compare, "compare"), (_sample, "sample")),
         *((_graph, "inspect_graph"), (_graphs, "inspect_graphs"), (_buckets, "tune_buckets")),
+        (_schedule, "inspect_schedule"),
     ):
         monkeypatch.setattr(module, name, with_config)
 
@@ -300,7 +321,8 @@ def arguments(command: str, option: str, value: str | None, beside: tuple[str, .
         needed = needed[2:]
     if option == "--nodes":
         needed = needed[:1]
-    if option == "--phone-book" and value:
+    needed = [word for word in needed if not word.startswith(f"{option}=")]
+    if option in ("--phone-book", "--table") and value:
         needed = []
     return [*command.split(), *beside, *given, *needed]
 

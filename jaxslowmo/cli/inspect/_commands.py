@@ -11,12 +11,13 @@ from .._errors import usage_errors
 from .._help import Command, Group
 from ..config._options import folder_option, path_option, with_options
 from ._config import InspectGraphConfig, InspectGraphsConfig
+from ._schedule_config import KINDS, InspectScheduleConfig
 
 _EPILOG = f"Graphs: {', '.join(GRAPHS)}."
 
 inspect_app = typer.Typer(
     cls=Group,
-    help="Shows what graphs cost and how fast they mix.",
+    help="Shows what graphs cost and how fast they mix, and schedules of pipelines.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -61,7 +62,28 @@ def _graphs(
     raise typer.Exit(inspect_graphs(config, out, page))
 
 
+def _schedule(
+    *,
+    kind: Annotated[
+        str | None, typer.Argument(help="Of the schedule; see below.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, path_option("--out", "Picture to write, such as schedule.png or .pdf.")
+    ] = None,
+    **given: Any,
+) -> None:
+    """Draws the schedule of a pipeline, and compares the kinds: bubble, stash, messages."""
+    with usage_errors():
+        config = InspectScheduleConfig(kind, **given)
+    from ._schedule import inspect_schedule
+
+    raise typer.Exit(inspect_schedule(config, out))
+
+
 inspect_app.command("graph", cls=Command, epilog=_EPILOG)(with_options(_graph, InspectGraphConfig))
 inspect_app.command("graphs", cls=Command, epilog=_EPILOG)(
     with_options(_graphs, InspectGraphsConfig)
+)
+inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(KINDS)}.")(
+    with_options(_schedule, InspectScheduleConfig)
 )

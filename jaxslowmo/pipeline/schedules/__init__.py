@@ -3,6 +3,8 @@
 from ._by_name import KINDS as KINDS
 from ._by_name import by_name as by_name
 from ._from_table import from_table as from_table
+from .drawing import grid as grid
+from .drawing import picture as picture
 from .kinds import gpipe as gpipe
 from .kinds import interleaved as interleaved
 from .kinds import lockstep as lockstep

@@ -1,7 +1,7 @@
 """Schedules by the name of their kind, as command lines and configurations give them."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -47,5 +47,9 @@ def by_name(
     known = list(inspect.signature(KINDS[kind]).parameters)[2:]
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"{kind} has no option {', '.join(unknown)}; it has {', '.join(known)}.")
+        raise ValueError(f"{kind} has no option {_listed(unknown)}; it has {_listed(known)}.")
     return KINDS[kind](num_stages, num_microbatches, **options)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -59,6 +59,43 @@ ROOT = Path(__file__).parents[3]
         ("graphs --tolerance 1", "--tolerance must lie strictly between 0 and 1, got 1.0"),
         ("graphs --page /no/such/page.md", "--page: cannot read /no/such/page.md: No such file"),
         ("graphs --page README.md", f"--page: README.md must have a line {BEGIN}"),
+        (
+            "schedule",
+            "give the KIND of a schedule or --table FILE; the kinds are gpipe, ",
+        ),
+        ("schedule gpipe --stages 4", "--stages and --microbatches must be given with the kind"),
+        ("schedule zbbv --stages 4 --microbatches 8", "unknown kind of schedule 'zbbv'; the kinds"),
+        ("schedule gpipe --stages 0 --microbatches 8", "--stages must be >= 1, got 0"),
+        ("schedule gpipe --stages 128 --microbatches 129", "must be <= 16384, since more take"),
+        (
+            "schedule gpipe --stages 4 --microbatches 8 --memory 2",
+            "no option --memory; it has",
+        ),
+        ("schedule zbv --stages 4 --microbatches 8 --chunks 3", "--chunks must be 2, got 3"),
+        (
+            "schedule interleaved --stages 4 --microbatches 6",
+            "--microbatches must be a multiple of --stages (4), got 6",
+        ),
+        (
+            "schedule lockstep --stages 4 --microbatches 6 --chunks 2 --most-stash 1",
+            "--most-stash must have room for a microbatch of each of the chunks, 2, got 1",
+        ),
+        (
+            "schedule gpipe --stages 4 --microbatches 8 --forward 0 --backward-input 0"
+            " --backward-weight 0",
+            "--forward, --backward-input and --backward-weight must not all be 0",
+        ),
+        ("schedule gpipe --table x.csv", "give the KIND of a schedule or --table FILE"),
+        ("schedule --table x.csv --stages 2", "--stages does not go with --table"),
+        ("schedule --table x.csv --memory 2", "--memory does not go with --table"),
+        ("schedule --table /no/such/file", "--table: cannot read /no/such/file: No such"),
+        ("schedule --table README.md", "in column 0 of stage 0 is no operation"),
+        ("schedule gpipe --stages 4 --microbatches 8 --json --orders", "give one of --orders and"),
+        (
+            "schedule gpipe --stages 2 --microbatches 2 --out /no/a.png",
+            "--out: cannot write /no/",
+        ),
+        ("schedule gpipe --stages 2 --microbatches 2 --out a.xyz", "--out: cannot write a.xyz: "),
         ("nothing", "No such command 'nothing'"),
     ],
 )

@@ -21,7 +21,11 @@ def test_a_kind_by_its_name():
             {},
             "unknown kind of schedule 'pipedream'; the kinds are gpipe, one_f_one_b, inter",
         ),
-        ("gpipe", {"memory": 2}, "gpipe has no option memory; it has num_chunks, forward_only"),
+        (
+            "gpipe",
+            {"memory": 2},
+            "gpipe has no option `memory`; it has `num_chunks`, `forward_only`",
+        ),
         ("gpipe", {"num_stages": 0}, "`num_stages` must be an int >= 1, got 0"),
         ("gpipe", {"num_microbatches": 2.0}, "`num_microbatches` must be an int >= 1, got 2.0"),
         ("gpipe", {"num_chunks": True}, "`num_chunks` must be an int >= 1, got True"),

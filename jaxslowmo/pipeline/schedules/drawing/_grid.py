@@ -1,0 +1,84 @@
+"""A schedule as text: stages down, ticks across, in blocks as wide as the terminal."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..table import TORCH_LETTERS, Cell, Kind, Schedule
+
+# Of a schedule in more blocks only its begin and its end are shown, which differ from what lies
+# between them.
+_FIRST_BLOCKS, _LAST_BLOCKS = 4, 2
+
+
+class Piece(NamedTuple):
+    """Text of a line that belongs together; `kind` is that of an operation, else None."""
+
+    text: str
+    kind: Kind | None = None
+
+
+def grid(schedule: Schedule, *, width: int = 100, whole: bool = False) -> str:
+    """A schedule as text: a row per stage, a column per tick of `Schedule.ticks`.
+
+    In torch's letters: F3 is the forward pass of microbatch 3, I3 the gradient of its input, W3
+    that of the weights, B3 both in one; 1F3 is F3 of chunk 1, where stages have several; "." is
+    idle.
+
+    Args:
+      schedule: any.
+      width: characters per line; more ticks stand in a further block below.
+      whole: show all ticks; otherwise of many blocks the first four and the last two.
+
+    Returns:
+      Lines, without a line feed at the end.
+
+    Example:
+      >>> print(grid(zero_bubble(2, 2)))
+      ticks 0 to 6
+      0 | F0 F1 .  I0 W0 I1 W1
+      1 | .  F0 I0 F1 I1 W0 W1
+    """
+    lines = grid_lines(schedule, width=width, whole=whole)
+    return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines)
+
+
+def grid_lines(
+    schedule: Schedule, *, width: int = 100, whole: bool = False
+) -> Iterator[list[Piece]]:
+    """The lines of `grid` in pieces, to be coloured."""
+    ticks = schedule.ticks()
+    names = [[_name(schedule, cell) for cell in tick] for tick in ticks]
+    wide = max(len(name) for tick in names for name in tick)
+    label = len(str(schedule.num_stages - 1))
+    across = max((width - label - 2) // (wide + 1), 1)
+    starts = list(range(0, len(ticks), across))
+    hidden = starts[_FIRST_BLOCKS : len(starts) - _LAST_BLOCKS]
+    for start in starts:
+        if hidden and not whole and start in hidden:
+            if start == hidden[0]:
+                last = hidden[-1] + across - 1
+                yield [Piece(f"ticks {start} to {last} are not shown")]
+            continue
+        end = min(start + across, len(ticks))
+        yield [Piece(f"ticks {start} to {end - 1}")]
+        for stage in range(schedule.num_stages):
+            line = [Piece(f"{stage:{label}d} |")]
+            for tick, row in zip(ticks[start:end], names[start:end], strict=True):
+                line += [Piece(" "), *_pieces(tick[stage], row[stage], wide)]
+            yield line
+
+
+def _name(schedule: Schedule, cell: Cell) -> str:
+    words = [f"{TORCH_LETTERS[operation.kind]}{operation.microbatch}" for operation in cell]
+    if schedule.num_chunks > 1:
+        words = [f"{operation.chunk}{word}" for operation, word in zip(cell, words, strict=True)]
+    return "+".join(words) or "."
+
+
+def _pieces(cell: Cell, name: str, wide: int) -> list[Piece]:
+    """`name` filled up to `wide`; its parts where an F and a B share the tick."""
+    fill = " " * (wide - len(name))
+    if len(cell) < 2:
+        return [Piece(name, cell[0].kind if cell else None), Piece(fill)]
+    first, _, second = name.partition("+")
+    return [Piece(first, cell[0].kind), Piece("+"), Piece(second, cell[1].kind), Piece(fill)]
