@@ -40,6 +40,7 @@ from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
 from .pipeline import LayeredModel as LayeredModel
+from .pipeline import Pipelined as Pipelined
 from .pipeline import Schedule as Schedule
 from .pipeline import StageLayout as StageLayout
 from .pipeline import StageProgram as StageProgram
@@ -47,6 +48,7 @@ from .pipeline import count_layer_params as count_layer_params
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform
+from .pipeline import pipelined as pipelined
 from .pipeline import schedules as schedules
 from .pipeline import split_stage as split_stage
 from .pipeline import sum_tied_gradients as sum_tied_gradients

@@ -3,6 +3,8 @@
 from . import schedules as schedules
 from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout
+from .one_program import Pipelined as Pipelined
+from .one_program import pipelined as pipelined
 from .partition import count_layer_params as count_layer_params
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost

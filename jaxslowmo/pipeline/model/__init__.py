@@ -7,4 +7,5 @@ from ._keyed import keyed_microbatch as keyed_microbatch
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Loss as Loss
 from ._layout import StageLayout as StageLayout
+from ._slots import Place as Place
 from ._slots import SlotPlan as SlotPlan

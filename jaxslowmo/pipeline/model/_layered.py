@@ -61,6 +61,7 @@ class LayeredModel:
             )
         self.tied: Ties = as_ties(tied, len(self.layers))
         self._takes_key = tuple(map(takes_key, self.layers))
+        self.takes_key = any(self._takes_key)
 
     def __call__(self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None) -> Loss:
         """The loss of the whole model, without a pipeline.

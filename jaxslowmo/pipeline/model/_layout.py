@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..._typing import PyTree
 from ._blocks import Block
 from ._layered import LayeredModel
-from ._slots import Leaf, Place, SlotPlan, leaves_of, plan_slots
+from ._slots import Leaf, Place, Slot, SlotPlan, leaves_of, plan_slots
 
 Stacked = dict[str, Any]
 """An array (stages, rows, *shape) by the name of its slot."""
@@ -54,6 +54,7 @@ class StageLayout:
         self._num_stages: int = mesh.shape[axis_name]
         self._treedefs = tuple(jax.tree.structure(layer) for layer in params)
         self._leaves = leaves_of(params, param_specs)
+        self._paths = [[leaf.path for leaf in own] for own in self._leaves]
         self._blocks = tuple(blocks)
         self.plan: SlotPlan = plan_slots(self._leaves, blocks, placement)
         self.specs: dict[str, P] = {
@@ -80,6 +81,19 @@ class StageLayout:
             tuple(d.unflatten([0] * d.num_leaves) for d in self._treedefs[block.start : block.end])
         )
 
+    def tied_places(self) -> list[list[Place]]:
+        """Where the copies of each tied parameter lie."""
+        found = []
+        for group in self._model.tied:
+            spots = [(layer, self._paths[layer].index(path)) for layer, path in group]
+            specs = [self._leaves[layer][i].spec for layer, i in spots]
+            if len(set(specs)) > 1:
+                raise ValueError(
+                    f"`param_specs` must be equal for tied leaves, got {specs} for {group}."
+                )
+            found.append([self.plan.places[layer][i] for layer, i in spots])
+        return found
+
     def stack(self, params: Sequence[PyTree]) -> Stacked:
         """One tree of all stages, from one tree per layer.
 
@@ -88,8 +102,8 @@ class StageLayout:
             of a group counts.
 
         Returns:
-          A dict of arrays on the mesh by slot, each device with its own stage's alone; NumPy arrays
-          stay on the host, types stay types.
+          A dict of arrays on the mesh by slot, each device with its own stage's alone; types stay
+          types.
 
         Raises:
           ValueError: parameters of other layers, shapes or dtypes.
@@ -102,8 +116,7 @@ class StageLayout:
             [d.unflatten([0] * d.num_leaves) for d in self._treedefs]
         ):
             raise ValueError("`params` must have the layers that the layout was made of.")
-        leaves = self._flat(self._model.as_one(params))
-        return self._stacked(leaves)
+        return self._stacked(self._flat(self._model.as_one(params)), on_mesh=True)
 
     def unstack(self, stacked: Stacked) -> list[PyTree]:
         """One tree per layer, from one tree of all stages; padding is left out.
@@ -121,10 +134,11 @@ class StageLayout:
     def stack_like(self, tree: PyTree) -> PyTree:
         """`tree` with every part that mirrors the parameters stacked, such as Adam's moments.
 
-        Leaves may have further dimensions before their own, such as replicas.
+        Leaves may have further dimensions before their own, such as replicas. Those of NumPy stay
+        on the host.
         """
         return jax.tree.map(
-            lambda x: self._stacked(self._flat(x)) if self._is_layers(x) else x,
+            lambda x: self._stacked(self._flat(x), on_mesh=False) if self._is_layers(x) else x,
             tree,
             is_leaf=self._is_layers,
         )
@@ -157,13 +171,13 @@ class StageLayout:
     def _flat(self, params: Sequence[PyTree]) -> list[list[Any]]:
         return [d.flatten_up_to(layer) for d, layer in zip(self._treedefs, params, strict=True)]
 
-    def _stacked(self, leaves: list[list[Any]]) -> Stacked:
+    def _stacked(self, leaves: list[list[Any]], *, on_mesh: bool) -> Stacked:
         return {
-            slot.name: self._stack_slot(slot.name, slot.rows, slot.leaf, leaves)
-            for slot in self.plan.slots
+            slot.name: self._stack_slot(slot, leaves, on_mesh=on_mesh) for slot in self.plan.slots
         }
 
-    def _stack_slot(self, name: str, rows: int, leaf: Leaf, leaves: list[list[Any]]) -> Any:
+    def _stack_slot(self, slot: Slot, leaves: list[list[Any]], *, on_mesh: bool) -> Any:
+        name, leaf, rows = slot.name, slot.leaf, slot.rows
         own = {at: leaves[layer][i] for at, (layer, i) in self._homes[name].items()}
         some = next(iter(own.values()))
         if not hasattr(some, "shape"):  # such as what `optax.masked` leaves in place of a leaf
@@ -182,7 +196,7 @@ class StageLayout:
         if isinstance(some, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, some.dtype, sharding=sharding)
         build = _joiner(self._num_stages, rows, len(lead))
-        if all(isinstance(x, np.ndarray | np.generic) for x in own.values()):
+        if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in own.values()):
             return build(own, np)
         if any(isinstance(x, Tracer) for x in own.values()):
             return build(own, jnp)

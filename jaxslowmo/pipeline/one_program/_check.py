@@ -1,0 +1,67 @@
+"""What a pipeline refuses before it is traced."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ...mesh import axis_names
+from ..schedules import Schedule
+
+
+def check_arguments(
+    schedule: Any, mesh: Any, axis_name: str, data_axes: tuple[str, ...], gradient_scale: float
+) -> None:
+    """Raise `ValueError` for a schedule, axes or a scale that cannot be."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            "`schedule` must be a js.Schedule such as js.schedules.one_f_one_b(4, 16), got "
+            f"{schedule!r}."
+        )
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "`mesh` must be a jax.sharding.Mesh, whose devices the stages are, got "
+            f"{type(mesh).__name__}."
+        )
+    for argument, name in (("axis_name", axis_name), *(("data_axes", a) for a in data_axes)):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"`{argument}` {name!r} is not an axis of `mesh`, which has "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+    if axis_name in data_axes or len(set(data_axes)) < len(data_axes):
+        raise ValueError(
+            f"`data_axes` must be different axes, and not that of the stages, got {data_axes!r}."
+        )
+    if mesh.shape[axis_name] != schedule.num_stages:
+        raise ValueError(
+            f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
+            f"{mesh.shape[axis_name]} along axis {axis_name!r}: they must be as many."
+        )
+    if not gradient_scale > 0 or math.isinf(gradient_scale):
+        raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
+
+
+def check_specs(specs: Mapping[str, P], mesh: Mesh, axis_name: str) -> None:
+    """Raise `ValueError` for specs over axes that do not exist, or over that of the stages."""
+    for slot, spec in specs.items():
+        # The first entry is the axis of the stages, which layouts add themselves.
+        for name in (name for entry in spec[1:] for name in axis_names(entry or ())):
+            if name not in mesh.shape or name == axis_name:
+                others = ", ".join(repr(a) for a in mesh.axis_names if a != axis_name) or "none"
+                raise ValueError(
+                    f"`param_specs` names axis {name!r} at {slot!r}; leaves may be sharded over "
+                    f"the axes of `mesh` inside a stage: {others}."
+                )
+
+
+def check_not_mapped(axis_name: str, manual: Collection[str]) -> None:
+    """Raise `ValueError` where the axis of the stages is mapped already."""
+    if axis_name in manual:
+        raise ValueError(
+            f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
+            "pipeline is called, which maps the stages itself. In a step of js.make_train_step it "
+            "stays free if the state's parameters lie as `layout.stack` puts them."
+        )

@@ -1,0 +1,79 @@
+"""What one device has to compute with, and what it sends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import PyTree
+from ...mesh import vary_over
+from ...tree import at_least_float32
+from ..model import keyed_microbatch
+from ._table import Channel, Half
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device computes with in one step.
+
+    Attributes:
+      slots: its rows of every slot, (rows, *shape).
+      layouts: per slot how those lie over axes that the compiler handles; None: whole.
+      batch: leaves (microbatches, examples, ...).
+      rng: the key of the step, or None.
+      shifts: per stage of the model, how far its layers are from those of the stage that stands
+        for its kind.
+      axes: those over which values vary.
+      axis_name: of the stages.
+    """
+
+    slots: list[jax.Array]
+    layouts: Sequence[P | None]
+    batch: PyTree
+    rng: Any
+    shifts: np.ndarray
+    axes: tuple[str, ...]
+    axis_name: str
+
+    def microbatch(self, now: Half) -> PyTree:
+        """The one that an operation computes."""
+        own = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False), self.batch
+        )
+        shift = jnp.asarray(self.shifts)[now.model_stage]
+        return keyed_microbatch(own, self.rng, now.microbatch, shift)
+
+    def varied(self) -> "Device":
+        """With all that it has typed alike."""
+        rng = None if self.rng is None else self.vary(self.rng)
+        return replace(self, slots=self.vary(self.slots), batch=self.vary(self.batch), rng=rng)
+
+    def vary(self, tree: PyTree) -> PyTree:
+        """`tree` typed as all values here are: branches must agree."""
+        return vary_over(tree, self.axes)
+
+    def sent(self, leaves: Sequence[jax.Array], channel: Channel) -> list[jax.Array]:
+        """What arrives here over a channel.
+
+        Communication: one collective-permute per array; none if all stages send to themselves.
+        """
+        if all(at == to for at, to in channel):
+            return list(leaves)
+        return [lax.ppermute(x, self.axis_name, channel) for x in leaves]
+
+    def own_column(self, table: np.ndarray) -> jax.Array:
+        """This device stage's column of a table (ticks, stages)."""
+        here = lax.axis_index(self.axis_name)
+        return lax.dynamic_index_in_dim(jnp.asarray(table), here, 1, keepdims=False)
+
+    def zero_gradient(self, slot: jax.Array, layout: P | None) -> jax.Array | None:
+        """Zeros to add gradients of a slot to, at least float32; None for integers."""
+        if not jnp.issubdtype(slot.dtype, jnp.inexact):
+            return None
+        zeros = jnp.zeros(slot.shape, at_least_float32(slot.dtype))
+        return zeros if layout is None else lax.with_sharding_constraint(zeros, layout)

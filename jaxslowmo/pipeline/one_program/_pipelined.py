@@ -1,0 +1,215 @@
+"""A pipeline of stages as one program, behind an ordinary loss function."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import PyTree
+from ...mesh import varying_axes
+from ..model import LayeredModel, Loss, StageLayout, model_blocks
+from ..schedules import Schedule
+from ._check import check_arguments, check_not_mapped, check_specs
+from ._data import in_microbatches, only_over
+from ._kinds import stage_kinds
+from ._step import Plan, Step
+from ._table import TickTable, forward_ticks, tick_table
+
+
+def pipelined(
+    model: LayeredModel,
+    params: Sequence[PyTree],
+    schedule: Schedule,
+    *,
+    parts: Sequence[Any] | None = None,
+    mesh: Mesh,
+    axis_name: str = "stage",
+    data_axes: Sequence[str] = (),
+    param_specs: PyTree | None = None,
+    remat: bool = False,
+    gradient_scale: float = 1.0,
+) -> "Pipelined":
+    """One program on all devices that runs a model as a pipeline of stages.
+
+        pipe = js.pipelined(model, params, js.schedules.one_f_one_b(4, 16), mesh=mesh)
+        step = js.make_train_step(
+            pipe.loss_fn,
+            optimizer,
+            sync=js.slowmo("replica", param_specs=pipe.layout.specs),
+            mesh=mesh,
+        )
+        state = step.init(pipe.layout.stack(params))
+
+    `pipe.loss_fn` scans over the schedule's table of ticks, which is data: the program does not
+    grow with the number of microbatches. In each tick a device computes what the table says of its
+    stage, in one branch of a `lax.switch`, or nothing; what stages send each other travels outside
+    of all branches. Every tick lasts as long as its longest operation on any stage, so choose the
+    schedule by its bubble in lockstep (`schedule.simulate(lockstep=True)`).
+
+    Args:
+      model: layers and loss.
+      params: one tree per layer, arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
+      schedule: which stage computes what when; of as many stages as `mesh` has along `axis_name`.
+      parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: as even
+        as can be.
+      mesh: devices; axes other than `axis_name` and `data_axes` (replicas, tensor parallel) are
+        left to whoever maps them outside, or to the compiler.
+      axis_name: of the stages.
+      data_axes: axes inside a replica between whose devices each microbatch is split. Parameters
+        that `param_specs` shards over them are gathered before the scan, and their gradients
+        reduce-scattered after it, once per step.
+      param_specs: a `PartitionSpec` per leaf of `params`, over axes other than that of the stages,
+        or a prefix of such a tree; None: whole on every device of a stage.
+      remat: keep activations between layers of different stages alone, and compute the rest of a
+        forward pass again in the backward pass.
+      gradient_scale: what gradients are multiplied by between stages, and divided by at the end, in
+        float32: for float16, in which small ones vanish.
+
+    Returns:
+      A `Pipelined`.
+
+    Raises:
+      ValueError: a schedule of other stages than the mesh, unknown axes, parts that do not cover
+        the layers, a stage without layers, tied leaves with unlike specs. When the loss function is
+        traced: batches that microbatches or data axes don't divide, activations whose structure,
+        shapes or dtypes differ between stages.
+
+    Communication: per tick, over `axis_name`, one collective-permute of one activation and one of
+      its cotangent between neighbours (two of each for a placement that goes down the stages and
+      back up); at the end of a step one all-reduce of loss and metrics, and what
+      `js.sum_tied_gradients` states of tied parameters. Over `data_axes` one all-gather and one
+      reduce-scatter of each sharded slot, one all-reduce of the gradients of the others. A
+      collective that the compiler puts inside of a branch, for axes left to it, runs between the
+      devices of one stage alone.
+    """
+    check_arguments(schedule, mesh, axis_name, tuple(data_axes), gradient_scale)
+    blocks = model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
+    layout = StageLayout(
+        model,
+        params,
+        blocks,
+        schedule.placement,
+        mesh=mesh,
+        axis_name=axis_name,
+        param_specs=param_specs,
+    )
+    check_specs(layout.specs, mesh, axis_name)
+    kinds, of_stage = stage_kinds(model, layout, blocks)
+    plan = Plan(
+        model=model,
+        layout=layout,
+        kinds=kinds,
+        of_stage=of_stage,
+        shifts=np.array([b.start for b in blocks]) - np.array([kinds[i].start for i in of_stage]),
+        tied=layout.tied_places(),
+        axis_name=axis_name,
+        num_microbatches=schedule.num_microbatches,
+        remat=remat,
+        gradient_scale=gradient_scale,
+    )
+    return Pipelined(plan, schedule, mesh, tuple(data_axes))
+
+
+class Pipelined:
+    """A pipeline as one program; made by `js.pipelined`.
+
+    Attributes:
+      layout: of its parameters; `layout.stack(params)` is what `loss_fn` takes.
+      schedule: which stage computes what when.
+    """
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, mesh: Mesh, data_axes: tuple[str, ...]
+    ) -> None:
+        self.layout: StageLayout = plan.layout
+        self.schedule = schedule
+        self._plan, self._mesh, self._data_axes = plan, mesh, data_axes
+        self._table = None if schedule.forward_only else tick_table(schedule)
+        self._forward_table = tick_table(schedule, forward_ticks(schedule))
+        self._run = jax.custom_vjp(self._evaluated)
+        self._run.defvjp(self._differentiated, self._pulled_back)
+
+    def loss_fn(self, stacked: PyTree, batch: PyTree, *, rng: Any = None) -> Loss:
+        """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
+
+        Differentiated, it runs the schedule once, whose backward passes give the gradients; else
+        forward passes alone. Gradients are accumulated in float32 and are those of the mean over
+        the microbatches.
+
+        Args:
+          stacked: parameters as `layout.stack` makes them, or one replica's of those.
+          batch: arrays whose leading dimension counts the examples of the replica.
+          rng: the key of layers that take one: each layer of each microbatch draws from its own,
+            `fold_in(fold_in(rng, microbatch), layer)`, forward and backward; before that the
+            positions along `data_axes` are folded in. None: layers get None.
+
+        Returns:
+          What the model's loss returns: the loss, or (loss, metrics), means over the microbatches;
+          metrics are float32. They have no gradient, and their cotangents are ignored.
+
+        Raises:
+          ValueError: see `js.pipelined`.
+        """
+        if jax.tree.structure(stacked) != jax.tree.structure(self.layout.specs):
+            raise ValueError(
+                "`stacked` must be parameters as `layout.stack(params)` makes them, got "
+                f"{jax.tree.structure(stacked)}."
+            )
+        return self._run(stacked, batch, rng if self._plan.model.takes_key else None)
+
+    def _evaluated(self, stacked: PyTree, batch: PyTree, rng: Any) -> Loss:
+        return self._mapped(stacked, batch, rng, self._forward_table, differentiates=False)[0]
+
+    def _differentiated(self, stacked: PyTree, batch: PyTree, rng: Any) -> tuple[Loss, PyTree]:
+        if self._table is None:
+            raise ValueError(
+                f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
+                "gradients of this pipeline."
+            )
+        return self._mapped(stacked, batch, rng, self._table, differentiates=True)
+
+    def _pulled_back(self, grads: PyTree, cotangent: Loss) -> tuple[PyTree, None, None]:
+        of_loss = cotangent[0] if isinstance(cotangent, tuple) else cotangent
+
+        def scaled(g: Any) -> Any:
+            if g.dtype == jax.dtypes.float0:
+                return g
+            wide = jnp.promote_types(g.dtype, jnp.float32)
+            return (g.astype(wide) * of_loss.astype(wide)).astype(g.dtype)
+
+        return jax.tree.map(scaled, grads), None, None
+
+    def _mapped(
+        self, stacked: PyTree, batch: PyTree, rng: Any, table: TickTable, *, differentiates: bool
+    ) -> tuple[Loss, PyTree]:
+        """Loss and gradients, from outside of the stages."""
+        context = jax.sharding.get_abstract_mesh()
+        manual = frozenset(context.manual_axes)
+        check_not_mapped(self._plan.axis_name, manual)
+        # Between devices along an axis that is mapped already the caller has split the batch.
+        data_axes = tuple(a for a in self._data_axes if a not in manual)
+        shares = {a: self._mesh.shape[a] for a in data_axes}
+        microbatches = in_microbatches(batch, self._plan.num_microbatches, shares)
+        own = (self._plan.axis_name, *data_axes)
+        specs = {name: only_over(spec, own) for name, spec in self.layout.specs.items()}
+        of_grads = {
+            name: spec
+            for name, spec in specs.items()
+            if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
+        }
+        axes = set(own).union(*map(varying_axes, jax.tree.leaves((stacked, batch, rng))))
+        step = Step(self._plan, table, data_axes, tuple(sorted(axes)), differentiates)
+        mapped = jax.shard_map(
+            step,
+            mesh=self._mesh if context.empty else context,
+            axis_names=set(own),
+            in_specs=(specs, P(None, data_axes), P()),
+            out_specs=(P(), of_grads),
+        )
+        loss, grads = mapped(stacked, microbatches, rng)
+        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
+        return loss, {**none, **grads}

@@ -1,0 +1,86 @@
+"""Buffers that the scan carries: rows of arrays, written and read by number."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Values = Sequence[jax.Array]
+Buffers = list[jax.Array]
+
+
+_EMPTY: Callable[..., jax.Array] = (
+    jnp.zeros
+)  # nothing may depend on it: tests have NaN in its place
+
+
+def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """What stands where nothing was written yet, and is sent where nothing is to be sent."""
+    return _EMPTY(shape, dtype)
+
+
+class Ring:
+    """Rows that each hold the values of one of several kinds of stages.
+
+    Values of different kinds that are alike in shape and dtype share arrays.
+
+    Args:
+      kinds: per kind of stage the types of its values.
+      rows: how many values of a stage are kept at once.
+    """
+
+    def __init__(self, kinds: Sequence[Sequence[Any]], rows: int) -> None:
+        self._rows = rows
+        self._types: list[tuple[tuple[int, ...], Any]] = []
+        self._places: list[list[int]] = []
+        for values in kinds:
+            free = list(range(len(self._types)))
+            own = []
+            for value in values:
+                kind = tuple(value.shape), value.dtype
+                found = next((i for i in free if self._types[i] == kind), None)
+                if found is None:
+                    found = len(self._types)
+                    self._types.append(kind)
+                else:
+                    free.remove(found)
+                own.append(found)
+            self._places.append(own)
+
+    def start(self) -> Buffers:
+        """Buffers in which nothing lies."""
+        return [empty((self._rows, *shape), dtype) for shape, dtype in self._types]
+
+    def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
+        """What lies in a row, for a stage of this kind."""
+        return tuple(row_of(buffers[i], row) for i in self._places[kind])
+
+    def written(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
+        """`buffers` with the values of a stage of this kind in a row."""
+        new = list(buffers)
+        for i, value in zip(self._places[kind], values, strict=True):
+            new[i] = with_row(new[i], row, value)
+        return new
+
+
+def row_of(buffer: jax.Array, row: Any) -> jax.Array:
+    """A row of a buffer; of the only one without looking for it."""
+    row = 0 if buffer.shape[0] == 1 else row
+    return lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
+
+
+def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
+    """`buffer` with another row."""
+    return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
+
+
+def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
+    """`buffers` with what has arrived in a row, or as they were for row -1."""
+
+    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        at = jnp.maximum(row, 0)
+        return with_row(buffer, at, jnp.where(row >= 0, value, row_of(buffer, at)))
+
+    return [put(*pair) for pair in zip(buffers, arrived, strict=True)]

@@ -1,0 +1,281 @@
+"""The program of one device: a scan over the ticks of a schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._typing import PyTree
+from ...tree import at_least_float32
+from ..split import StageProgram
+from ._activations import Activations, nothing
+from ._device import Device
+from ._kinds import StageKind
+from ._rings import Buffers, Ring, Values, received
+from ._table import KINDS, Channel, Half, TickTable
+
+Branch = Callable[..., Any]
+
+
+class Totals(NamedTuple):
+    """What operations add to.
+
+    Attributes:
+      loss: what the last stage gives, summed over microbatches; at least float32.
+      grads: by slot, (rows, *shape) at least float32; None for slots without gradients.
+    """
+
+    loss: PyTree
+    grads: list[jax.Array | None]
+
+
+class Carry(NamedTuple):
+    """What lies on a device between two ticks.
+
+    Attributes:
+      activations: those that have arrived and wait for their F.
+      cotangents: those that wait for their B.
+      sent: cotangents that the tick before has made.
+      stash: what F has left.
+      kept: what B has left for W.
+      totals: so far.
+    """
+
+    activations: Buffers
+    cotangents: Buffers
+    sent: list[jax.Array]
+    stash: Buffers
+    kept: Buffers
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A schedule's program, given what its stages compute.
+
+    Attributes:
+      table: of the schedule.
+      kinds: of stages.
+      of_stage: per stage of the model its kind.
+      programs: per kind its operations; None for forward passes alone.
+      activations: what travels.
+      loss: type of what the last stage gives.
+      seed: cotangent of the loss of a microbatch.
+    """
+
+    table: TickTable
+    kinds: Sequence[StageKind]
+    of_stage: np.ndarray
+    programs: Sequence[StageProgram] | None
+    activations: Activations
+    loss: PyTree
+    seed: float
+
+    def run(self, device: Device) -> Totals:
+        """Sums over microbatches of loss and gradients, of the stages that this device holds.
+
+        Communication: per tick one collective-permute of an activation for each channel of the
+          schedule, and one of its cotangent, over the stages.
+        """
+        forward = _Forward(self, device)
+        backward = None if self.programs is None else _Backward(self, device)
+
+        def tick(carry: Carry, now: Any) -> tuple[Carry, None]:
+            (f_branch, f), (b_branch, b) = now
+            if backward is not None:
+                carry = self._receive_cotangents(device, carry, b)
+            with jax.named_scope("F"):
+                carry, y = forward.step(carry, f_branch, f)
+            if backward is not None:
+                with jax.named_scope("B"):
+                    carry = backward.step(carry, b_branch, b)
+            return self._receive_activations(device, carry, y, f), None
+
+        halves = [(forward.numbers, self.table.forward)]
+        halves.append((_no_numbers(self.table.backward), self.table.backward))
+        if backward is not None:
+            halves[1] = backward.numbers, self.table.backward
+        own = jax.tree.map(device.own_column, halves)
+        start = device.vary(self._start(device))
+        return lax.scan(tick, start, own)[0].totals
+
+    @property
+    def stash(self) -> Ring:
+        """Rows of what F leaves."""
+        return Ring([p.stash for p in self.programs or ()], self.table.stash)
+
+    @property
+    def kept(self) -> Ring:
+        """Rows of what B leaves for W."""
+        is_apart = bool(np.any(self.table.backward.kind == KINDS.index("W")))
+        return Ring([p.kept for p in self.programs or () if is_apart], self.table.kept)
+
+    def branches(self, half: Half, kinds: Sequence[str], make: Callable[[str, int], Branch]) -> Any:
+        """The branches of half a tick, without that of doing nothing, and their numbers.
+
+        Returns:
+          Branches that some device runs, and per tick and device the number of its branch: 0 for
+          doing nothing, else 1 and up.
+        """
+        numbers = np.zeros_like(half.kind)
+        found: list[Branch] = []
+        for kind in kinds:
+            runs = half.kind == KINDS.index(kind)
+            for i in np.unique(self.of_stage[half.model_stage[runs]]):
+                found.append(make(kind, int(i)))
+                numbers[runs & (self.of_stage[half.model_stage] == i)] = len(found)
+        return found, numbers
+
+    def _start(self, device: Device) -> Carry:
+        of_x, of_dy = self.table.arrivals
+        grads: list[jax.Array | None] = [None] * len(device.slots)
+        if self.programs is not None:
+            grads = list(map(device.zero_gradient, device.slots, device.layouts))
+        return Carry(
+            activations=Ring([self.activations.types], of_x).start(),
+            cotangents=Ring([self.activations.cotangents], of_dy).start(),
+            sent=nothing(self.activations.cotangents),
+            stash=self.stash.start(),
+            kept=self.kept.start(),
+            totals=Totals(
+                jax.tree.map(lambda x: jnp.zeros((), at_least_float32(x.dtype)), self.loss), grads
+            ),
+        )
+
+    def _receive_cotangents(self, device: Device, carry: Carry, b: Half) -> Carry:
+        back = [tuple((to, at) for at, to in channel) for channel in self.table.channels]
+        buffers = _receive(device, carry.cotangents, carry.sent, b, back)
+        return carry._replace(cotangents=buffers)
+
+    def _receive_activations(self, device: Device, carry: Carry, y: Values, f: Half) -> Carry:
+        buffers = _receive(device, carry.activations, y, f, self.table.channels)
+        return carry._replace(activations=buffers)
+
+
+def _receive(
+    device: Device, buffers: Buffers, sent: Values, now: Half, channels: Sequence[Channel]
+) -> Buffers:
+    for channel, row in zip(channels, now.arrivals, strict=True):
+        buffers = received(buffers, device.sent(sent, channel), row)
+    return buffers
+
+
+def _no_numbers(half: Half) -> np.ndarray:
+    return np.zeros_like(half.kind)
+
+
+class _Forward:
+    """The first half of every tick."""
+
+    def __init__(self, scan: Scan, device: Device) -> None:
+        self._scan, self._device, self._stash = scan, device, scan.stash
+        self._branches, self.numbers = scan.branches(scan.table.forward, ["F"], self._branch)
+
+    def step(self, carry: Carry, branch: jax.Array, now: Half) -> tuple[Carry, Values]:
+        device, types = self._device, self._scan.activations.types
+
+        def idle(activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
+            return device.vary((nothing(types), stash, loss))
+
+        def run(own: Branch) -> Branch:
+            return lambda *buffers: device.vary(own(now, *buffers))
+
+        y, stash, loss = lax.switch(
+            branch,
+            [idle, *map(run, self._branches)],
+            carry.activations,
+            carry.stash,
+            carry.totals.loss,
+        )
+        return carry._replace(stash=stash, totals=carry.totals._replace(loss=loss)), y
+
+    def _branch(self, _: str, i: int) -> Branch:
+        scan, device, kind = self._scan, self._device, self._scan.kinds[i]
+
+        def run(now: Half, activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
+            weights = kind.weights(device.slots, now.model_stage)
+            microbatch, x = device.microbatch(now), None
+            if not kind.is_first:
+                arrived = Ring([scan.activations.types], 1).read(activations, 0, now.source)
+                x = scan.activations.tree(arrived)
+            if scan.programs is None:
+                y = kind.fn(weights, x, microbatch)
+            else:
+                y, left = scan.programs[i].forward(weights, x, microbatch)
+                stash = self._stash.written(stash, i, now.stash, left)
+            if not kind.is_last:
+                return scan.activations.flat(y), stash, loss
+            loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
+            return nothing(scan.activations.types), stash, loss
+
+        return run
+
+
+class _Backward:
+    """The second half of every tick."""
+
+    def __init__(self, scan: Scan, device: Device) -> None:
+        assert scan.programs is not None
+        self._scan, self._device, self._programs = scan, device, scan.programs
+        self._stash, self._kept = scan.stash, scan.kept
+        kinds = ["B", "W", "BW"]
+        self._branches, self.numbers = scan.branches(scan.table.backward, kinds, self._branch)
+
+    def step(self, carry: Carry, branch: jax.Array, now: Half) -> Carry:
+        device, types = self._device, self._scan.activations.cotangents
+
+        def idle(cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
+            return device.vary((nothing(types), kept, grads))
+
+        def run(own: Branch) -> Branch:
+            return lambda *buffers: device.vary(own(now, *buffers))
+
+        sent, kept, grads = lax.switch(
+            branch,
+            [idle, *map(run, self._branches)],
+            carry.cotangents,
+            carry.stash,
+            carry.kept,
+            carry.totals.grads,
+        )
+        totals = carry.totals._replace(grads=grads)
+        return carry._replace(sent=sent, kept=kept, totals=totals)
+
+    def _branch(self, operation: str, i: int) -> Branch:
+        scan, device = self._scan, self._device
+        kind, program = scan.kinds[i], self._programs[i]
+
+        def run(now: Half, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
+            weights = kind.weights(device.slots, now.model_stage)
+            microbatch = device.microbatch(now)
+            left = self._stash.read(stash, i, now.stash)
+            dx = dw = None
+            if operation == "W":
+                given = self._kept.read(kept, i, now.kept)
+                dw = program.backward_weight(weights, microbatch, left, given)
+            else:
+                dy = self._cotangent(kind, cotangents, now)
+                if operation == "BW":
+                    dx, dw = program.backward(weights, microbatch, left, dy)
+                else:
+                    dx, given = program.backward_input(weights, microbatch, left, dy)
+                    kept = self._kept.written(kept, i, now.kept, given)
+            if dw is not None:
+                grads = kind.added(grads, dw, now.model_stage)
+            if operation == "W" or kind.is_first:
+                return nothing(scan.activations.cotangents), kept, grads
+            return scan.activations.flat_cotangents(dx), kept, grads
+
+        return run
+
+    def _cotangent(self, kind: StageKind, cotangents: Buffers, now: Half) -> PyTree:
+        activations = self._scan.activations
+        if kind.is_last:
+            loss = jax.tree.leaves(self._scan.loss)[0]
+            return jnp.asarray(self._scan.seed, loss.dtype)
+        arrived = Ring([activations.cotangents], 1).read(cotangents, 0, now.source)
+        return activations.cotangent_tree(arrived)

@@ -1,0 +1,211 @@
+"""What a pipeline of one program is told: batches, keys, types, schedules without backward."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from support.layered import assert_close, language_model, tokens
+
+SCHEDULE = js.schedules.one_f_one_b(2, 4)
+
+
+def pipeline(mesh_of, schedule=SCHEDULE, num_blocks=2, sizes=None, **options):
+    model, params = language_model(num_blocks)
+    mesh = mesh_of(sizes or {"stage": schedule.num_stages})
+    pipe = js.pipelined(model, params, schedule, mesh=mesh, **options)
+    return pipe, pipe.layout.stack(params), model, params
+
+
+def own_pipeline(mesh_of, layers, loss, params, **options):
+    mesh = mesh_of({"stage": 2})
+    pipe = js.pipelined(js.LayeredModel(layers, loss), params, SCHEDULE, mesh=mesh, **options)
+    return pipe, pipe.layout.stack(params)
+
+
+def mean(output, batch):
+    return jnp.mean(output)
+
+
+def test_without_gradients_forward_passes_run_alone(mesh_of):
+    pipe, stacked, model, params = pipeline(mesh_of)
+    batch = tokens(8)
+    assert_close(jax.jit(pipe.loss_fn)(stacked, batch), model(params, batch))
+    program = jax.jit(pipe.loss_fn).lower(stacked, batch).as_text()
+    assert program.count("stablehlo.collective_permute") == 1  # no cotangent travels
+
+    only = js.schedules.one_f_one_b(2, 4, forward_only=True)
+    pipe, stacked, *_ = pipeline(mesh_of, only)
+    assert_close(jax.jit(pipe.loss_fn)(stacked, batch), model(params, batch))
+    with pytest.raises(ValueError, match="forward passes alone"):
+        jax.grad(pipe.loss_fn, has_aux=True)(stacked, batch)
+
+
+def test_activations_may_be_trees_of_any_types(mesh_of):
+    # bfloat16 values, integers and booleans travel; what has no cotangent gets none.
+    def first(params, batch):
+        x = (batch["x"] @ params["w"]).astype(jnp.bfloat16)
+        return {"x": x, "count": jnp.arange(len(x)), "mask": (batch["x"][:, 0] > 0,)}
+
+    def second(params, own):
+        x = jnp.where(own["mask"][0][:, None], own["x"].astype(jnp.float32) @ params["w"], 0)
+        return x * own["count"][:, None]
+
+    params = [{"w": jnp.eye(3)}, {"w": 2 * jnp.eye(3)}]
+    model = js.LayeredModel([first, second], mean)
+    pipe, stacked = own_pipeline(mesh_of, [first, second], mean, params)
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
+    loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch)
+
+    def alone(params):
+        split = [{"x": batch["x"][2 * m : 2 * m + 2]} for m in range(4)]
+        return sum(model(params, part) for part in split) / 4
+
+    expected, known = jax.value_and_grad(alone)(params)
+    assert_close(loss, expected)
+    assert_close(pipe.layout.unstack(grads), known, 1e-2)
+
+
+def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
+    def scaled(params, x):
+        return (x["x"] if isinstance(x, dict) else x) * params["scale"] + params["offset"]
+
+    leaf = {"scale": jnp.full(3, 2.0, jnp.bfloat16), "offset": jnp.arange(3)}
+    params = [leaf, jax.tree.map(lambda x: x + 1, leaf)]
+    pipe, stacked = own_pipeline(mesh_of, [scaled, scaled], mean, params)
+    batch = {"x": np.ones((8, 3), jnp.bfloat16)}
+    grads = jax.jit(jax.grad(pipe.loss_fn, allow_int=True))(stacked, batch)
+    known = jax.grad(js.LayeredModel([scaled, scaled], mean), allow_int=True)(params, batch)
+    assert grads["0/scale"].dtype == jnp.bfloat16
+    assert grads["0/offset"].dtype == jax.dtypes.float0
+    for own, expected in zip(np.asarray(grads["0/scale"]), known, strict=True):
+        assert_close(own[0].astype(np.float32), expected["scale"].astype(np.float32), 1e-2)
+
+
+def test_layers_draw_the_same_keys_forward_and_backward_and_others_per_microbatch(mesh_of):
+    def dropped(params, x, *, key):
+        x = x["x"] if isinstance(x, dict) else x
+        return x @ params["w"] * jax.random.bernoulli(key, 0.5, x.shape)
+
+    params = [{"w": jnp.eye(3) + i} for i in range(4)]
+    pipe, stacked = own_pipeline(mesh_of, [dropped] * 4, mean, params)
+    batch, key = {"x": np.ones((8, 3), np.float32)}, jax.random.key(5)
+    loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch, rng=key)
+    model = js.LayeredModel([dropped] * 4, mean)
+
+    def alone(params):
+        parts = [{"x": batch["x"][2 * m : 2 * m + 2]} for m in range(4)]
+        keys = [jax.random.fold_in(key, m) for m in range(4)]
+        return sum(model(params, x, rng=k) for x, k in zip(parts, keys, strict=True)) / 4
+
+    expected, known = jax.value_and_grad(alone)(params)
+    assert_close(loss, expected)
+    assert_close(pipe.layout.unstack(grads), known)
+    assert_close(jax.jit(pipe.loss_fn)(stacked, batch, rng=key), expected)
+
+
+def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
+    def scaled(params, x):
+        x = x["x"] if isinstance(x, dict) else x
+        return x * params["w"]
+
+    params = [{"w": np.full(64, 0.01, np.float16)}, {"w": np.full(64, 0.01, np.float16)}]
+    batch = {"x": np.full((64, 64), 0.01, np.float16)}
+
+    def found(**options):
+        pipe, stacked = own_pipeline(mesh_of, [scaled] * 2, mean, params, **options)
+        cotangent = lambda s: 1024 * pipe.loss_fn(s, batch).astype(jnp.float32)  # noqa: E731
+        return np.asarray(jax.jit(jax.grad(cotangent))(stacked)["0/w"], np.float32)
+
+    exact = 1024 * 0.01 * 0.01 / 64
+    assert np.abs(found() - exact).max() > 0.1 * exact
+    np.testing.assert_allclose(found(gradient_scale=2.0**10), exact, rtol=0.02)
+
+
+def test_the_cotangent_of_metrics_is_ignored(mesh_of):
+    pipe, stacked, *_ = pipeline(mesh_of)
+    batch = tokens(8)
+    own = jax.jit(jax.grad(lambda s: 3 * pipe.loss_fn(s, batch)[0]))(stacked)
+    both = jax.jit(jax.grad(lambda s: sum(map(jnp.sum, jax.tree.leaves(pipe.loss_fn(s, batch))))))
+    assert_close(own, jax.tree.map(lambda g: 3 * g, both(stacked)))
+
+
+def test_a_program_does_not_grow_with_the_number_of_microbatches(mesh_of):
+    def length(microbatches):
+        pipe, stacked, *_ = pipeline(mesh_of, js.schedules.one_f_one_b(2, microbatches))
+        step = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))
+        text = step.lower(stacked, tokens(2 * microbatches)).as_text()
+        return len(re.sub(r"dense<[^>]*>", "", text).splitlines())
+
+    assert length(64) == length(4)
+
+
+BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": js.schedules.gpipe(4, 8), "sizes": {"stage": 2}}, "4 stages, and `mesh` 2"),
+        ({"axis_name": "pipe"}, "'pipe' is not an axis of `mesh`, which has 'stage'"),
+        ({"data_axes": ("fsdp",)}, "`data_axes` 'fsdp' is not an axis"),
+        ({"data_axes": ("stage",)}, "not that of the stages"),
+        ({"schedule": js.schedules.gpipe(8, 8)}, "8 stages and the model 4 layers"),
+        (BLOCKED, "a stage without layers"),
+        ({"gradient_scale": 0.0}, "`gradient_scale` must be a number above 0"),
+        ({"param_specs": [P("stage"), P(), P(), P()]}, "`param_specs` names axis 'stage'"),
+        ({"param_specs": [P("tensor"), P(), P(), P()]}, "`param_specs` names axis 'tensor'"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(mesh_of, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline(mesh_of, **options)
+
+
+def test_specs_of_tied_leaves_must_agree(mesh_of):
+    specs = [P("fsdp"), P(), P(), P(None, "fsdp")]
+    with pytest.raises(ValueError, match="`param_specs` must be equal for tied leaves"):
+        pipeline(mesh_of, sizes={"stage": 2, "fsdp": 2}, param_specs=specs)
+
+
+def test_a_schedule_must_be_one(mesh_of):
+    model, params = language_model(2)
+    with pytest.raises(ValueError, match="`schedule` must be"):
+        js.pipelined(model, params, "1f1b", mesh=mesh_of({"stage": 2}))
+    with pytest.raises(ValueError, match="`mesh` must be"):
+        js.pipelined(model, params, SCHEDULE, mesh=js.virtual_mesh({"stage": 2}))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (tokens(6), "4 microbatches, which must divide the batch of a replica, got 6"),
+        (tokens(4), "of 1 examples in parts, which axis 'fsdp' of size 2"),
+        ({"tokens": np.zeros(8, int), "next": np.zeros((), int)}, "leading dimension counts its"),
+        ({"tokens": np.zeros(8, int), "next": np.zeros(4, int)}, "next: 4, tokens: 8"),
+        ({}, "got no leaves"),
+    ],
+)
+def test_batches_that_are_refused(mesh_of, batch, message):
+    sizes = {"stage": 2, "fsdp": 2}
+    pipe, stacked, *_ = pipeline(mesh_of, sizes=sizes, data_axes=("fsdp",))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipe.loss_fn(stacked, batch)
+
+
+def test_parameters_that_were_not_stacked_are_refused(mesh_of):
+    pipe, stacked, _, params = pipeline(mesh_of)
+    with pytest.raises(ValueError, match="`stacked` must be parameters"):
+        pipe.loss_fn(params, tokens(8))
+    mapped = jax.shard_map(
+        lambda s: pipe.loss_fn(s, tokens(8)),
+        mesh=mesh_of({"stage": 2}),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match="'stage' is mapped already"):
+        jax.jit(mapped)(stacked)

@@ -1,0 +1,76 @@
+"""A small model of layers, and pipelines of it beside itself on one device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxslowmo as js
+
+WIDTH, VOCABULARY = 4, 8
+
+
+def embed(params, batch):
+    return params["table"][batch["tokens"]]
+
+
+def block(params, x):
+    return x + jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def head(params, x):
+    return x @ params["table"].T
+
+
+def loss(logits, batch):
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)
+    return -jnp.mean(own), {"highest": jnp.mean(jnp.max(logits, -1))}
+
+
+def language_model(num_blocks: int, *, tied: bool = True) -> tuple[js.LayeredModel, list[Any]]:
+    """An embedding, blocks and a head, and parameters for them."""
+    draw = np.random.default_rng(7).normal
+    table = draw(size=(VOCABULARY, WIDTH))
+    params = [{"table": table}]
+    for _ in range(num_blocks):
+        params.append(
+            {
+                "up": draw(size=(WIDTH, 6)) / 2,
+                "bias": draw(size=6) / 4,
+                "down": draw(size=(6, WIDTH)) / 2,
+            }
+        )
+    params.append({"table": table if tied else draw(size=(VOCABULARY, WIDTH))})
+    groups = [((0, "table"), (num_blocks + 1, "table"))] if tied else []
+    model = js.LayeredModel([embed, *[block] * num_blocks, head], loss, tied=groups)
+    return model, jax.tree.map(lambda x: x.astype(np.float32), params)
+
+
+def tokens(examples: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch for it."""
+    drawn = np.random.default_rng(seed).integers(0, VOCABULARY, (2, examples))
+    return {"tokens": drawn[0].astype(np.int32), "next": drawn[1].astype(np.int32)}
+
+
+def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Trees of equal structure and, to rounding in float32, values."""
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), got, expected
+    )
+
+
+def assert_gradients_alike(
+    pipe: js.Pipelined, model: js.LayeredModel, params: Sequence[Any], batch: Any, stacked: Any
+) -> None:
+    """Loss, metrics, gradients and their norm are those of the model on one device."""
+    found, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)
+    known, expected = jax.value_and_grad(model, has_aux=True)(list(params), batch)
+    assert_close(found, known)
+    assert_close(pipe.layout.unstack(grads), expected)
+    # Of everything, padding included: a sum that was scaled or counted twice would show.
+    norms = [
+        np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(t))) for t in (grads, expected)
+    ]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
