@@ -11,18 +11,19 @@ from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_over, varying_axes
-from ..transform import check_axis_argument, check_weight, gradient_state, increment
+from ..transform import (
+    Exchange,
+    LayoutNotice,
+    check_weight,
+    checked_exchange,
+    gradient_state,
+    increment,
+)
 from ..tree import MIB, check_floating, leaf_names
+from ._bucket_layout import BucketLayout, Order, check_order
 from ._gradient_axes import axes_of
 from ._hook import CommHook, check_hook
-from ._reduce_buckets import (
-    BucketLayout,
-    Order,
-    check_order,
-    init_hook,
-    reduce_plainly,
-    reduce_with_hook,
-)
+from ._reduce_buckets import init_hook, reduce_plainly, reduce_with_hook
 
 BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's reducer
 _OWNER = ALL_REDUCE_GRADIENTS
@@ -48,6 +49,7 @@ def all_reduce_gradients(
     split_large: bool = False,
     hook: CommHook | None = None,
     divide_by: Literal["initial", "active"] = "initial",
+    param_specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Mean of the gradients over replicas, in flat buckets.
 
@@ -70,27 +72,37 @@ def all_reduce_gradients(
       divide_by: with a weight, what the sum is divided by when some replicas have weight 0:
         `"active"` takes the (weighted) mean over the others, `"initial"` makes it smaller by the
         share of replicas that are left, as if the others had sent zeros.
+      param_specs: `PartitionSpec` per leaf, or a prefix of the tree, over axes inside a replica
+        that are left to the compiler: each device then reduces its own blocks. Leaves that are
+        sharded over other axes share no bucket, and sizes are those of a device's blocks. None:
+        what `update` is told (`make_train_step` does that), or the types say (Explicit axes);
+        else sharded leaves are gathered. A hook with state knows what is given here alone, or
+        typed, and keeps a state for each block.
 
     Returns:
       A transform with state `AllReduceGradientsState`. `update(grads, state, params=None,
-      weight=None, ready_order=None)` returns the mean gradients, in the gradients' shapes and
-      dtypes. Works in half precision (float16 is divided before it is summed).
+      weight=None, ready_order=None, param_specs=None)` returns the mean gradients, in the
+      gradients' shapes and dtypes. Works in half precision (float16 is divided before it is
+      summed).
 
       `weight`: () number, this replica's share in the mean, such as its number of samples; 0 for a
       replica that has run out, whose gradients are ignored, NaN included. If all are 0 the mean is
       0. `ready_order`: positions of all leaves, in place of `order="reverse"`;
-      `make_train_step(order="ready")` passes it.
+      `make_train_step(order="ready")` passes it. `param_specs`: as above, where none were given.
 
     Raises:
       ValueError: negative sizes, another order, hook or `divide_by`, at construction; at trace time
         an unbound axis, non-float leaves, names or positions that the gradients do not have, and
         gradients that don't vary over `axis_name`. The last means that they are summed already:
         inside shard_map with its default check, jax sums gradients of parameters that are equal
-        over an axis by itself.
-      UserWarning: once, if the axis has size 1.
+        over an axis by itself. Also specs that name `axis_name`, an axis that the mesh does not
+        have, or that don't fit the gradients.
+      UserWarning: once, if the axis has size 1, and where sharded leaves are gathered.
 
     Communication: every update, one all-reduce over `axis_name` per bucket; N bytes together, N the
-      bytes of the gradients; a weight travels in the first float32 bucket (8 bytes). With a hook
+      bytes of the gradients, of each leaf those of a device's own block where specs are known; a
+      weight travels in the first float32 bucket (8 bytes) of each group of leaves that are sharded
+      alike. With a hook
       what that states, and 8 bytes of an all-reduce for a weight. Between processes on CPU the
       compiler merges the buckets into one behind the backward pass. They stay apart and travel
       beside it, one after the other, with `XLA_FLAGS=--xla_disable_hlo_passes=
@@ -100,7 +112,7 @@ def all_reduce_gradients(
     Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (bucketing); torch 2.13,
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
     """
-    check_axis_argument(_OWNER, "axis_name", axis_name)
+    over = checked_exchange(_OWNER, axis_name, None, param_specs)
     layout = BucketLayout(
         limits=(first_bucket_bytes, bucket_bytes),
         order=order,
@@ -112,11 +124,13 @@ def all_reduce_gradients(
     _check_options(layout, hook, divide_by)
     by_initial = divide_by == "initial"
     warn = warn_once()
+    notice = LayoutNotice(_OWNER, over, warn)
 
     def init_fn(params: PyTree) -> AllReduceGradientsState:
+        notice.at_init()
         if hook is None:
             return AllReduceGradientsState()
-        states = _init_hook_states(hook, layout, params, axis_name)
+        states = _init_hook_states(hook, layout, params, over)
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
@@ -126,6 +140,7 @@ def all_reduce_gradients(
         *,
         weight: Any = None,
         ready_order: Sequence[int] | None = None,
+        param_specs: PyTree | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
@@ -133,15 +148,21 @@ def all_reduce_gradients(
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
+        known = over
         if hook is not None and jax.tree.leaves(state.hook):
+            # Its buckets are those of `init`, which was not told.
             _check_order_is_known(ready_order, order)
+        elif param_specs is not None:
+            known = over.with_specs(param_specs)
+        if known.param_specs is None:
+            notice.at_update()
         with jax.named_scope(_OWNER):
-            plan = layout.plan(updates, ready_order)
+            buckets = layout.planned(updates, known.param_specs, ready_order)
             if hook is None:
-                return reduce_plainly(plan, updates, axis_name, share, by_initial), state
+                return reduce_plainly(buckets, updates, axis_name, share, by_initial), state
             count = increment(state.count)
             means, states = reduce_with_hook(
-                hook, state.hook, plan, updates, axis_name, count, share, by_initial
+                hook, state.hook, buckets, updates, axis_name, count, share, by_initial
             )
         return means, AllReduceGradientsState(count, states)
 
@@ -149,29 +170,32 @@ def all_reduce_gradients(
 
 
 def mean_gradients(
-    grads: PyTree, axis_name: AxisName, ready_order: Sequence[int] | None = None
+    grads: PyTree,
+    axis_name: AxisName,
+    ready_order: Sequence[int] | None = None,
+    param_specs: PyTree | None = None,
 ) -> PyTree:
     """Mean of `grads` over `axis_name` in buckets of the default sizes.
 
     Communication: one all-reduce over `axis_name` per bucket.
     """
-    plan = BucketLayout(BUCKET_LIMITS).plan(grads, ready_order)
+    buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
-        return reduce_plainly(plan, grads, axis_name, None, True)
+        return reduce_plainly(buckets, grads, axis_name, None, True)
 
 
 def _init_hook_states(
-    hook: CommHook, layout: BucketLayout, params: PyTree, axis_name: AxisName
+    hook: CommHook, layout: BucketLayout, params: PyTree, over: Exchange
 ) -> PyTree:
     """The states of a hook, one per bucket."""
     # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
     if not jax.tree.leaves(params):
         return ()
-    require_axes(_OWNER, "axis_name", axis_name)
+    require_axes(_OWNER, "axis_name", over.axis_name)
     check_floating(_OWNER, params)
-    states = init_hook(hook, layout.plan(params), leaf_names(params), axis_name)
+    states = init_hook(hook, layout.planned(params, over.param_specs), over.axis_name)
     # Gradients of parameters that are sharded over other axes differ there too.
-    return vary_over(states, axes_of(params) - set(axis_names(axis_name)))
+    return vary_over(states, axes_of(params) - set(axis_names(over.axis_name)))
 
 
 def _check_options(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> None:

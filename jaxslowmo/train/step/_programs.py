@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import Phase, PyTree
+from ...embedding import WithTables
 from ...mesh import AnyMesh, VirtualMesh, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
@@ -237,8 +238,10 @@ class Programs:
         """
         inner_axes = self._layouts.inner_axes(layout)
         loss = dataclasses.replace(self._parts.differentiation, inner_axes=inner_axes)
-        parts, sync = dataclasses.replace(self._parts, differentiation=loss), self._parts.sync
-        if sync is None or layout.specs is None:
+        specs, sync = layout.specs, self._parts.sync
+        own = specs.dense if isinstance(specs, WithTables) else specs
+        parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=own)
+        if sync is None or specs is None:
             return parts
         if sync.shards_whole_leaves and self._layouts.has_auto(layout):
             self._warn(
@@ -246,7 +249,7 @@ class Programs:
                 f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
                 "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
-        return dataclasses.replace(parts, sync=sync.with_specs(layout.specs))
+        return dataclasses.replace(parts, sync=sync.with_specs(specs))
 
 
 def abstract(mesh: VirtualMesh) -> AbstractMesh:

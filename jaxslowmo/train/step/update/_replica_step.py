@@ -76,13 +76,18 @@ class StepParts:
     axis_name: AxisName
     order: GradientOrder
     tables: Tables | None = None
+    param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
-        first = self.gradients or optax.identity(), self.optimizer
+        first = self.first_two()
         if self.sync is None:
             return optax.chain(*first, no_exchange())
         return following(first, of_known_layout(self.sync))
+
+    def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+        """Gradient transform and optimizer."""
+        return of_known_layout(self.gradients or optax.identity()), of_known_layout(self.optimizer)
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
@@ -184,17 +189,20 @@ class StepParts:
         value, averaged = as_value(gathered.loss), frozenset[str]()
         # Devices along other inner axes have other examples and the same rows.
         axis, nested = (None, None) if self.tables is None else self.tables[1:]
+        specs = self.param_specs
         rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
             known: dict[str, Any] = {} if weight is None else {"weight": weight}
             if order is not None:
                 known["ready_order"] = order
+            if specs is not None:
+                known["param_specs"] = specs
             update = partial(self.gradients.update, **known)
             operands = grads, after, state.params
             reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
             if axis is not None and not reduction.communicates_over(axis):
                 # It knows the replicas alone: their devices' gradients are averaged before.
-                operands = mean_gradients(grads, (axis,), order), after, state.params
+                operands = mean_gradients(grads, (axis,), order, specs), after, state.params
                 reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
             run = reduction
             if loss_scale_of(state.opt_state) is not None:
@@ -203,7 +211,7 @@ class StepParts:
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
             rows = reduction.rows(rows, weight, *operands)
         elif inner_axes:
-            grads = mean_gradients(grads, inner_axes, order)
+            grads = mean_gradients(grads, inner_axes, order, specs)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         names = axis_names(self.axis_name)
@@ -230,6 +238,7 @@ class StepParts:
                 axis_name=self.axis_name,
                 weight=weight,
                 finite=finite,
+                param_specs=self.param_specs,
             )
         wants_rate = self.sync is not None and self.sync.wants_learning_rate
         rate = optimizer_rate(after) if wants_rate else None
@@ -279,14 +288,16 @@ def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
     return state._replace(rng=key), state._replace(rng=rng)
 
 
-def of_known_layout(sync: ParameterTransform) -> ParameterTransform:
-    """`sync` for a step, which gives it the specs of the parameters once there are some."""
+def of_known_layout(transform: Any) -> Any:
+    """A transform for a step, which tells it the specs of the parameters once there are some."""
 
     def init(params: PyTree) -> PyTree:
         with layouts_known():
-            return sync.init(params)
+            return transform.init(params)
 
-    return sync._replace(init=init, state=sync.state)
+    if isinstance(transform, ParameterTransform):
+        return transform._replace(init=init, state=transform.state)
+    return transform._replace(init=init)
 
 
 def _check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ def table_chain(parts: StepParts, tables: Tables) -> optax.GradientTransformatio
     Its `init` takes `WithTables`, under the replica axis; its `update` is the step's.
     """
     embeddings = tables.embeddings
-    optimizers = following((parts.gradients or optax.identity(), parts.optimizer))
+    optimizers = following(parts.first_two())
     sync = no_exchange() if parts.sync is None else of_known_layout(parts.sync)
 
     def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:

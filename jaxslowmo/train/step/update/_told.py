@@ -231,12 +231,14 @@ def update_told(
     axis_name: AxisName,
     weight: jax.Array | None,
     finite: jax.Array | None = None,
+    param_specs: PyTree | None = None,
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
     Where `optimizer` is a chain that averages gradients by a transform of ours, `value` is averaged
-    likewise. One that keeps a loss scale is told that gradients were divided by it, and whether
-    those that it does not get are `finite`.
+    likewise, and the chain is told the specs of the parameters, where there are some. One that
+    keeps a loss scale is told that gradients were divided by it, and whether those that it does not
+    get are `finite`.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
@@ -257,7 +259,9 @@ def update_told(
         finite: Any,
         data: Any,
     ) -> tuple[PyTree, PyTree]:
-        extra = {} if weight is None else {"weight": weight}
+        extra: dict[str, Any] = {} if weight is None else {"weight": weight}
+        if is_chain and param_specs is not None:
+            extra["param_specs"] = param_specs
         is_refused = averaged or loss.data is None
         own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
         told = {"value": value, "grad": grads, "value_fn": own, **extra}
