@@ -39,6 +39,8 @@ from .mesh import consensus as consensus
 from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
+from .pipeline import HostPipeline as HostPipeline
+from .pipeline import HostState as HostState
 from .pipeline import LayeredModel as LayeredModel
 from .pipeline import Pipelined as Pipelined
 from .pipeline import Schedule as Schedule

@@ -63,6 +63,7 @@ def map_replicas(
     in_roles: tuple[Roles, ...],
     out_roles: Roles = "stacked",
     automatic: frozenset[str] = frozenset(),
+    check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Map `fn`, written for one replica, over the axes of `mesh`.
 
@@ -73,6 +74,7 @@ def map_replicas(
       in_roles: a `Role` per argument, or a tree of them that is a prefix of it.
       out_roles: of the results, likewise.
       automatic: axes inside a replica that the compiler handles.
+      check_vma: as of `jax.shard_map`; without it no sum over an axis is added on the way back.
 
     Returns:
       A function of stacked trees, to be called under `jax.jit`.
@@ -100,6 +102,7 @@ def map_replicas(
         in_specs=jax.tree.map(specs.__getitem__, in_roles),
         out_specs=jax.tree.map(specs.__getitem__, out_roles),
         axis_names={*replicas, *inner},
+        check_vma=check_vma,
     )
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
         return mapped

@@ -1,6 +1,8 @@
 """One model over several stages, each on devices of its own."""
 
 from . import schedules as schedules
+from .host import HostPipeline as HostPipeline
+from .host import HostState as HostState
 from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout
 from .one_program import Pipelined as Pipelined

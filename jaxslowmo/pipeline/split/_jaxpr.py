@@ -88,6 +88,11 @@ def variables(atoms: Iterable[Atom]) -> Iterator[Var]:
     return (v for v in atoms if not isinstance(v, Literal))
 
 
+def used_by(equations: Iterable[JaxprEqn], outputs: Iterable[Atom]) -> set[Var]:
+    """Values that some equation takes, or that are given out."""
+    return {v for atoms in (*(e.invars for e in equations), outputs) for v in variables(atoms)}
+
+
 def has_side_effects(equation: JaxprEqn) -> bool:
     """Whether it is done for more than its results: it prints, or calls back to the host."""
     return any(not isinstance(effect, NamedAxisEffect) for effect in equation.effects)

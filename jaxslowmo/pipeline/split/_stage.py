@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from ..._typing import PyTree
 from ._arguments import Argument
-from ._jaxpr import Atom, run, struct_of
+from ._jaxpr import Atom, run, struct_of, used_by
 from ._partition import Program
 from ._passes import trace_backward, trace_forward
 
@@ -42,6 +42,7 @@ class StageProgram:
       stash: types of what F leaves for the backward pass: no leaf of weights or microbatch, nothing
         that one of them alone determines by cheap means.
       kept: types of what B leaves for W beside the stash.
+      reads: per leaf of the microbatch, whether any operation looks at it.
 
     Communication: that of the stage's function alone.
     """
@@ -49,6 +50,7 @@ class StageProgram:
     y: PyTree
     stash: tuple[jax.ShapeDtypeStruct, ...]
     kept: tuple[jax.ShapeDtypeStruct, ...]
+    reads: tuple[bool, ...]
     _weights: Argument = field(repr=False)
     _x: Argument = field(repr=False)
     _microbatch: Argument = field(repr=False)
@@ -166,10 +168,14 @@ def split_stage(
     of_weights, kept = program.cut(back.dweights, done.__contains__)
     both = program.and_effects(program.cut((*back.dx, *back.dweights), nowhere).equations)
     known = back.inputs[: len(back.inputs) - len(back.cotangents)]
+    again = known[len(there.weights) :][: len(there.microbatch)]
+    read = used_by(forward, outputs) | used_by(both, (*back.dx, *back.dweights))
+    reads = tuple(a in read or b in read for a, b in zip(there.microbatch, again, strict=True))
     return StageProgram(
         y=jax.tree.map(struct_of, there.result.tree.unflatten(there.result.types)),
         stash=tuple(struct_of(v.aval) for v in back.stash),
         kept=tuple(struct_of(v.aval) for v in kept),
+        reads=reads,
         _weights=ours,
         _x=before,
         _microbatch=data,
