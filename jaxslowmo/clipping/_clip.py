@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._scopes import CLIP
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, match_varying, require_axes, vary_over, varying_axes
 from ..pipeline import TiedGroup, checked_groups
@@ -125,7 +126,8 @@ def clip_by_global_norm(
             return scaled(updates, new.scale), new
         require_axes(OWNER, "model_axes", axes)
         masks = _masks(counted, updates)
-        found = global_norm(updates, norm, axes, counting.shares(updates), masks)
+        with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
+            found = global_norm(updates, norm, axes, counting.shares(updates), masks)
         new = match_varying(_new_state(found, max_norm, state), state)
         if validation is not None:
             return updates, new

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._scopes import CLIP
 from .._typing import PyTree
 from ..mesh import axis_size, settle, vary_over
 from ..sparse import RowGradient, coalesce, is_row_gradient
@@ -57,8 +56,7 @@ def global_norm(
     if largest:  # not every backend's maximum keeps a NaN
         total = jnp.where(jnp.isnan(total), jnp.inf, total)
     if any(axis_size(axis) > 1 for axis in axes):
-        with jax.named_scope(CLIP):
-            total = (lax.pmax if largest else lax.psum)(vary_over(total, axes), axes)
+        total = (lax.pmax if largest else lax.psum)(vary_over(total, axes), axes)
     else:
         total = settle(total, axes)
     if largest or norm == 1:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, collective_axes, match_varying, require_axes, vary_over, varying_axes
@@ -80,9 +81,11 @@ def dynamic_loss_scale(
       of the loss, divided in at least float32, in the dtypes that they had (float16 gradients lose
       then what the scale has kept: let parameters be float32). `finite`: () bool, False skips, as
       gradients that are not among `grads` may want. `unscaled=True`: the gradients were divided
-      already. `weight`: this replica's share; where another one counts along `axes`, one of weight
-      0 is not asked. These, a `grad` that is divided as the gradients are, and other arguments
-      reach `optimizer`; `value` and `value_fn` shall be of the loss that is not scaled.
+      already. `validation`: `js.make_train_step(validate="after")` says that the optimizer shall
+      not wait for what other devices find. `weight`: this replica's share; where another one counts
+      along `axes`, one of weight 0 is not asked. These, a `grad` that is divided as the gradients
+      are, and other arguments reach `optimizer`; `value` and `value_fn` shall be of the loss that
+      is not scaled.
 
     Raises:
       ValueError: numbers outside of these bounds, `optimizer` that is no transform or a parameter
@@ -188,17 +191,24 @@ class _LossScale:
         if "grad" in extra and not unscaled:
             extra["grad"] = divided(extra["grad"], state.scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
-        skip = anywhere(found, {*self._axes, *inner_axes}, share)
-        # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and what
-        # is not finite does not travel; unless nothing shall wait for `skip` but the choice below.
-        moved, inner = run(grads if validation else zero_if(skip, grads), state.inner)
+        if validation is None or validation.skipped is None:
+            skip = anywhere(found, {*self._axes, *inner_axes}, share)
+        else:
+            skip = validation.skipped
+        if validation is None:
+            # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and
+            # what is not finite does not travel.
+            made = run(zero_if(skip, grads), state.inner)
+            moved, inner = _unless(skip, made, state.inner)
+        else:
+            moved, inner = _unless_late(skip, run(grads, state.inner), state.inner)
         new = DynamicLossScaleState(
             *self._rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),
             skipped_last=skip,
-            inner=as_before_if(skip, inner, state.inner),
+            inner=inner,
         )
-        return zero_if(skip, moved), match_varying(new, state)
+        return moved, match_varying(new, state)
 
     def _check_axes(self) -> None:
         try:
@@ -208,6 +218,29 @@ class _LossScale:
                 f"{error} Axes over which the compiler shards are not mapped: leave them out, "
                 "since gradients are looked at as a whole there."
             ) from None
+
+
+_Made = tuple[PyTree, PyTree]  # updates, and the state of the optimizer after them
+
+
+def _unless(skip: jax.Array, made: _Made, before: PyTree) -> _Made:
+    """What was made, or zeros and the state before where `skip`, () bool, is True."""
+    moved, after = made
+    return zero_if(skip, moved), as_before_if(skip, after, before)
+
+
+def _unless_late(skip: jax.Array, made: _Made, before: PyTree) -> _Made:
+    """The same, where the optimizer's arithmetic shall be done before `skip` is known.
+
+    The compiler would make one loop of it and of a choice; what a conditional is given is there
+    before it.
+    """
+
+    def choose(made: _Made) -> _Made:
+        return _unless(skip, made, before)
+
+    like = jax.eval_shape(choose, made)
+    return lax.cond(skip, choose, lambda made: match_varying(made, like), made)
 
 
 def _as_flag(finite: Any) -> jax.Array:

@@ -13,10 +13,13 @@ class Validation:
     Args:
       known: the state of `js.clip_by_global_norm`, found by an earlier run of the same update, for
         it to clip by without looking again; None: it looks, and does not clip.
+      skipped: () bool, whether that run found something that is not finite, for
+        `js.dynamic_loss_scale`; None: it looks.
     """
 
-    def __init__(self, known: Any = None) -> None:
+    def __init__(self, known: Any = None, skipped: Any = None) -> None:
         self._known = known
+        self.skipped = skipped
         self.was_asked = False
 
     def ask(self) -> Any:

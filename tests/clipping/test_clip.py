@@ -119,6 +119,34 @@ def test_one_bad_value_on_one_device_is_seen_on_all(norm, bad):
     assert all(np.isnan(x).all() for x in jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_loss_scale_around_it_skips_on_all_devices(typed):
+    """It asks along the axes of the norm, of which it was told nothing."""
+    grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
+    bad = {**grads, "parts": np.where(np.arange(4)[:, None] == 2, np.nan, grads["parts"])}
+    specs = {"parts": P(MODEL), "whole": P()}
+    clip = js.clip_by_global_norm(1.0, MODEL, **({} if typed else {"param_specs": specs}))
+    tx = js.dynamic_loss_scale(optax.chain(clip, optax.sgd(0.1, momentum=0.9)), initial=1.0)
+
+    def of_device(grads, bad):
+        first, state = tx.update(grads, tx.init(grads))
+        second, after = tx.update(bad, state)
+        return first, second, [jnp.reshape(s.skipped, (1, 1)) for s in (state, after)]
+
+    fn = jax.shard_map(
+        of_device,
+        mesh=js.make_mesh(AXES),
+        in_specs=(specs, specs),
+        out_specs=(specs, specs, P(*MODEL)),
+        check_vma=typed,
+    )
+    first, second, skipped = jax.jit(fn)(grads, bad)
+    np.testing.assert_array_equal(skipped[0], np.zeros((2, 2)))
+    np.testing.assert_array_equal(skipped[1], np.ones((2, 2)))
+    np.testing.assert_allclose(norm_of(first, 2), 0.1, rtol=1e-5)
+    assert not any(x.any() for x in jax.tree.leaves(second))
+
+
 def test_one_exchange_however_many_layouts():
     grads = {f"w{i}": np.ones((4, 4), "f4") for i in range(len(SPECS))}
     layout = {f"w{i}": spec for i, spec in enumerate(SPECS)}

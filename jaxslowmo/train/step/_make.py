@@ -15,7 +15,14 @@ from ..batches import HostBatch
 from ._step import Mode, TrainStep
 from ._tables import sync_of_tables, tables_of
 from ._transforms import check_gradients, check_sync_axes, checked_gradients
-from .update import Differentiation, GradientOrder, ModelStateMode, StepParts, of_vectors
+from .update import (
+    Differentiation,
+    GradientOrder,
+    ModelStateMode,
+    StepParts,
+    Validate,
+    of_vectors,
+)
 
 
 def make_train_step(
@@ -34,6 +41,7 @@ def make_train_step(
     donate: bool = True,
     embeddings: Embeddings | None = None,
     policy: Policy | None = None,
+    validate: Validate = "before",
 ) -> TrainStep:
     """A data-parallel training step over replicas.
 
@@ -86,18 +94,27 @@ def make_train_step(
         around `optimizer`: the loss is then multiplied by its scale wherever gradients are taken,
         and these are divided by it at once; metrics are of the loss itself, and have `loss_scale`
         and `skipped_updates`, too.
+      validate: `"before"`: gradients are clipped, and looked at for what is not finite, before the
+        optimizer sees them. `"after"`: the optimizer makes its update of them as they are, while
+        devices that share a model find the norm of `js.clip_by_global_norm` and what
+        `js.dynamic_loss_scale` asks; then the update stands, is dropped, or is made again from the
+        old state with clipped gradients. Equal results; a second update by the optimizer in
+        updates that clip (with virtual replicas in all).
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`, `step.init(params)` makes the state.
 
     Raises:
-      ValueError: unknown axis, mode, model_state, order or host_batch; accumulate < 1; `sync` that
-        is neither a `ParameterTransform` nor `"none"`, or `"none"` with `model_state="broadcast"`;
-        a parameter transform as `gradients`. At `init`, or at the first step, one inside
-        `gradients` or, host-scheduled, inside `optimizer`; replicas that would train apart. At
-        trace time batches that do not split evenly, gradients that were not averaged over the inner
-        axes, a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")`
-        and an `optimizer` whose state does not hold one learning rate.
+      ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
+        `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
+        `model_state="broadcast"`; a parameter transform as `gradients`. At `init`, or at the first
+        step, one inside `gradients` or, host-scheduled, inside `optimizer`; replicas that would
+        train apart; with `validate="after"` neither clipping nor loss scale of ours, several
+        clippings, one in `gradients` that is not last, one beside an `optimizer` that exchanges by
+        itself. At trace time batches that do not split evenly, gradients that were not averaged
+        over the inner axes, a line search where they are averaged over any,
+        `js.slowmo(learning_rate="optimizer")` and an `optimizer` whose state does not hold one
+        learning rate.
       UserWarning: once, for an `optimizer` that takes back what `sync` does (one that nobody knows
         is tried on few numbers), and for `optax.contrib.sam` with a period that `sync` cuts.
 
@@ -135,6 +152,8 @@ def make_train_step(
         raise ValueError(
             f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
         )
+    if validate not in ("before", "after"):
+        raise ValueError(f'`validate` must be "before" or "after", got {validate!r}.')
     check_gradients(gradients)
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
@@ -160,5 +179,6 @@ def make_train_step(
         axis_name=axis_name,
         order=order,
         tables=tables,
+        validate=validate,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

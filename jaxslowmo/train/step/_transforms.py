@@ -12,6 +12,7 @@ from ..._typing import AxisName, PyTree
 from ...mesh import AnyMesh, axis_names
 from ...precision import check_place, scale_state
 from ...transform import ParameterTransform, holds_state
+from .update import Validate, check_late
 
 
 def check_gradients(gradients: optax.GradientTransformation | None) -> None:
@@ -59,6 +60,7 @@ def check_transforms(
     axis_name: AxisName,
     num_replicas: int,
     exchanges: bool,
+    validate: Validate = "before",
 ) -> None:
     """Check what only the states of `gradients` and `optimizer` tell about them.
 
@@ -69,15 +71,19 @@ def check_transforms(
       num_replicas: along it.
       exchanges: whether the step was given `sync` or `gradients`; True where replicas were said to
         train apart.
+      validate: of the step.
 
     Raises:
       ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; a loss
         scale in `gradients`, several in `optimizer`, or one where it does not work; several
-        replicas that would train apart without anyone having said so.
+        replicas that would train apart without anyone having said so; nothing that an update could
+      be validated by afterwards, or in a place where that cannot be.
     """
     gradients, optimizer = opt_state[:2]
     _check_gradients_state(gradients)
     check_place(optimizer)
+    if validate == "after":
+        check_late(gradients, optimizer)
     found = holds_state(optimizer, "parameters")
     if mode == "host" and found:
         raise ValueError(

@@ -10,6 +10,7 @@ from ._loss import of_vectors as of_vectors
 from ._model_state import ModelStateMode as ModelStateMode
 from ._replica_step import GradientOrder as GradientOrder
 from ._replica_step import StepParts as StepParts
+from ._replica_step import Validate as Validate
 from ._shards import Tables as Tables
 from ._shards import on_shards as on_shards
 from ._table_chain import table_chain as table_chain
@@ -17,3 +18,4 @@ from ._window import ROLES as ROLES
 from ._window import GradientWindow as GradientWindow
 from ._window import Metrics as Metrics
 from ._with_tables import TableParts as TableParts
+from .ways import check_late as check_late

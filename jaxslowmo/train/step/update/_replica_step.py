@@ -10,11 +10,13 @@ import optax
 
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
+from ....clipping import clip_state
 from ....mesh import axis_names, vary_over, varying_axes
 from ....precision import loss_scale_of, unless_overflow, was_skipped
 from ....reducer import mean_gradients
 from ....transform import (
     ParameterTransform,
+    Validation,
     following,
     holds_state,
     increment,
@@ -33,8 +35,10 @@ from ._rows import Rows, all_finite, mean_rows
 from ._shards import Tables
 from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
 from ._window import GradientWindow, Metrics
+from .ways import Made, check_asked, validated
 
 GradientOrder = Literal["reverse", "ready"]
+Validate = Literal["before", "after"]
 
 
 class Reduced(NamedTuple):
@@ -77,6 +81,7 @@ class StepParts:
     order: GradientOrder
     tables: Tables | None = None
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
+    validate: Validate = "before"
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
@@ -138,7 +143,8 @@ class StepParts:
         """
         weight = gathered.weight
         reduced = self._reduced(state, gathered, self._order_of(state, like))
-        updates, optimizer_state, rate, alone = self._optimized(state, reduced, gathered)
+        alone = self._alone(state, reduced)
+        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
         _check_reduced(updates, self.inner_axes)
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
@@ -197,6 +203,9 @@ class StepParts:
                 known["ready_order"] = order
             if specs is not None:
                 known["param_specs"] = specs
+            late = Validation() if self.validate == "after" else None
+            if late is not None:
+                known["validation"] = late
             update = partial(self.gradients.update, **known)
             operands = grads, after, state.params
             reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
@@ -208,6 +217,8 @@ class StepParts:
             if loss_scale_of(state.opt_state) is not None:
                 run = unless_overflow(reduction, {*reduction.axes, *inner_axes}, weight)
             grads, after = run(*operands)
+            if late is not None and clip_state(after) is not None:
+                check_asked(late)
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
             rows = reduction.rows(rows, weight, *operands)
         elif inner_axes:
@@ -219,19 +230,31 @@ class StepParts:
         return Reduced(vary_over(grads, names), rows, after, vary_over(value, names), over)
 
     def _optimized(
-        self, state: TrainState, reduced: Reduced, gathered: Gathered
-    ) -> tuple[PyTree, PyTree, jax.Array | None, bool]:
-        """Updates, the optimizer's state, the rate that it used where `sync` wants it.
+        self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
+    ) -> Made:
+        """What the optimizer makes of the gradients; validated when it is there, if that is so."""
+        run = partial(self._made, state, reduced, gathered, alone)
+        if self.validate == "before":
+            return run(reduced.grads, None)
+        return validated(run, reduced.grads, reduced.state, state.opt_state[1])
 
-        And whether nothing brings replicas together.
-        """
+    def _made(
+        self,
+        state: TrainState,
+        reduced: Reduced,
+        gathered: Gathered,
+        alone: bool,
+        grads: PyTree,
+        validation: Validation | None,
+    ) -> Made:
+        """Updates, the optimizer's state, the rate that it used where `sync` wants it."""
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and loss_scale_of(before) is not None:
             finite = all_finite(reduced.rows, self.inner_axes)
         with jax.named_scope("optimizer"):
             updates, after = update_told(
                 self.optimizer,
-                reduced.grads,
+                grads,
                 before,
                 state.params,
                 loss=Loss(reduced.loss, reduced.over, self.differentiation, gathered.data),
@@ -239,20 +262,24 @@ class StepParts:
                 weight=weight,
                 finite=finite,
                 param_specs=self.param_specs,
+                validation=validation,
             )
         wants_rate = self.sync is not None and self.sync.wants_learning_rate
         rate = optimizer_rate(after) if wants_rate else None
-        # Whether nothing brings replicas together, so that an idle one has nobody to follow.
-        alone = (
+        if weight is not None and (self.sync is not None or alone):
+            after = kept_if_idle(weight, after, before)
+        return Made(unless_idle(updates, weight) if alone else updates, after, rate)
+
+    def _alone(self, state: TrainState, reduced: Reduced) -> bool:
+        """Whether nothing brings replicas together, so that an idle one has nobody to follow."""
+        before = state.opt_state[1]
+        return (
             self.sync is None
             and not set(reduced.over) & set(axis_names(self.axis_name))
             and (self.gradients is None or self.apart)
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
-        if weight is not None and (self.sync is not None or alone):
-            after = kept_if_idle(weight, after, before)
-        return unless_idle(updates, weight) if alone else updates, after, rate, alone
 
     def _exchanged(
         self, state: TrainState, moved: Moved, phase: Phase | None

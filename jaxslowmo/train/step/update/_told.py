@@ -21,11 +21,11 @@ from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
 from ....precision import Unscaled, is_about_keywords, loss_scale_of
-from ....transform import holds_state
+from ....transform import Validation, holds_state
 from ....tree import at_least_float32
-from ._as_varying import run_as_varying
 from ._differentiate import Data, Differentiation
 from ._rows import Rows, mean_rows, with_entries_of
+from .ways import run_as_varying
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -232,13 +232,14 @@ def update_told(
     weight: jax.Array | None,
     finite: jax.Array | None = None,
     param_specs: PyTree | None = None,
+    validation: Validation | None = None,
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
     Where `optimizer` is a chain that averages gradients by a transform of ours, `value` is averaged
     likewise, and the chain is told the specs of the parameters, where there are some. One that
     keeps a loss scale is told that gradients were divided by it, and whether those that it does not
-    get are `finite`.
+    get are `finite`. `validation` reaches all that listens to it.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
@@ -264,13 +265,14 @@ def update_told(
             extra["param_specs"] = param_specs
         is_refused = averaged or loss.data is None
         own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
-        told = {"value": value, "grad": grads, "value_fn": own, **extra}
+        late = {} if validation is None else {"validation": validation}
+        told = {"value": value, "grad": grads, "value_fn": own, **extra, **late}
         run = partial(optimizer.update, grads, state, params)
         if loss_scale_of(state) is None:
             return _called_with(run, told, {})
         # Divided as soon as they were taken, so that all that reads them gets what it expects.
         with Unscaled.heard() as unscaled:
-            scaled = {"unscaled": unscaled, "finite": finite}
+            scaled = {"unscaled": unscaled, "finite": finite, **late}
             return _called_with(run, {**told, **scaled}, scaled)
 
     operands = grads, state, params, loss.value, weight, finite, None if averaged else loss.data

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...._typing import PyTree
-from ....mesh import vary_over, varying_axes
-from ....tracing import called_program, scan_operands
+from ....._typing import PyTree
+from .....mesh import vary_over, varying_axes
+from .....tracing import called_program, scan_operands
 
 
 def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
