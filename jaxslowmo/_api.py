@@ -42,11 +42,13 @@ from .mesh import virtual_mesh as virtual_mesh
 from .pipeline import HostPipeline as HostPipeline
 from .pipeline import HostState as HostState
 from .pipeline import LayeredModel as LayeredModel
+from .pipeline import LayerFlops as LayerFlops
 from .pipeline import Pipelined as Pipelined
 from .pipeline import Schedule as Schedule
 from .pipeline import StageLayout as StageLayout
 from .pipeline import StageProgram as StageProgram
 from .pipeline import count_layer_params as count_layer_params
+from .pipeline import layer_flops as layer_flops
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform

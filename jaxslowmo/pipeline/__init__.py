@@ -7,7 +7,9 @@ from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout
 from .one_program import Pipelined as Pipelined
 from .one_program import pipelined as pipelined
+from .partition import LayerFlops as LayerFlops
 from .partition import count_layer_params as count_layer_params
+from .partition import layer_flops as layer_flops
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform

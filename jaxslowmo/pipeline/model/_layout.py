@@ -94,6 +94,23 @@ class StageLayout:
             found.append([self.plan.places[layer][i] for layer, i in spots])
         return found
 
+    @property
+    def counted(self) -> dict[str, np.ndarray | None]:
+        """Which rows are in a norm of all parameters, as `js.clip_by_global_norm` takes it.
+
+        By slot a mask (stages, rows, 1, ...), of tied parameters with the first copy alone; None
+        where there are no others.
+        """
+        found: dict[str, np.ndarray | None] = {slot.name: None for slot in self.plan.slots}
+        for place in (copy for group in self.tied_places() for copy in group[1:]):
+            slot = self.plan.slots[place.slot]
+            mask = found[slot.name]
+            if mask is None:
+                lead = self._num_stages, slot.rows
+                mask = found[slot.name] = np.ones((*lead, *[1] * len(slot.leaf.shape)), bool)
+            mask[place.stage, place.row] = False
+        return found
+
     def stack(self, params: Sequence[PyTree]) -> Stacked:
         """One tree of all stages, from one tree per layer.
 

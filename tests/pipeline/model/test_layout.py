@@ -53,6 +53,16 @@ def test_each_stage_has_its_own_leaves_and_zeros(stacked, layout, params):
     assert layout.num_padding == 20
 
 
+def test_a_norm_counts_a_shared_parameter_once(stacked, layout, params):
+    clip = js.clip_by_global_norm(1.0, counted=layout.counted)
+    _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
+    once = jax.tree.leaves([*params[:4], {**params[4], "table": np.zeros(1)}])
+    wanted = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in once))
+    np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
+    assert layout.counted["0/table"].shape == (2, 1, 1, 1)
+    assert layout.counted["3/bias"] is None
+
+
 def test_unstacking_is_the_way_back(stacked, layout, params):
     back = layout.unstack(stacked)
     alike(back, params)
