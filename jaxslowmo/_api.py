@@ -82,11 +82,15 @@ from .sparse import gather_rows as gather_rows
 from .sparse import row_gradient as row_gradient
 from .sparse import row_value_and_grad as row_value_and_grad
 from .statistics import Bucket as Bucket
+from .statistics import CompiledPipeline as CompiledPipeline
 from .statistics import KindOfStep as KindOfStep
 from .statistics import MeasuredStep as MeasuredStep
+from .statistics import ModelStage as ModelStage
+from .statistics import ScheduleReport as ScheduleReport
 from .statistics import StepReport as StepReport
 from .statistics import StepTimes as StepTimes
 from .statistics import measured as measured
+from .statistics import schedule_report as schedule_report
 from .tracing import check_all_used as check_all_used
 from .tracing import ready_order as ready_order
 from .tracing import unused_parameters as unused_parameters

@@ -76,6 +76,10 @@ class HostPipeline:
         everywhere.
       donate: whether `step` updates parameters and optimizer state in place.
 
+    Attributes:
+      blocks: [start, end) of the layers of each stage of the model.
+      param_types: types of `params`.
+
     Raises:
       ValueError: a mesh without the stage axis or of another size, `data_axes` or `param_specs` of
         other axes, devices of several processes, stages without layers, parameters that do not fit
@@ -108,7 +112,7 @@ class HostPipeline:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"{_OWNER}: `max_norm` must be > 0, got {max_norm}.")
         self.model, self.schedule, self.mesh = model, schedule, mesh
-        self._blocks = model_blocks(
+        self.blocks = model_blocks(
             len(model.layers), schedule.num_stages, schedule.num_chunks, parts
         )
         meshes = sub_meshes(
@@ -119,14 +123,19 @@ class HostPipeline:
             data_axes=data_axes,
         )
         self._at = [meshes[stage] for stage in schedule.placement]
-        self._types = [jax.eval_shape(lambda x: x, layer) for layer in params]
+        self.param_types = [jax.eval_shape(lambda x: x, layer) for layer in params]
         self._specs = param_specs
-        self._copies = copies_of(model.tied, self._blocks, params)
-        self._remat, self._donate = remat, donate
+        self._copies = copies_of(model.tied, self.blocks, params)
+        self.remat, self._donate = remat, donate
         self._max_norm, self._only_finite = max_norm, only_finite
         self._gradients = [GradientPrograms(at, schedule.num_microbatches) for at in self._at]
         self._programs: dict[Microbatches, list[StagePrograms]] = {}
         self._updates: Updates | None = None
+
+    @property
+    def num_shares(self) -> int:
+        """Devices of a stage between which a batch is split: replicas times data shards."""
+        return self._at[0].positions
 
     def place(self, params: Sequence[PyTree]) -> list[PyTree]:
         """One copy of the parameters, stacked for every replica, on the devices of its stages.
@@ -140,7 +149,7 @@ class HostPipeline:
         self.model.check_params(params)
         placed: list[PyTree] = []
         whole = self.model.as_one(params)
-        for block, at in zip(self._blocks, self._at, strict=True):
+        for block, at in zip(self.blocks, self._at, strict=True):
             for i in range(block.start, block.end):
                 own = whole[i] if self._specs is None else _laid_out(whole[i], self._specs[i], at)
                 placed.append(replicate(own, mesh=at.mesh, axis_name=at.replica_axis))
@@ -223,7 +232,7 @@ class HostPipeline:
           params: one copy, one tree per layer.
         """
         placed = self.place(params)
-        txs = [self._tx_of(tx, block) for block in self._blocks]
+        txs = [self._tx_of(tx, block) for block in self.blocks]
         states = [
             init(own_tx, own, mesh=at.mesh, axis_name=at.replica_axis)
             for own_tx, own, at in zip(txs, self._by_stage(placed), self._at, strict=True)
@@ -282,8 +291,8 @@ class HostPipeline:
 
     def _by_stage(self, layers: Sequence[PyTree]) -> list[tuple[PyTree, ...]]:
         """Trees of layers by stage of the model."""
-        _check_placed(layers, self._types, self._at[0].replicas)
-        return [tuple(layers[block.start : block.end]) for block in self._blocks]
+        _check_placed(layers, self.param_types, self._at[0].replicas)
+        return [tuple(layers[block.start : block.end]) for block in self.blocks]
 
     def _prepared(self, batch: PyTree, rng: Any) -> tuple[list[StagePrograms], Feed]:
         """The programs for batches of this type, and what feeds them with this one."""
@@ -297,11 +306,11 @@ class HostPipeline:
     def _made(self, types: Microbatches) -> list[StagePrograms]:
         programs: list[StagePrograms] = []
         x: PyTree = None
-        last = len(self._blocks) - 1
-        for k, (block, at) in enumerate(zip(self._blocks, self._at, strict=True)):
-            own = tuple(self._types[block.start : block.end])
+        last = len(self.blocks) - 1
+        for k, (block, at) in enumerate(zip(self.blocks, self._at, strict=True)):
+            own = tuple(self.param_types[block.start : block.end])
             fn = self.model.stage(block.start, block.end)
-            program = StagePrograms(fn, at, own, x, types, is_last=k == last, remat=self._remat)
+            program = StagePrograms(fn, at, own, x, types, is_last=k == last, remat=self.remat)
             programs.append(program)
             x = program.y
         return programs

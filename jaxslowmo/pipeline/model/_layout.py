@@ -35,6 +35,7 @@ class StageLayout:
 
     Attributes:
       specs: a `PartitionSpec` by slot, for states, `param_specs` of transforms and checkpoints.
+      blocks: the layers of each stage of the model.
       num_padding: elements that hold no parameter, on all devices together.
     """
 
@@ -55,7 +56,7 @@ class StageLayout:
         self._treedefs = tuple(jax.tree.structure(layer) for layer in params)
         self._leaves = leaves_of(params, param_specs)
         self._paths = [[leaf.path for leaf in own] for own in self._leaves]
-        self._blocks = tuple(blocks)
+        self.blocks = tuple(blocks)
         self.plan: SlotPlan = plan_slots(self._leaves, blocks, placement)
         self.specs: dict[str, P] = {
             slot.name: P(axis_name, None, *slot.leaf.spec) for slot in self.plan.slots
@@ -69,14 +70,26 @@ class StageLayout:
                 name = self.plan.slots[place.slot].name
                 self._homes[name][place.stage, place.row] = layer, i
 
+    @property
+    def types(self) -> Stacked:
+        """The types of `stack(params)`."""
+        return {
+            slot.name: jax.ShapeDtypeStruct(
+                (self._num_stages, slot.rows, *slot.leaf.shape),
+                slot.leaf.dtype,
+                sharding=NamedSharding(self._mesh, self.specs[slot.name]),
+            )
+            for slot in self.plan.slots
+        }
+
     def stage_places(self, model_stage: int) -> tuple[Place, ...]:
         """Where the leaves of a stage of the model lie, in flattening order."""
-        block = self._blocks[model_stage]
+        block = self.blocks[model_stage]
         return tuple(p for i in range(block.start, block.end) for p in self.plan.places[i])
 
     def stage_treedef(self, model_stage: int) -> Any:
         """Of a stage's weights: a tuple of its layers' parameters."""
-        block = self._blocks[model_stage]
+        block = self.blocks[model_stage]
         return jax.tree.structure(
             tuple(d.unflatten([0] * d.num_leaves) for d in self._treedefs[block.start : block.end])
         )

@@ -120,14 +120,18 @@ class Pipelined:
     Attributes:
       layout: of its parameters; `layout.stack(params)` is what `loss_fn` takes.
       schedule: which stage computes what when.
+      model: the layers.
+      mesh: of the devices.
+      data_axes: axes over which each microbatch is split.
+      remat: whether forward passes are computed again in the backward pass.
     """
 
     def __init__(
         self, plan: Plan, schedule: Schedule, mesh: Mesh, data_axes: tuple[str, ...]
     ) -> None:
         self.layout: StageLayout = plan.layout
-        self.schedule = schedule
-        self._plan, self._mesh, self._data_axes = plan, mesh, data_axes
+        self.schedule, self.model, self.remat = schedule, plan.model, plan.remat
+        self.mesh, self.data_axes, self._plan = mesh, data_axes, plan
         self._table = None if schedule.forward_only else tick_table(schedule)
         self._forward_table = tick_table(schedule, forward_ticks(schedule))
         self._run = jax.custom_vjp(self._evaluated)
@@ -191,8 +195,8 @@ class Pipelined:
         manual = frozenset(context.manual_axes)
         check_not_mapped(self._plan.axis_name, manual)
         # Between devices along an axis that is mapped already the caller has split the batch.
-        data_axes = tuple(a for a in self._data_axes if a not in manual)
-        shares = {a: self._mesh.shape[a] for a in data_axes}
+        data_axes = tuple(a for a in self.data_axes if a not in manual)
+        shares = {a: self.mesh.shape[a] for a in data_axes}
         microbatches = in_microbatches(batch, self._plan.num_microbatches, shares)
         own = (self._plan.axis_name, *data_axes)
         specs = {name: only_over(spec, own) for name, spec in self.layout.specs.items()}
@@ -205,7 +209,7 @@ class Pipelined:
         step = Step(self._plan, table, data_axes, tuple(sorted(axes)), differentiates)
         mapped = jax.shard_map(
             step,
-            mesh=self._mesh if context.empty else context,
+            mesh=self.mesh if context.empty else context,
             axis_names=set(own),
             in_specs=(specs, P(None, data_axes), P()),
             out_specs=(P(), of_grads),

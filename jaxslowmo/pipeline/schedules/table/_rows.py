@@ -70,11 +70,15 @@ class Table:
         sent = [0] * self.num_stages
         for row in self.rows:
             for operation in filter(None, row):
-                stage, model_stage = operation.stage, self.model_stage(operation)
-                after = model_stage + (1 if operation.kind == "F" else -1)
-                travels = operation.kind != "W" and 0 <= after < self.num_model_stages
-                sent[stage] += travels and self.placement[after] != stage
+                sent[operation.stage] += self.is_sent(operation)
         return tuple(sent)
+
+    def is_sent(self, operation: Operation) -> bool:
+        """Whether another device stage waits for what `operation` makes."""
+        after = self.model_stage(operation) + (1 if operation.kind == "F" else -1)
+        if operation.kind == "W" or not 0 <= after < self.num_model_stages:
+            return False
+        return self.placement[after] != operation.stage
 
 
 def _most_held(row: tuple[Operation | None, ...]) -> int:

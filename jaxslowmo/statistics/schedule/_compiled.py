@@ -1,0 +1,35 @@
+"""What the compiled program of a pipeline says of itself."""
+
+from typing import Any
+
+import jax
+
+from ..._typing import PyTree
+from ...diagnostics import comm_report_of
+from ...pipeline import Pipelined
+from ._report import CompiledPipeline
+
+
+def compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
+    """Of the program of loss and gradients, or of the loss of a forward-only schedule."""
+    stacked = pipe.layout.types
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    key = (jax.eval_shape(lambda: jax.random.key(0)),) if pipe.model.takes_key else ()
+
+    def loss(stacked: PyTree, batch: PyTree, *rng: Any) -> Any:
+        return pipe.loss_fn(stacked, batch, rng=rng[0] if rng else None)
+
+    program: Any = loss
+    if not pipe.schedule.forward_only:
+        has_aux = isinstance(jax.eval_shape(loss, stacked, types, *key), tuple)
+        program = jax.value_and_grad(loss, has_aux=has_aux)
+    compiled = jax.jit(program).lower(stacked, types, *key).compile()
+    report = comm_report_of(compiled, mesh=pipe.mesh)
+    rows = report.select(collective="collective-permute")
+    memory: Any = compiled.memory_analysis()
+    return CompiledPipeline(
+        temp_bytes=int(memory.temp_size_in_bytes),
+        permutes=sum(row.count for row in rows),
+        permuted_bytes=sum(row.bytes for row in rows),
+        trip_counts=tuple(sorted({row.trip_count for row in rows}, key=str)),
+    )

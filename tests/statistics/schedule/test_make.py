@@ -1,0 +1,174 @@
+"""What a report predicts, beside what the compiled program says and what is worked by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxslowmo as js
+
+D, B, M = 32, 4, 4  # width, examples of a microbatch, microbatches
+FLOPS = 2 * B * D * D  # of one matrix product
+SIZE = 4 * B * D  # bytes of one activation
+
+
+def linear(params, x):
+    return x @ params
+
+
+def linear_and_noise(params, x, *, key=None):
+    return x @ params if key is None else x @ params + jax.random.normal(key, x.shape)
+
+
+def loss(y, batch):
+    del batch
+    return jnp.mean(y)
+
+
+MODEL = js.LayeredModel([linear] * 4, loss)
+PARAMS = [np.eye(D, dtype=np.float32)] * 4
+BATCH = np.ones((B * M, D), np.float32)
+
+
+def pipelined(mesh_of, schedule, **options):
+    mesh = mesh_of({"stage": schedule.num_stages})
+    return js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def report(mesh_of):
+    """Two linear layers on each of two stages, in one program."""
+    return js.schedule_report(pipelined(mesh_of, js.schedules.zero_bubble(2, M)), BATCH)
+
+
+def test_costs_are_those_of_the_matrix_products(report):
+    first, last = report.stages
+    assert (first.stage, first.layers, last.stage, last.layers) == (0, (0, 2), 1, (2, 4))
+    assert first.forward == pytest.approx(2 * FLOPS, rel=0.01)
+    # The first layer has no input whose gradient anybody wants.
+    assert first.backward_input == 0
+    assert first.backward_weight == pytest.approx(3 * FLOPS, rel=0.01)
+    assert last.backward_input == pytest.approx(2 * FLOPS, rel=0.05)
+    assert last.backward_weight == pytest.approx(2 * FLOPS, rel=0.05)
+    assert report.unit == "FLOP"
+
+
+def test_the_bubble_is_that_of_the_table_with_these_costs(report):
+    costs = {
+        name: [getattr(stage, name) for stage in report.stages]
+        for name in ("forward", "backward_input", "backward_weight")
+    }
+    assert report.lockstep
+    assert report.simulation == report.schedule.simulate(**costs, lockstep=True)
+    assert report.bubble == report.simulation.bubble > 0
+    assert report.other == report.schedule.simulate(**costs)
+
+
+def test_bytes_by_hand(report):
+    first, last = report.stages
+    # W of a layer needs its input; the microbatch itself waits elsewhere.
+    assert first.stash_bytes == SIZE
+    assert last.stash_bytes == 2 * SIZE
+    assert report.schedule.stash == (2, 2)
+    assert report.held_bytes == (
+        2 * first.stash_bytes + first.kept_bytes,
+        2 * last.stash_bytes + 2 * last.kept_bytes,
+    )
+    assert report.sent_bytes == (M * SIZE, M * SIZE)
+
+
+def test_the_compiled_program_agrees(report):
+    ticks = len(report.schedule.ticks())
+    assert report.compiled.trip_counts == (ticks,)
+    assert report.compiled.permutes == 2 * ticks
+    assert report.compiled.permuted_bytes == report.permuted_bytes == 2 * ticks * SIZE
+    assert report.compiled.temp_bytes >= max(report.held_bytes)
+
+
+def test_text_and_picture(report, tmp_path):
+    text = str(report)
+    assert text.startswith("zero_bubble: 2 stages, 4 microbatches\n")
+    assert text.endswith(js.schedules.grid(report.schedule))
+    lines = [line.split() for line in text.splitlines()]
+    ticks = str(len(report.schedule.ticks()))
+    assert ["ticks", ticks, ticks] in lines
+    percent = f"{100 * report.bubble:.1f}"
+    assert ["bubble,", "in", "lockstep", percent, "%"] in lines
+    assert ["1", "2", f"{report.held_bytes[1]:,}", str(M), f"{M * SIZE:,}"] in lines
+    report.picture(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stages_that_the_host_dispatches(mesh_of):
+    """Each runs free; a backward pass that is not split counts as B."""
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    pipe = js.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, M), mesh=mesh)
+    both = np.concatenate([BATCH, BATCH])  # of two replicas
+    report = js.schedule_report(pipe, both, flops_per_second=FLOPS, bytes_per_second=SIZE)
+    assert not report.lockstep
+    assert report.compiled is None
+    assert report.permuted_bytes == 0
+    assert report.unit == "s"
+    first, last = report.stages
+    assert first.forward == pytest.approx(2, rel=0.01)
+    assert (last.backward_input, last.backward_weight) == (pytest.approx(4, rel=0.05), 0)
+    assert last.kept_bytes == 0
+    assert last.temp_bytes > 0
+    costs = [[getattr(s, name) for s in report.stages] for name in ("forward", "backward_input")]
+    names = dict(zip(("forward", "backward_input"), costs, strict=True))
+    free = report.schedule.simulate(**names, backward_weight=0, send=1.0)
+    assert report.simulation == free
+    assert "compiled" not in str(report)
+    assert "each stage as soon as it can" in str(report)
+
+
+def test_forward_passes_alone(mesh_of):
+    pipe = pipelined(mesh_of, js.schedules.gpipe(2, M, forward_only=True))
+    report = js.schedule_report(pipe, BATCH)
+    assert report.held_bytes == (0, 0)
+    assert report.sent_bytes == (M * SIZE, 0)
+    assert report.compiled.permuted_bytes == report.permuted_bytes == (M + 1) * SIZE
+    assert all(stage.backward_input == 0 for stage in report.stages)
+
+
+@pytest.mark.parametrize(
+    ("batch", "speeds", "message"),
+    [
+        (np.ones((6, D)), {}, r"`batch`: .* divide by 4, 4 microbatches \* 1 devices .* \(6, 32\)"),
+        (np.ones(()), {}, r"`batch`: .* got a leaf of shape \(\)"),
+        (BATCH, {"flops_per_second": 0}, "`flops_per_second` must be > 0, got 0"),
+        (BATCH, {"flops_per_second": 1e9, "bytes_per_second": -1}, "`bytes_per_second` must be"),
+        (BATCH, {"bytes_per_second": 1e9}, "`bytes_per_second` needs `flops_per_second`"),
+    ],
+)
+def test_what_is_refused(mesh_of, batch, speeds, message):
+    pipe = pipelined(mesh_of, js.schedules.gpipe(2, M))
+    with pytest.raises(ValueError, match=message):
+        js.schedule_report(pipe, batch, **speeds)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        js.schedules.zbv(2, M),
+        js.schedules.interleaved(2, M, 2),
+        js.schedules.lockstep(4, M),
+        js.schedules.lockstep(2, M, 2),
+    ],
+    ids=lambda schedule: f"{schedule.name}-{schedule.num_stages}x{schedule.num_chunks}",
+)
+@pytest.mark.parametrize("remat", [False, True])
+def test_other_schedules_permute_as_predicted(mesh_of, schedule, remat):
+    report = js.schedule_report(pipelined(mesh_of, schedule, remat=remat), BATCH)
+    assert report.compiled.trip_counts == (len(schedule.ticks()),)
+    assert report.compiled.permuted_bytes == report.permuted_bytes
+
+
+@pytest.mark.exhaustive
+def test_layers_that_take_keys(mesh_of):
+    model = js.LayeredModel([linear_and_noise] * 2, loss)
+    mesh = mesh_of({"stage": 2})
+    pipe = js.pipelined(model, PARAMS[:2], js.schedules.one_f_one_b(2, M), mesh=mesh)
+    report = js.schedule_report(pipe, BATCH)
+    assert report.compiled.permuted_bytes == report.permuted_bytes
