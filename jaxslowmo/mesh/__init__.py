@@ -33,6 +33,7 @@ from ._in_sync import check_in_sync as check_in_sync
 from ._kept import kept_with as kept_with
 from ._layouts import Layouts as Layouts
 from ._layouts import inner_specs as inner_specs
+from ._layouts import laid_out as laid_out
 from ._layouts import layouts_of as layouts_of
 from ._layouts import sharded_like as sharded_like
 from ._mapped import AnyMesh as AnyMesh

@@ -48,6 +48,25 @@ def layouts_of(stacked_params: PyTree) -> Layouts:
     )
 
 
+def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
+    """`tree` with every leaf laid out by its spec, over the axes that are the compiler's here.
+
+    Left to itself it may split what is whole, and gather it again for the next that wants it whole.
+    Over Explicit axes nothing is changed: there, types carry the layout already.
+
+    Communication: none of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        return tree
+    automatic = frozenset(mesh.auto_axes)
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, only_over(spec, automatic))
+
+    return jax.tree.map(place, tree, specs) if automatic else tree
+
+
 def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
     """`state` with the leaves that mirror a parameter sharded as it is inside a replica.
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import Phase, PyTree
 from ...embedding import WithTables
-from ...mesh import AnyMesh, VirtualMesh, map_replicas
+from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from ._layouts import Layouts
@@ -181,8 +181,14 @@ class Programs:
         parts = self._parts_for(layout)
         runs = parts if parts.tables is None else TableParts(parts, parts.tables, task.ahead)
         fn = task.fn(runs)
+
+        def per_replica(state: TrainState, *given: Any) -> Any:
+            if layout.specs is not None:
+                state = state._replace(params=laid_out(state.params, layout.specs))
+            return fn(state, Given(*given))
+
         mapped = map_replicas(
-            lambda state, *given: fn(state, Given(*given)),
+            per_replica,
             mesh=mesh,
             axis_name=self._parts.axis_name,
             in_roles=self._roles(task.in_roles),

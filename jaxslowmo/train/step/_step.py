@@ -29,7 +29,13 @@ from ._programs import (
 )
 from ._state_checks import StateChecks
 from ._tables import seen_by_loss, stacked_params
-from ._usable import forget, refuse_others, refuse_unusable, refuse_unusable_window
+from ._usable import (
+    forget,
+    refuse_others,
+    refuse_unusable,
+    refuse_unusable_window,
+    tells_where_it_lies,
+)
 from .update import Carry, Given, GradientWindow, Metrics, StepParts, table_chain
 
 Mode = Literal["traced", "host"]
@@ -315,7 +321,7 @@ class TrainStep:
             # Those that will run also depend on the placement of the state where the compiler
             # chooses it, and shapes alone need not tell.
             task = update(phase, windowed=False)
-            if layout.axes or mesh is not self.mesh:
+            if mesh is not self.mesh or (layout.axes and not tells_where_it_lies(state)):
                 program = self._programs.build(task, layout, mesh)
             else:
                 program = self._program(task, layout, state, given)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from ..._typing import PyTree
 from ...embedding import WithTables
@@ -99,6 +100,12 @@ def forget(window: GradientWindow) -> None:
     for x in jax.tree.leaves(window.totals):
         if not isinstance(x, Tracer):
             x.delete()
+
+
+def tells_where_it_lies(state: TrainState) -> bool:
+    """Whether all leaves have a place on a mesh: arrays do, shapes alone need not."""
+    lies = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+    return all(isinstance(each, NamedSharding) for each in lies)
 
 
 def _is_gone(x: Any) -> bool:

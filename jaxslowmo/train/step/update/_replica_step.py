@@ -11,7 +11,7 @@ import optax
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....clipping import clip_state
-from ....mesh import axis_names, vary_over, varying_axes
+from ....mesh import axis_names, laid_out, vary_over, varying_axes
 from ....precision import loss_scale_of, unless_overflow, was_skipped
 from ....reducer import mean_gradients
 from ....transform import (
@@ -196,6 +196,8 @@ class StepParts:
         # Devices along other inner axes have other examples and the same rows.
         axis, nested = (None, None) if self.tables is None else self.tables[1:]
         specs = self.param_specs
+        if specs is not None:
+            grads = laid_out(grads, specs)
         rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
             known: dict[str, Any] = {} if weight is None else {"weight": weight}
