@@ -24,18 +24,19 @@ def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
 class Ring:
     """Rows that each hold the values of one of several kinds of stages.
 
-    Values of different kinds that are alike in shape and dtype share arrays.
+    Values of different kinds that are alike in shape and dtype share arrays, which have as many
+    rows as the one of these kinds that keeps most.
 
     Args:
       kinds: per kind of stage the types of its values.
-      rows: how many values of a stage are kept at once.
+      rows: per kind of stage, how many of its values are kept at once.
     """
 
-    def __init__(self, kinds: Sequence[Sequence[Any]], rows: int) -> None:
-        self._rows = rows
+    def __init__(self, kinds: Sequence[Sequence[Any]], rows: Sequence[int]) -> None:
+        self._rows: list[int] = []
         self._types: list[tuple[tuple[int, ...], Any]] = []
         self._places: list[list[int]] = []
-        for values in kinds:
+        for values, count in zip(kinds, rows, strict=True):
             free = list(range(len(self._types)))
             own = []
             for value in values:
@@ -44,14 +45,17 @@ class Ring:
                 if found is None:
                     found = len(self._types)
                     self._types.append(kind)
+                    self._rows.append(count)
                 else:
                     free.remove(found)
+                    self._rows[found] = max(self._rows[found], count)
                 own.append(found)
             self._places.append(own)
 
     def start(self) -> Buffers:
         """Buffers in which nothing lies."""
-        return [empty((self._rows, *shape), dtype) for shape, dtype in self._types]
+        types = zip(self._rows, self._types, strict=True)
+        return [empty((rows, *shape), dtype) for rows, (shape, dtype) in types]
 
     def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
         """What lies in a row, for a stage of this kind."""

@@ -15,7 +15,7 @@ from ..split import StageProgram
 from ._activations import Activations, nothing
 from ._device import Device
 from ._kinds import StageKind
-from ._rings import Buffers, Ring, Values, received
+from ._rings import Buffers, Ring, Values, received, row_of
 from ._table import KINDS, Channel, Half, TickTable
 
 Branch = Callable[..., Any]
@@ -106,13 +106,21 @@ class Scan:
     @property
     def stash(self) -> Ring:
         """Rows of what F leaves."""
-        return Ring([p.stash for p in self.programs or ()], self.table.stash)
+        return Ring([p.stash for p in self.programs or ()], self._rows(self.table.stash))
 
     @property
     def kept(self) -> Ring:
         """Rows of what B leaves for W."""
-        is_apart = bool(np.any(self.table.backward.kind == KINDS.index("W")))
-        return Ring([p.kept for p in self.programs or () if is_apart], self.table.kept)
+        rows = self._rows(self.table.kept)
+        kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
+        return Ring(kept, rows)
+
+    def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
+        """The most rows that a stage of each kind needs."""
+        of_kinds = [0] * len(self.programs or ())
+        for i, count in zip(self.of_stage, of_model_stages, strict=True) if of_kinds else ():
+            of_kinds[i] = max(of_kinds[i], count)
+        return of_kinds
 
     def branches(self, half: Half, kinds: Sequence[str], make: Callable[[str, int], Branch]) -> Any:
         """The branches of half a tick, without that of doing nothing, and their numbers.
@@ -136,8 +144,8 @@ class Scan:
         if self.programs is not None:
             grads = list(map(device.zero_gradient, device.slots, device.layouts))
         return Carry(
-            activations=Ring([self.activations.types], of_x).start(),
-            cotangents=Ring([self.activations.cotangents], of_dy).start(),
+            activations=Ring([self.activations.types], [of_x]).start(),
+            cotangents=Ring([self.activations.cotangents], [of_dy]).start(),
             sent=nothing(self.activations.cotangents),
             stash=self.stash.start(),
             kept=self.kept.start(),
@@ -200,7 +208,7 @@ class _Forward:
             weights = kind.weights(device.slots, now.model_stage)
             microbatch, x = device.microbatch(now), None
             if not kind.is_first:
-                arrived = Ring([scan.activations.types], 1).read(activations, 0, now.source)
+                arrived = [row_of(x, now.source) for x in activations]
                 x = scan.activations.tree(arrived)
             if scan.programs is None:
                 y = kind.fn(weights, x, microbatch)
@@ -277,5 +285,5 @@ class _Backward:
         if kind.is_last:
             loss = jax.tree.leaves(self._scan.loss)[0]
             return jnp.asarray(self._scan.seed, loss.dtype)
-        arrived = Ring([activations.cotangents], 1).read(cotangents, 0, now.source)
+        arrived = [row_of(x, now.source) for x in cotangents]
         return activations.cotangent_tree(arrived)

@@ -55,8 +55,9 @@ class TickTable:
       channels: the ways of activations, each as (sender, receiver) pairs in which no stage is
         twice; those that stay on a device have one of their own. Cotangents travel back.
       arrivals: rows of the buffers of what has arrived, activations and cotangents.
-      stash: rows of the buffer of what F leaves: most that any device holds at once.
-      kept: rows of the buffer of what B leaves for W.
+      stash: per stage of the model, the rows of what F leaves that it needs; the most of them is
+        what a device holds at once.
+      kept: per stage of the model, the rows of what B leaves for W.
       num_ticks: of the scan.
     """
 
@@ -64,8 +65,8 @@ class TickTable:
     backward: Half
     channels: tuple[Channel, ...]
     arrivals: tuple[int, int]
-    stash: int
-    kept: int
+    stash: tuple[int, ...]
+    kept: tuple[int, ...]
     num_ticks: int
 
 
@@ -148,8 +149,8 @@ class _Tabulation:
             self._backward,
             self._channels,
             (x[1], dy[1]),
-            stash[1],
-            kept[1],
+            self._needed(stash[0]),
+            self._needed(kept[0]),
             len(self._ticks),
         )
 
@@ -164,6 +165,12 @@ class _Tabulation:
             rows |= own
             most = max(most, count)
         return rows, most
+
+    def _needed(self, rows: Rows) -> tuple[int, ...]:
+        needed = [0] * len(self._schedule.placement)
+        for (k, _), row in rows.items():
+            needed[k] = max(needed[k], row + 1)
+        return tuple(needed)
 
     def _arrival(self, k: int, m: int, moment: int) -> Lifetime | None:
         """Of what a stage of the model is sent: from when it arrives until it is used."""

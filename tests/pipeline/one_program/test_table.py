@@ -26,8 +26,8 @@ class Player:
         n, self.last = schedule.num_stages, schedule.num_model_stages - 1
         self.x = [[None] * max(table.arrivals[0], 1) for _ in range(n)]
         self.dy = [[None] * max(table.arrivals[1], 1) for _ in range(n)]
-        self.stash = [[None] * max(table.stash, 1) for _ in range(n)]
-        self.kept = [[None] * max(table.kept, 1) for _ in range(n)]
+        self.stash = [[None] * max(table.stash) for _ in range(n)]
+        self.kept = [[None] * max(*table.kept, 1) for _ in range(n)]
         self.done = []
 
     def play(self):
@@ -96,7 +96,12 @@ def test_forward_passes_alone_keep_the_order_of_rows(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h2", "interleaved"])
 def test_the_stash_has_as_many_rows_as_the_schedule_says(name):
-    assert tick_table(CASES[name]).stash == max(CASES[name].stash)
+    assert max(tick_table(CASES[name]).stash) == max(CASES[name].stash)
+
+
+def test_a_stage_needs_rows_for_its_own_stash_alone():
+    assert tick_table(CASES["1f1b"]).stash == (4, 3, 2, 1)
+    assert tick_table(CASES["1f1b"]).kept == (0, 0, 0, 0)
 
 
 def test_a_pipeline_that_goes_down_sends_to_neighbours_alone():
