@@ -209,3 +209,28 @@ def test_parameters_that_were_not_stacked_are_refused(mesh_of):
     )
     with pytest.raises(ValueError, match="'stage' is mapped already"):
         jax.jit(mapped)(stacked)
+
+
+def test_what_is_sent_is_what_the_table_says(mesh_of):
+    specs = [P(None, "fsdp"), {"up": P("fsdp"), "bias": P(), "down": P(None, "fsdp")}]
+    pipe, stacked, *_ = pipeline(
+        mesh_of,
+        sizes={"stage": 2, "fsdp": 2},
+        data_axes=("fsdp",),
+        param_specs=[specs[0], specs[1], specs[1], specs[0]],
+    )
+    report = js.comm_report(jax.jit(jax.grad(pipe.loss_fn, has_aux=True)), stacked, tokens(16))
+    emitted = {(row.axis, row.collective): row for row in report.rows if row.level == "emitted"}
+    ticks, activation = len(SCHEDULE.ticks()), 2 * 4 * 4  # two examples of width 4, in float32
+    permutes = emitted.pop(("stage", "collective-permute"))
+    assert (permutes.count, permutes.bytes) == (2 * ticks, 2 * ticks * activation)
+    assert not any(row.conditional for row in report.rows if row.axis == "stage")
+    sharded = 4 * (8 * 4 + 2 * 4 * 6)  # bytes of a stage's table and block, but for its bias
+    assert {key: (row.count, row.bytes) for key, row in emitted.items()} == {
+        ("fsdp", "all-gather"): (3, sharded),
+        ("fsdp", "reduce-scatter"): (3, sharded),
+        ("fsdp", "all-reduce"): (1, 4 * 6),
+        ("stage", "all-reduce"): (1, 4 * 8 * 4 // 2),  # the tied table, of which each has half
+        ("stage,fsdp", "all-reduce"): (1, 4),  # the metric; nobody reads the loss
+    }
+    assert all(not row.in_loop for row in emitted.values())

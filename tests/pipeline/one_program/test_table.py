@@ -26,7 +26,7 @@ class Player:
         n, self.last = schedule.num_stages, schedule.num_model_stages - 1
         self.x = [[None] * max(table.arrivals[0], 1) for _ in range(n)]
         self.dy = [[None] * max(table.arrivals[1], 1) for _ in range(n)]
-        self.stash = [[None] * max(table.stash) for _ in range(n)]
+        self.stash = [[None] * max(*table.stash, 1) for _ in range(n)]
         self.kept = [[None] * max(*table.kept, 1) for _ in range(n)]
         self.done = []
 
