@@ -14,7 +14,6 @@ from .._os_errors import io_errno
 from .._typing import PyTree
 from .._warn import warn_user
 from ..train import TrainState, TrainStep
-from ..transform import SavedForm
 from ._agree import gather, of_first_process
 from ._arrays import first_line
 from ._folder import (
@@ -31,7 +30,7 @@ from ._folder import (
 )
 from ._prints import prints_of
 from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import Found, Reading, Template, finished, read
+from ._restore import FormThen, Found, Reading, Template, finished, read
 from ._writing import Writing
 
 
@@ -214,7 +213,7 @@ class Checkpoints:
         seed: int = 0,
         step: int | None = None,
         fallback: bool = False,
-        saved_form: SavedForm | None = None,
+        saved_form: FormThen = None,
     ) -> Restored:
         """The state of a checkpoint, on the replicas of `train_step`.
 
@@ -232,7 +231,8 @@ class Checkpoints:
           step: which one; None is the newest.
           fallback: where the newest cannot be read, warn and take the one before.
           saved_form: where parameters were a tree of another form when it was saved, such as that
-            of another number of stages: how they were, and what makes those of now of it.
+            of another number of stages: how they were, and what makes those of now of it; or a
+            function that gives it of what was saved beside the state, where checkpoints differ.
 
         Returns:
           A `Restored`.
@@ -285,7 +285,7 @@ class Checkpoints:
         except UnreadableError as error:
             raise _with_hint(error, chosen[-1], found, fallback) from error
 
-    def _read(self, step: int, template: Template, form: SavedForm | None) -> Found:
+    def _read(self, step: int, template: Template, form: FormThen) -> Found:
         """The state of a checkpoint; where that fails on one process, it fails on all."""
         path = self._folder / str(step)
         found: Reading | None = None

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
 Found = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
 """State, extra, whether it is exact, notes."""
+
+
+FormThen = SavedForm | Callable[[dict[str, Any]], SavedForm | None] | None
+"""Of parameters when they were saved; a function finds it from what was saved beside them."""
 
 
 class Template:
@@ -143,13 +148,13 @@ class Reading:
     old: Placement
 
 
-def read(path: epath.Path, template: Template, form: SavedForm | None = None) -> Reading:
+def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> Reading:
     """What this process needs of a checkpoint.
 
     Args:
       path: of it.
       template: of the state that it shall make.
-      form: of the parameters when it was saved, where that was another one.
+      saved_form: of the parameters when it was saved, where that was another one.
 
     Raises:
       CheckpointError: see `Checkpoints.restore`.
@@ -157,6 +162,7 @@ def read(path: epath.Path, template: Template, form: SavedForm | None = None) ->
     Communication: none.
     """
     record = read_record(path)
+    form = saved_form(record.extra) if callable(saved_form) else saved_form
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]

@@ -19,7 +19,10 @@ FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
 
 # Arguments of the library whose options are called otherwise.
-_OPTIONS = {"batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas"}
+_OPTIONS = {
+    "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
+    "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
+}  # fmt: skip
 # Outer steps call their period as the averages below them call theirs.
 _OUTER = re.compile(r"(slowmo|diloco)\b")
 

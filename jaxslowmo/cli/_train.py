@@ -24,6 +24,7 @@ from .processes._restarts import last_saved
 from .processes._watch import Watch
 from .run._devices import ask_for_devices, choose_mesh
 from .run._job import Job, RunResult
+from .run._model import form_of
 from .run._opening import Opening, opened
 from .run._text import divide_text
 from .run.records._progress import Reporter
@@ -74,6 +75,7 @@ def _made_ready(
 ) -> tuple[Opening, Job]:
     """The folder of the run, which stays its own until the stack ends, and its programs."""
     with usage_errors():
+        form_of(config)  # only for its checks: what cannot be shared so leaves no folder
         corpus = read_corpus(config.data)
     opening = stack.enter_context(opened(config, out, corpus.contents, cluster))
     config = opening.config

@@ -5,6 +5,7 @@ from ._gpt import GPTConfig as GPTConfig
 from ._gpt import gpt_logits_fn as gpt_logits_fn
 from ._gpt import gpt_loss_fn as gpt_loss_fn
 from ._gpt import gpt_param_specs as gpt_param_specs
+from ._gpt import gpt_types as gpt_types
 from ._gpt import init_gpt as init_gpt
 from ._gpt import num_parameters as num_parameters
 from ._layers import GPTLayers as GPTLayers

@@ -210,7 +210,7 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
         deviation = shrunk if {"project", "contract"} & set(names) else 0.02
         return jnp.asarray(deviation * random.standard_normal(leaf.shape, np.float32))
 
-    return jax.tree_util.tree_map_with_path(make, _abstract_parameters(config))
+    return jax.tree_util.tree_map_with_path(make, gpt_types(config))
 
 
 def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) -> dict[str, Any]:
@@ -325,10 +325,18 @@ def num_parameters(config: GPTConfig) -> int:
     Returns:
       Their number; nothing is allocated.
     """
-    return sum(leaf.size for leaf in jax.tree.leaves(_abstract_parameters(config)))
+    return sum(leaf.size for leaf in jax.tree.leaves(gpt_types(config)))
 
 
-def _abstract_parameters(config: GPTConfig) -> dict[str, Any]:
+def gpt_types(config: GPTConfig) -> dict[str, Any]:
+    """Shapes and dtypes of what `init_gpt` returns.
+
+    Args:
+      config: shape of the model.
+
+    Returns:
+      A tree of `jax.ShapeDtypeStruct`; nothing is allocated.
+    """
     return nnx.to_pure_dict(nnx.split(_abstract(config))[1])
 
 

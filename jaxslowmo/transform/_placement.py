@@ -24,7 +24,7 @@ class SavedForm:
     """The form that parameters had when a run was saved.
 
         then, now = saved_layout, pipe.layout  # of four stages, and of two
-        SavedForm(then.stack(types), lambda tree: now.stack(then.unstack(tree)))
+        SavedForm(then.stack_like(types), lambda tree: now.stack_like(then.unstack(tree)))
 
     Attributes:
       params: types of one copy of the parameters as they were saved, `ShapeDtypeStruct`s.

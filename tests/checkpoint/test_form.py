@@ -81,7 +81,7 @@ class Run:
                 mesh=mesh,
                 param_specs=[inside] * BLOCKS,
             )
-            self.stack, self.unstack, specs = layout.stack, layout.unstack, layout.specs
+            self.stack, self.unstack, specs = layout.stack_like, layout.unstack, layout.specs
             whole = layout.stack(LAYERS)
             self.params = {
                 name: jax.device_put(x, NamedSharding(mesh, specs[name]))

@@ -88,6 +88,9 @@ SEEDS = {"x": "must be integers", "-1": ">= 0, got -1", str(2**32): "must be < 4
 NODES = {"0": "must be >= 1", "x": "must be integers", "1.5": "must be integers", HUGE: "at most"}
 
 
+STAGES = "--mesh stage=2 --batch 4"
+
+
 def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
     """Options that `train` and `compare` have; those of an algorithm beside `algorithm(which)`."""
     gossip, slowmo, diloco = algorithm("sgp"), algorithm("slowmo"), algorithm("diloco")
@@ -129,10 +132,29 @@ def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
         "--optimizer": choice("sgd"),
         "--learning-rate": number(),
         "--warmup": count(3, least=0),
-        "--schedule": choice("constant"),
+        "--rate-schedule": choice("constant"),
         "--schedule-steps": count(),
         "--weight-decay": number(),
         "--clip": number(),
+        "--validate": choice("after"),
+        "--tied": flag(),
+        "--mesh": Row(
+            "replica=2, fsdp=2",
+            "replica=2, fsdp=2",
+            {
+                "x": "sizes of axes",
+                "stage=0": "sizes of axes",
+                "stage=x": "sizes of axes",
+                "node=2": "has the axes replica, device, stage, fsdp, tensor, got node",
+                "fsdp=2,fsdp=2": "each axis once, got fsdp again",
+                "replica=2,fsdp=8": "--batch must be a multiple of --accumulate times the sizes",
+            },
+            "must be sizes of axes",
+            ("--batch", "4"),
+        ),
+        "--schedule": choice("gpipe", STAGES),
+        "--microbatches": count(2, beside=STAGES),
+        "--chunks": count(2, beside=STAGES),
     }
 
 
@@ -333,7 +355,8 @@ def test_right_wrong_and_empty_values(call, told, command, option):
     outcome = call(*arguments(command, option, row.good, row.beside))
     assert (outcome.code, outcome.err) == (0, "")
     name = option[2:].replace("-", "_")
-    name = {"json": "as_json"}.get(name, name)
+    named = {"json": "as_json", "schedule": "pipeline", "rate_schedule": "schedule"}
+    name = named.get(name, name)
     if isinstance(row.becomes, Path) and name in ("out", "page"):
         assert row.becomes in told["paths"]
     elif "--num-processes" not in (option, *row.beside):  # else it was handed on as it is

@@ -161,7 +161,7 @@ def test_two_levels_accumulation_and_host_mode(call, text, tmp_path):
     outcome = call(
         *DEMO, "--data", text, "--out", tmp_path / "out", "--steps", 5,
         "--replicas", 2, "--devices-per-replica", 2, "--batch", 4, "--accumulate", 2,
-        "--schedule", "constant", "--mode", "host", "--dtype", "bfloat16",
+        "--rate-schedule", "constant", "--mode", "host", "--dtype", "bfloat16",
         "--algorithm", "diloco", "--no-shard-state", "--slow-every", 2,
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")

@@ -1,6 +1,7 @@
 """Configuration of `jaxslowmo train`: its parts, and the defaults of each preset."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -8,6 +9,7 @@ from ._algorithms import AlgorithmConfig
 from ._checkpoint import CheckpointConfig
 from ._cluster import ClusterConfig
 from ._fields import Checked, Rule, option, options_of
+from ._mesh import MeshConfig, check_mesh, parse_mesh
 
 OPTIMIZERS = ("adamw", "sgd")
 SCHEDULES = ("cosine", "constant")
@@ -34,10 +36,11 @@ class OptimizerConfig(Checked):
         "the peak.",
         panel="Optimizer",
         choices=SCHEDULES,
+        flag="--rate-schedule",
     )
     schedule_steps: int | None = option(
         None,
-        "Steps that the schedule spans (default: --steps; of a resumed run: what it was).",
+        "Steps that --rate-schedule spans (default: --steps; of a resumed run: what it was).",
         panel="Optimizer",
         least=1,
         goes_with=("schedule", ("cosine",)),
@@ -50,9 +53,18 @@ class OptimizerConfig(Checked):
         goes_with=("optimizer", ("adamw",)),
     )
     clip: float = option(
-        1.0, "Largest norm of a gradient, as the optimizer gets it; 0: any.", panel="Optimizer",
+        1.0,
+        "Largest norm of a gradient of the whole model, as the optimizer gets it; 0: any.",
+        panel="Optimizer",
         least=0,
-    )  # fmt: skip
+    )
+    validate: str = option(
+        "before",
+        "When gradients are clipped, and looked at for overflow: before the optimizer's update, or "
+        "after it, so that the norm is found beside it; the results are the same.",
+        panel="Optimizer",
+        choices=("before", "after"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +78,7 @@ class TrainConfig(Checked):
         panel="Model",
         choices=DTYPES,
     )
+    tied: bool = option(False, "The embedding's table is the output layer, too.", panel="Model")
     loss_scale: float = option(
         2.0**16,
         "First scale of the loss, which then follows overflows; 0: none.",
@@ -142,6 +155,7 @@ class TrainConfig(Checked):
         panel="Devices",
         choices=MODES,
     )
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -159,7 +173,23 @@ class TrainConfig(Checked):
     def axes(self) -> dict[str, int]:
         """Sizes of the axes of its mesh, by name."""
         inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
-        return {"replica": self.replicas, **inner}
+        return {"replica": self.replicas, **inner, **self.mesh.model_axes}
+
+    @property
+    def devices_of_a_replica(self) -> int:
+        """Over all axes inside of it."""
+        return math.prod(self.axes.values()) // self.replicas
+
+    @property
+    def rows(self) -> int:
+        """Windows that one pass of the model computes on the devices that share a part of them."""
+        shares = self.devices_per_replica * self.mesh.sizes.get("fsdp", 1)
+        return self.batch // (self.accumulate * shares)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts of a batch that go through the stages one after the other; 1 without stages."""
+        return self.mesh.num_microbatches(self.rows)
 
     @property
     def schedule_length(self) -> int:
@@ -174,6 +204,8 @@ class TrainConfig(Checked):
                 "--batch must be a multiple of --accumulate times --devices-per-replica = "
                 f"{parts}, got {self.batch}"
             )
+        each = self.batch // self.accumulate
+        check_mesh(self.mesh, self.replicas, self.devices_per_replica, each)
         if self.optimizer.warmup >= self.schedule_length:
             name = "--schedule-steps" if self.optimizer.schedule_steps else "--steps"
             raise ValueError(
@@ -217,6 +249,7 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 PARTS: dict[str, type[Checked]] = {
+    "mesh": MeshConfig,
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
     "checkpoint": CheckpointConfig,
@@ -252,6 +285,15 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
         # A preset's warm-up suits its own number of steps.
         default = values.get("warmup", OptimizerConfig.warmup)
         values["warmup"] = min(default, length // 10)
+
+    if "mesh" in given:
+        # It says how many there are: what presets say of that counts no more.
+        sizes = parse_mesh(given["mesh"])
+        values = {
+            **values,
+            "replicas": given.get("replicas", sizes.get("replica", 1)),
+            "devices_per_replica": given.get("devices_per_replica", sizes.get("device", 1)),
+        }
 
     def of(cls: type) -> dict[str, Any]:
         return {name: values[name] for name in options_of(cls) if name in values}

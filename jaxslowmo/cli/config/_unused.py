@@ -5,7 +5,10 @@ from typing import Any
 
 from ._algorithms import AlgorithmConfig
 from ._fields import flag_of, options_of
+from ._mesh import MeshConfig
 from ._train import TrainConfig, train_options
+
+_OF_STAGES = ("pipeline", "microbatches", "chunks")
 
 
 def refuse_unused(
@@ -29,6 +32,10 @@ def refuse_unused(
         there = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
         if not there & set(values):
             _refuse(*_as_typed(name, given[name]), other, values, there)
+    for name in _OF_STAGES:
+        if given.get(name) is not None and config.mesh.num_stages == 1:
+            flag = flag_of(name, options_of(MeshConfig)[name][1])
+            raise ValueError(f"{flag} goes with a stage of 2 or more in --mesh; got {given[name]}")
     saves = flat["checkpoint_every"] or flat["resume"]
     if given.get("on_nan") == "rollback" and not saves:
         raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
@@ -54,7 +61,7 @@ def check_setting(algorithm: str, name: str, value: Any) -> None:
 
 def _as_typed(name: str, value: Any) -> tuple[str, str]:
     """The option as it was given; a switch has no value to tell, but two names."""
-    flag = flag_of(name)
+    flag = flag_of(name, train_options()[name][2])
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}", ""
     return flag, f"; got {value}"
@@ -63,7 +70,8 @@ def _as_typed(name: str, value: Any) -> tuple[str, str]:
 def _refuse(
     what: str, got: str, other: str, values: Collection[Any], there: Collection[Any]
 ) -> None:
+    flag = flag_of(other, train_options()[other][2])
     if set(values) == {True}:
-        raise ValueError(f"{what} goes with {flag_of(other)}, which was not given{got}")
+        raise ValueError(f"{what} goes with {flag}, which was not given{got}")
     wanted, found = " or ".join(map(str, values)), ", ".join(sorted(there))
-    raise ValueError(f"{what} goes with {flag_of(other)} {wanted}, not with {found}{got}")
+    raise ValueError(f"{what} goes with {flag} {wanted}, not with {found}{got}")

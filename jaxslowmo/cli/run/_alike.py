@@ -13,6 +13,7 @@ from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 from ..config._checkpoint import CheckpointConfig
 from ..config._cluster import ClusterConfig
 from ..config._fields import flag_of, options_of
+from ..config._mesh import MeshConfig
 from ..config._train import KEPT, TrainConfig, train_options, with_values
 
 # A run may go on with other values of these; of all others its trajectory depends.
@@ -21,7 +22,7 @@ _FREE_OF_A_RUN = frozenset(
         "steps", "schedule_steps", "data", "overwrite", "replicas", "devices_per_replica",
         "execution", "mode", "eval_every", "eval_batches", "log_every", "patience", "prefetch",
         "tensorboard", "statistics", "statistics_rate", *options_of(CheckpointConfig),
-        *options_of(ClusterConfig),
+        *options_of(ClusterConfig), *options_of(MeshConfig),
     }
 )  # fmt: skip
 # Processes of a run may have other values of these. Of the text the content is compared; what is
@@ -40,10 +41,14 @@ def option_values(config: TrainConfig) -> dict[str, Any]:
 def other_options(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     """How the options of one process differ from those of process 0; "" if they do not."""
     return "; ".join(
-        f"{flag_of(name)} is {value}, is {there[name]} there"
+        f"{_flag(name)} is {value}, is {there[name]} there"
         for name, value in here.items()
         if name not in _FREE_OF_A_PROCESS and value != there[name]
     )
+
+
+def _flag(name: str) -> str:
+    return flag_of(name, train_options()[name][2])
 
 
 def as_it_was(config: TrainConfig, folder: Path, corpus: Contents) -> TrainConfig:
@@ -59,7 +64,7 @@ def as_it_was(config: TrainConfig, folder: Path, corpus: Contents) -> TrainConfi
         return config
     saved = saved_values(extra["config"])
     changed = [
-        f"{flag_of(name)} was {saved[name]}, is {value}"
+        f"{_flag(name)} was {saved[name]}, is {value}"
         for name, value in option_values(config).items()
         if name not in _FREE_OF_A_RUN and name not in config.not_given and value != saved[name]
     ]

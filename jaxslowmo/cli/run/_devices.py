@@ -57,37 +57,49 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")
-    axes = config.axes
-    needed = config.replicas * config.devices_per_replica
+    axes, each = config.axes, config.devices_of_a_replica
+    needed = config.replicas * each
     ask_for_devices(config, cluster.count)
     devices = jax.devices()
     is_cpu = devices[0].platform == "cpu"
     kind = "CPU device" if is_cpu else devices[0].device_kind
     is_short = len(devices) < needed
+    shares_model = bool(config.mesh.model_axes)
+    if config.execution == "virtual" and shares_model:
+        raise CommandError(
+            f"--execution virtual has no devices inside a replica to share the model of --mesh "
+            f"{config.mesh.mesh} between"
+        )
     if config.execution == "virtual" or (
-        config.execution == "auto" and is_short and cluster.count == 1
+        config.execution == "auto" and is_short and cluster.count == 1 and not shares_model
     ):
-        each = "" if len(axes) == 1 else f" of {config.devices_per_replica} virtual devices"
+        inside = "" if len(axes) == 1 else f" of {each} virtual devices"
         return Placement(
             mesh=js.virtual_mesh(axes),
-            description=f"{config.replicas} virtual replicas{each} on one {kind}",
+            description=f"{config.replicas} virtual replicas{inside} on one {kind}",
             is_virtual=True,
             is_cpu=is_cpu,
         )
     if is_short:
-        raise CommandError(
-            f"--replicas {config.replicas} with --devices-per-replica "
-            f"{config.devices_per_replica} need {needed} devices, found {len(devices)} ({kind}): "
-            "use fewer, or --execution virtual"
+        asked = (
+            f"--replicas {config.replicas} with --devices-per-replica {config.devices_per_replica} "
+            if config.mesh.mesh is None
+            else f"--mesh {config.mesh.mesh} "
         )
-    each = "" if len(axes) == 1 else f" of {config.devices_per_replica} devices"
+        way_out = "use fewer" if shares_model else "use fewer, or --execution virtual"
+        raise CommandError(
+            f"{asked.strip()} need{'s' * (config.mesh.mesh is not None)} {needed} devices, found "
+            f"{len(devices)} ({kind}): {way_out}"
+        )
+    named = ", ".join(f"{name}={n}" for name, n in config.mesh.model_axes.items())
+    inside = "" if len(axes) == 1 else f" of {each} devices" + (f" ({named})" if named else "")
     if cluster.count > 1:
         devices = _even_share(devices, needed // cluster.count)
     hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
     return Placement(
         mesh=js.make_mesh(axes, devices=devices[:needed]),
         description=(
-            f"{config.replicas} replicas{each} on {needed} of {len(jax.devices())} {kind}s{hosts}"
+            f"{config.replicas} replicas{inside} on {needed} of {len(jax.devices())} {kind}s{hosts}"
         ),
         is_virtual=False,
         is_cpu=is_cpu,
@@ -96,7 +108,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
 
 def _check_division(config: TrainConfig, processes: int) -> None:
     """Whole replicas for every process, or equal parts of one."""
-    replicas, each = config.replicas, config.devices_per_replica
+    replicas, each = config.replicas, config.devices_of_a_replica
     if replicas % processes == 0:
         return
     if processes % replicas:
@@ -105,9 +117,10 @@ def _check_division(config: TrainConfig, processes: int) -> None:
             f"got {replicas}"
         )
     if each % (processes // replicas):
+        what = "--devices-per-replica" if config.mesh.mesh is None else "the devices of a replica"
         raise CommandError(
-            f"--devices-per-replica must be a multiple of {processes // replicas}: with --replicas "
-            f"{replicas} and {processes} processes each replica spans as many; got {each}"
+            f"{what} must be a multiple of {processes // replicas}: with --replicas {replicas} and "
+            f"{processes} processes each replica spans as many; got {each}"
         )
 
 
@@ -117,7 +130,7 @@ def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
     Before processes are joined, too, which fixes the devices; where only the launcher knows the
     number of processes, None, one for each.
     """
-    needed = config.replicas * config.devices_per_replica
+    needed = config.replicas * config.devices_of_a_replica
     own = 1 if num_processes is None else max(1, needed // num_processes)
     if config.execution != "virtual" and own <= MAX_CPU_DEVICES:
         _ask_for_cpu_devices(own, alone=num_processes == 1)

@@ -3,19 +3,21 @@
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import multihost_utils
 
 import jaxslowmo as js
-from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
+from jaxslowmo.models import num_parameters
 
 from ..config._train import TrainConfig
 from ..processes._launchers import ALONE, Cluster
 from ..processes._stop import StopOnSignal
 from ._devices import Placement
 from ._keeper import Keeper, Progress
+from ._model import form_of, loss_fn_of
+from ._moved import saved_form
 from ._precision import policy_of
 from ._recipes import build_algorithm
 from ._session import Session
@@ -77,10 +79,10 @@ class Job:
         self._cluster = cluster
         if config.tensorboard:
             importlib.import_module(f"{__package__}.records._tensorboard")  # or it is missing
-        self._model = gpt_preset(config.preset, dtype=config.dtype)
-        self.num_parameters = num_parameters(self._model)
-        loss_fn = gpt_loss_fn(self._model)
-        self._algorithm = build_algorithm(config)
+        self._form = form_of(config)
+        self.num_parameters = num_parameters(self._form.config)
+        loss_fn = loss_fn_of(config, self._form, placement.mesh)
+        self._algorithm = build_algorithm(config, self._form.specs, self._form.counted())
         self.step = js.make_train_step(
             loss_fn,
             self._algorithm.optimizer,
@@ -90,8 +92,8 @@ class Job:
             mode=config.mode,  # pyright: ignore[reportArgumentType]
             accumulate=config.accumulate,
             policy=policy_of(config),
-            # As the backward pass finishes the gradients, so that buckets can travel beside it.
-            order="ready" if self._algorithm.gradients else "reverse",
+            order=self._order(),
+            validate=config.optimizer.validate,  # pyright: ignore[reportArgumentType]
         )
         # One batch after another, so that memory does not grow with their number.
         self._mean_loss = jax.jit(
@@ -104,13 +106,21 @@ class Job:
         Communication: with several processes process 0 tells the others what it found, 4 bytes.
         """
         del model_state
-        # On one device: all would compute the same, and CPU devices share their cores.
-        one = jax.tree.map(lambda x: x.addressable_data(0), params)
-        loss = self._mean_loss(one, self.text.validation)
+        if self._form.specs is None:
+            # On one device: all would compute the same, and CPU devices share their cores.
+            params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        loss = self._mean_loss(params, self.text.validation)
         if self._cluster.count > 1:
             # Processors of other kinds round otherwise, and all must stop at the same evaluation.
             loss = multihost_utils.broadcast_one_to_all(loss)
         return {"validation_loss": float(loss)}
+
+    def _order(self) -> Literal["reverse", "ready"]:
+        """Of gradients in buckets."""
+        # As the backward pass finishes them, so that buckets can travel beside it. A pipeline
+        # finishes all with its last microbatch.
+        is_ready = self._algorithm.gradients is not None and self._form.layout is None
+        return "ready" if is_ready else "reverse"
 
     def run(
         self, config: TrainConfig, out: Path, reporter: Reporter, *, saves: bool = False
@@ -129,7 +139,7 @@ class Job:
         Raises:
           CommandError: a checkpoint that cannot be resumed.
         """
-        params = init_gpt(self._model, config.seed)
+        params = self._form.init(config.seed, self.placement.mesh)
         batches = RunBatches(self.text, config, self.placement.mesh)
         resumes = saves and config.checkpoint.resume
         with (
@@ -178,7 +188,15 @@ class Job:
 
     def _keeper(self, config: TrainConfig, out: Path, params: Any) -> Keeper:
         corpus = self.text.fingerprint
-        return Keeper(config, out, self.step, params, cluster=self._cluster, corpus=corpus)
+        return Keeper(
+            config,
+            out,
+            self.step,
+            params,
+            cluster=self._cluster,
+            corpus=corpus,
+            saved_form=lambda extra: saved_form(extra, self._form),
+        )
 
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
         """What summary.json tells besides the recorder's numbers."""
@@ -195,4 +213,7 @@ class Job:
         from jaxslowmo.checkpoint import export_consensus
 
         shares = None if self.step.sync is None else self.step.sync.shares(state.opt_state[-1])
-        export_consensus(folder, state.params, mesh=self.placement.mesh, shares=shares)
+        params = state.params
+        if self._form.layout is not None:
+            params = jax.jit(self._form.unstack)(params)
+        export_consensus(folder, params, mesh=self.placement.mesh, shares=shares)

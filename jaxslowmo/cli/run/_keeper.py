@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,6 +59,7 @@ class Keeper:
       params: one copy of the initial parameters.
       cluster: the processes that run it.
       corpus: fingerprint of what the run reads.
+      saved_form: the form of the parameters of a checkpoint, of what was saved beside them.
 
     Attributes:
       last: the step of the newest checkpoint of this run that is complete; None without any.
@@ -72,10 +74,11 @@ class Keeper:
         *,
         cluster: Cluster,
         corpus: str,
+        saved_form: Callable[[dict[str, Any]], Any],
     ) -> None:
         self._config, self._options, self._corpus = config, config.checkpoint, corpus
         self._folder, self._step, self._params = folder / "checkpoints", step, params
-        self._cluster = cluster
+        self._cluster, self._saved_form = cluster, saved_form
         self._checkpoints: Any = None
         self._begun: int | None = None
         self._is_told = False
@@ -195,7 +198,11 @@ class Keeper:
             return None
         try:
             found = self._open().restore(
-                self._step, self._params, seed=self._config.seed, fallback=self._options.fallback
+                self._step,
+                self._params,
+                seed=self._config.seed,
+                fallback=self._options.fallback,
+                saved_form=self._saved_form,
             )
         except CheckpointError as error:
             refuse_to_resume(error)

@@ -8,11 +8,12 @@ from ..config._train import MOST_LOSS_SCALE, TrainConfig
 
 # Of the model: they multiply statistics that are float32 anyway.
 _NORMS = ("norm", "blocks/*/norm_*")
+_NORMS_OF_STAGES = ("*/norm*",)
 
 
 def policy_of(config: TrainConfig) -> js.Policy:
     """What `--dtype` says."""
-    return js.Policy(config.dtype, keep=_NORMS)
+    return js.Policy(config.dtype, keep=_NORMS_OF_STAGES if config.mesh.num_stages > 1 else _NORMS)
 
 
 def scaled(

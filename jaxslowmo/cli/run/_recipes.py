@@ -28,17 +28,20 @@ class Setting:
     Attributes:
       config: of the algorithm.
       schedule: learning rate of the 0-based update count.
-      two_levels: whether a replica has several devices.
+      two_levels: whether a replica has several devices that share its batch.
+      specs: how parameters lie over the axes that share the model.
     """
 
     config: AlgorithmConfig
     schedule: optax.Schedule
     two_levels: bool
+    specs: Any = None
 
     @property
     def levels(self) -> dict[str, Any]:
-        """Argument of parameter transforms about the devices of a replica."""
-        return {"local_axis_name": "device"} if self.two_levels else {}
+        """Arguments of parameter transforms about the devices of a replica."""
+        local = {"local_axis_name": "device"} if self.two_levels else {}
+        return local if self.specs is None else {**local, "param_specs": self.specs}
 
     @property
     def codec(self) -> js.codecs.Codec | None:
@@ -163,15 +166,21 @@ class Algorithm:
         return (f"The schedule ends at step {end}; then the rate stays {rate:.3g}. {stretch}",)
 
 
-def build_algorithm(config: TrainConfig) -> Algorithm:
+def build_algorithm(config: TrainConfig, specs: Any = None, counted: Any = None) -> Algorithm:
     """The transforms of a configuration, over the axes "replica" and, for two levels, "device".
+
+    Args:
+      config: of the run.
+      specs: a `PartitionSpec` per leaf of the parameters, over axes that share the model.
+      counted: masks of what the norm of gradients counts; None: all.
 
     Raises:
       ValueError: for a combination that the library refuses.
     """
     schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
     recipe = RECIPES[config.algorithm.algorithm]
-    setting = Setting(config.algorithm, schedule, two_levels=config.devices_per_replica > 1)
+    two_levels = config.devices_per_replica > 1
+    setting = Setting(config.algorithm, schedule, two_levels=two_levels, specs=specs)
     gradients = recipe.gradients(setting) if recipe.gradients else None
     sync = recipe.sync(setting) if recipe.sync else None
     if config.checkpoint.check_parameters:
@@ -181,7 +190,7 @@ def build_algorithm(config: TrainConfig) -> Algorithm:
                 "exchanges gradients, and its loss tells"
             )
         sync = js.only_finite(sync)
-    optimizer = scaled(_optimizer(config.optimizer, schedule), config)
+    optimizer = scaled(_optimizer(config.optimizer, schedule, counted), config)
     return Algorithm(schedule, optimizer, gradients, sync)
 
 
@@ -199,10 +208,15 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
 
 
-def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def _optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, counted: Any
+) -> optax.GradientTransformation:
     if config.optimizer == "adamw":
         inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     else:
         inner = optax.sgd(schedule, momentum=0.9)
     # Clipping stands after the gradients were averaged (all_reduce), before the optimizer.
-    return optax.chain(optax.clip_by_global_norm(config.clip), inner) if config.clip else inner
+    # Of the whole model: what the compiler shards over axes inside a replica is in the norm.
+    if not config.clip:
+        return inner
+    return optax.chain(js.clip_by_global_norm(config.clip, counted=counted), inner)

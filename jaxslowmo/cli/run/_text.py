@@ -12,6 +12,7 @@ from jaxslowmo.data import Corpus, TextBatches, split_corpus, validation_batches
 from jaxslowmo.models import gpt_preset
 from jaxslowmo.train.batches import own_parts
 
+from ..config._mesh import MODEL_AXES
 from ..config._train import TrainConfig
 
 _EVAL_BYTES_PER_BATCH = 8192
@@ -52,6 +53,9 @@ def divide_text(
       ValueError: if there is not enough text, as in `jaxslowmo.data`.
     """
     context = gpt_preset(config.preset).context_length
+    # As many windows as all microbatches and devices that share them can share evenly.
+    even = config.num_microbatches * config.mesh.sizes.get("fsdp", 1)
+    windows = even * math.ceil(max(1, _EVAL_BYTES_PER_BATCH // context) / even)
     split = split_corpus(corpus, config.replicas)
     # Made only for its checks: every replica must hold a batch.
     TextBatches(split.shares, batch_size=config.batch, window=context + 1, seed=config.seed)
@@ -64,7 +68,7 @@ def divide_text(
         validation=validation_batches(
             split.validation,
             num_batches=config.eval_batches,
-            batch_size=max(1, _EVAL_BYTES_PER_BATCH // context),
+            batch_size=windows,
             window=context + 1,
         ),
         fingerprint=corpus.contents.fingerprint,
@@ -101,7 +105,8 @@ class RunBatches(Iterator[np.ndarray]):
             replicas=text.replicas,
         )
         # Processes may share a replica: each trains on the rows of its own devices.
-        axes = tuple(mesh.axis_names)
+        # Axes over which the model is shared split no batch here: the program does, if anyone.
+        axes = tuple(name for name in mesh.axis_names if name not in MODEL_AXES)
         devices = math.prod(mesh.shape[name] for name in axes[1:])
         begins = [
             text.replicas.index(part // devices) * devices + part % devices

@@ -1,5 +1,7 @@
 """The model of a run: the consensus of a checkpoint, or what was exported."""
 
+import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,9 @@ from jaxslowmo.models import (
 )
 
 from .._errors import CommandError
-from ..config._cluster import ClusterConfig
-from ..config._fields import options_of
-from ..config._train import TrainConfig, train_config
 from ..processes._restarts import saved_steps
-from ..run._alike import saved_values
+from ..run._model import Form, config_of
+from ..run._moved import config_then, saved_form
 from ..run._recipes import build_algorithm
 
 # What the library says of a damaged checkpoint that is not the only one.
@@ -62,10 +62,13 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
         extra = checkpoints.extra(step=step)
         if "config" not in extra:
             raise CommandError(f"the checkpoints in {folder} are not of jaxslowmo train")
-        config = _without_processes(saved_values(extra["config"]))
-        model = gpt_preset(config.preset, dtype=config.dtype)
-        # Its replicas, on one device: what is sharded over them lies as it did.
-        algorithm, mesh = build_algorithm(config), js.virtual_mesh(config.axes)
+        config = config_then(extra)
+        form = Form(config_of(config))
+        model = form.config
+        # Its replicas, each on one device: whatever shared the model.
+        sizes = {"replica": config.replicas, "device": config.devices_per_replica}
+        algorithm = build_algorithm(config)
+        mesh = js.virtual_mesh({name: n for name, n in sizes.items() if n > 1 or name == "replica"})
         train_step = js.make_train_step(
             gpt_loss_fn(model),
             algorithm.optimizer,
@@ -74,21 +77,19 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
             mesh=mesh,
             accumulate=config.accumulate,
         )
-        state = checkpoints.restore(train_step, init_gpt(model), step=step).state
+        then = functools.partial(saved_form, now=form)
+        found = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=then)
+        state = found.state
     shares = algorithm.sync.shares(state.opt_state[-1]) if algorithm.sync else None
     return model, js.consensus(state.params, mesh=mesh, shares=shares)
-
-
-def _without_processes(values: dict[str, Any]) -> TrainConfig:
-    """What the state of a run follows from; where its processes were does not matter here."""
-    unused = {*options_of(ClusterConfig), "resume", "overwrite"}
-    return train_config({name: value for name, value in values.items() if name not in unused})
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
     """An export is of parameters alone; their number tells the preset."""
     size = sum(np.size(leaf) for leaf in jax.tree.leaves(load_consensus(folder)))
     for model in map(gpt_preset, GPT_PRESETS):
-        if num_parameters(model) == size:
-            return model, load_consensus(folder, like=init_gpt(model))
+        for tied in (False, True):
+            shape = dataclasses.replace(model, tied=tied)
+            if num_parameters(shape) == size:
+                return shape, load_consensus(folder, like=init_gpt(shape))
     raise CommandError(f"{folder} is no model of jaxslowmo train: no preset has {size} parameters")

@@ -65,7 +65,10 @@ def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorith
             "^--nesterov goes with --algorithm slowmo or slowmo_sgp, not with local_sgd$",
         ),
         ({"weight_decay": 0.1, "optimizer": "sgd"}, "--weight-decay goes with --optimizer adamw"),
-        ({"schedule_steps": 9, "schedule": "constant"}, "--schedule-steps goes with --schedule"),
+        (
+            {"schedule_steps": 9, "schedule": "constant"},
+            "--schedule-steps goes with --rate-schedule",
+        ),
         ({"statistics_rate": 9}, "--statistics-rate goes with --statistics, which was not given;"),
         ({"max_rollbacks": 1}, "--max-rollbacks goes with --on-nan rollback, not with stop; got 1"),
         ({"on_nan": "rollback"}, "--on-nan rollback needs --checkpoint-every"),

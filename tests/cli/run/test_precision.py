@@ -45,7 +45,7 @@ def test_only_float16_has_a_scale_and_not_if_it_is_0():
 GIVEN = (
     "train", "--preset", "tiny", "--dtype", "float16", "--loss-scale", 2**24, "--replicas", 2,
     "--execution", "virtual", "--algorithm", "local_sgd", "--log-every", 1, "--optimizer", "sgd",
-    "--schedule", "constant", "--warmup", 0,
+    "--rate-schedule", "constant", "--warmup", 0,
 )  # fmt: skip
 
 

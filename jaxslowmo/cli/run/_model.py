@@ -1,0 +1,193 @@
+"""The model of a run, on the devices that share it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+import jaxslowmo as js
+from jaxslowmo.models import (
+    GPTConfig,
+    GPTLayers,
+    gpt_layers,
+    gpt_loss_fn,
+    gpt_param_specs,
+    gpt_preset,
+    gpt_rules,
+    gpt_types,
+    init_gpt,
+)
+from jaxslowmo.pipeline.model import model_blocks
+
+from ..config._train import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the parameters of a run look like, and how they lie inside a replica.
+
+    Attributes:
+      config: shape of the model.
+      specs: a `PartitionSpec` per leaf; None where every device has all.
+      layers: the model cut into layers, and `layout` where these lie; None without stages.
+      layout: of the stages.
+    """
+
+    config: GPTConfig
+    specs: Any = None
+    layers: GPTLayers | None = None
+    layout: js.StageLayout | None = None
+
+    def stack(self, tree: Any) -> Any:
+        """The tree of these parameters, of one like that of `init_gpt`.
+
+        Of NumPy arrays, or types; with replicas or without.
+        """
+        if self.layers is None or self.layout is None:
+            return tree
+        return self.layout.stack_like(self.layers.split(tree))
+
+    def unstack(self, tree: Any) -> Any:
+        """The way back from `stack`, with or without replicas."""
+        if self.layers is None or self.layout is None:
+            return tree
+        return self.layers.join(self.layout.unstack(tree))
+
+    def init(self, seed: int, mesh: Mesh | js.VirtualMesh) -> Any:
+        """One copy of the initial parameters: the same for a seed on every mesh."""
+        params = init_gpt(self.config, seed)
+        if self.specs is None:
+            return params
+        assert isinstance(mesh, Mesh), "devices share them"
+
+        def place(x: Any, spec: Any) -> jax.Array:
+            sharding = NamedSharding(mesh, spec)
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        return jax.tree.map(place, self.stack(jax.tree.map(np.asarray, params)), self.specs)
+
+    def counted(self) -> Any:
+        """Masks for a norm of gradients: of what stages share, the first one's copy counts."""
+        if self.layers is None or self.layout is None or not self.layers.tied:
+            return None
+        return self.layout.counted
+
+
+def config_of(config: TrainConfig) -> GPTConfig:
+    """The shape of a run's model."""
+    model = gpt_preset(config.preset, dtype=config.dtype)
+    return dataclasses.replace(model, tied=config.tied)
+
+
+def schedule_of(config: TrainConfig) -> js.Schedule:
+    """Which stage computes what when.
+
+    Raises:
+      ValueError: numbers that the kind cannot take.
+    """
+    mesh = config.mesh
+    return js.schedules.by_name(
+        mesh.pipeline, mesh.num_stages, config.num_microbatches, mesh.chunks
+    )
+
+
+def parts_of(config: TrainConfig, schedule: js.Schedule) -> list[Any]:
+    """Which layers each stage holds: as even as can be, by their parameters.
+
+    Raises:
+      ValueError: more stages than layers.
+    """
+    model = config_of(config)
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    count = model.num_layers + 2
+    if stages * chunks > count:
+        of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
+        raise ValueError(
+            f"--mesh {config.mesh.mesh}: {stages} stages{of_chunks} need as many layers, and "
+            f"--preset {config.preset} has {count}: an embedding, {model.num_layers} blocks and an "
+            "output layer"
+        )
+    costs = js.count_layer_params(gpt_layers(model).split(gpt_types(model)))
+    return js.partition_by_cost(costs, stages, chunks)
+
+
+def form_of(config: TrainConfig) -> Form:
+    """The form of a configuration's parameters. Asks for no device.
+
+    Raises:
+      ValueError: sizes of the mesh that do not fit those of the model.
+    """
+    model, sizes = config_of(config), config.mesh.model_axes
+    if not sizes:
+        return Form(model)
+    _check_sizes(config, model)
+    mesh: Any = AbstractMesh(tuple(config.axes.values()), tuple(config.axes))
+    specs = None
+    if {"fsdp", "tensor"} & set(sizes):
+        specs = gpt_param_specs(model, mesh, gpt_rules(mesh))
+    if "stage" not in sizes:
+        return Form(model, specs)
+    schedule = schedule_of(config)
+    layers, types = whole_model(model)
+    count = len(layers.layers)
+    blocks = model_blocks(
+        count, schedule.num_stages, schedule.num_chunks, parts_of(config, schedule)
+    )
+    layout = js.StageLayout(
+        js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
+        types,
+        blocks,
+        schedule.placement,
+        mesh=mesh,
+        param_specs=None if specs is None else layers.split(specs),
+    )
+    return Form(model, layout.specs, layers, layout)
+
+
+def whole_model(model: GPTConfig) -> tuple[GPTLayers, list[Any]]:
+    """Its layers, and the types of their parameters."""
+    layers = gpt_layers(model)
+    return layers, layers.split(gpt_types(model))
+
+
+def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax.Array], Any]:
+    """The loss of parameters in a form, for the windows of a replica."""
+    shared = {"fsdp", "tensor"} & set(config.mesh.model_axes)
+    rules = gpt_rules(mesh) if shared else None
+    if form.layout is None:
+        return gpt_loss_fn(form.config, rules)
+    layers = gpt_layers(form.config, rules)
+    schedule = schedule_of(config)
+    specs = gpt_param_specs(form.config, mesh, rules) if shared else None
+    pipe = js.pipelined(
+        js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
+        layers.split(gpt_types(form.config)),
+        schedule,
+        parts=parts_of(config, schedule),
+        mesh=mesh,
+        data_axes=("fsdp",) if "fsdp" in shared else (),
+        param_specs=None if specs is None else layers.split(specs),
+    )
+    return pipe.loss_fn
+
+
+def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
+    sizes = config.mesh.model_axes
+    for axis, what, size in (
+        ("tensor", "attention heads", model.num_heads),
+        ("tensor", "symbols", model.vocab_size),
+        ("fsdp", "dimensions of the width", model.embed_dim),
+    ):
+        if size % sizes.get(axis, 1):
+            raise ValueError(
+                f"--mesh {config.mesh.mesh}: the size of {axis} must divide the {size} {what} of "
+                f"--preset {config.preset}, got {sizes[axis]}"
+            )
+    if "stage" in sizes and config.dtype == "float16":
+        raise ValueError(
+            f"--dtype float16 does not go with stages, between which small gradients would "
+            f"vanish, in --mesh {config.mesh.mesh}; bfloat16 does"
+        )
