@@ -17,7 +17,7 @@ from recipes.doc_blocks import (
 
 PAGES = [
     "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
-    "input-pipeline", "mixed-precision", "reading-state", "start", "your-data",
+    "input-pipeline", "mixed-precision", "model-parallel", "reading-state", "start", "your-data",
 ]  # fmt: skip
 # tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
 ELSEWHERE = {
@@ -55,6 +55,11 @@ def test_page_runs(page):
 def test_mixing_prints_what_the_page_shows(capsys):
     fresh("graphs", "Mixing")
     assert [capsys.readouterr().out] == outputs("graphs", "Mixing")
+
+
+def test_bubbles_are_those_that_the_page_shows(capsys):
+    fresh("model-parallel", "When not to pipeline")
+    assert [capsys.readouterr().out] == outputs("model-parallel", "When not to pipeline")
 
 
 def test_accumulation_prints_what_the_page_shows(capsys):

@@ -37,7 +37,7 @@ class MeshConfig(Checked):
         least=1,
     )
     chunks: int | None = option(
-        None, "Of the stages: parts of the model on each (default: the schedule's).",
+        None, "Of the stages: parts of the model on each (default: 2 of interleaved, zbv; else 1).",
         panel=_PANEL, least=1,
     )  # fmt: skip
 

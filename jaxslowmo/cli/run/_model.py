@@ -89,9 +89,9 @@ def schedule_of(config: TrainConfig) -> js.Schedule:
       ValueError: numbers that the kind cannot take.
     """
     mesh = config.mesh
-    return js.schedules.by_name(
-        mesh.pipeline, mesh.num_stages, config.num_microbatches, mesh.chunks
-    )
+    # With one chunk the interleaved order is that of one_f_one_b, which nobody means by it.
+    chunks = 2 if mesh.pipeline == "interleaved" and mesh.chunks is None else mesh.chunks
+    return js.schedules.by_name(mesh.pipeline, mesh.num_stages, config.num_microbatches, chunks)
 
 
 def parts_of(config: TrainConfig, schedule: js.Schedule) -> list[Any]:
