@@ -68,6 +68,15 @@ def test_within_the_limit_and_no_worse_than_one_f_and_one_b(data):
     assert again == table
 
 
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (4, 16)])
+def test_without_times_it_is_good_for_many(p, m):
+    """No worse than ticks of one F and one B also under times that it was not made for."""
+    table = js.schedules.lockstep(p, m)
+    for costs in ((1, 1, 1), (29.7, 29.4, 19.9), (1, 2, 1), (1, 1, 0.5), (1, 2, 0.5), (1, 3, 1)):
+        time = table.simulate(**times(*costs), lockstep=True).time
+        assert time <= (m + p - 1) * sum(costs) + 1e-9
+
+
 def test_times_of_each_stage():
     """A first and a last stage that take longer, as with an embedding and a loss."""
     forward, backward = [1.5, 1, 1, 2], [1.5, 1, 1, 2]

@@ -13,7 +13,7 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 # the better one.
 _WEIGHTS = (0.0, 0.3)
 _MOST_WIDTH, _LEAST_WIDTH = 128, 4
-_EFFORT = 2**16  # width times microbatches, stages and chunks: about half a second for a weight
+_EFFORT = 2**15  # width times microbatches, stages and chunks: a quarter of a second or so
 
 Found = tuple[float, list[list[Step | None]]]
 """The time of a table, and per device stage what it does in each tick."""
