@@ -69,13 +69,14 @@ def clip_by_global_norm(
       tied_axis_name: the axis of their stages, one of `model_axes`.
       counted: a tree like the gradients, or a prefix of it, of masks that broadcast to the leaves
         (None: all): elements where they are 0 are scaled, and not in the norm. For copies that
-        are parts of one array, as where stages are stacked.
+        are parts of one array: of `js.pipelined` it is `pipe.layout.counted`.
 
     Returns:
       A gradient transform with state `ClipByGlobalNormState`. A norm that is infinite or NaN makes
       all gradients NaN, on all devices along `model_axes`, so that whatever looks for that finds it
       everywhere (`js.dynamic_loss_scale` around it looks before, and gives it zeros). Of
       `js.RowGradient` leaves each row counts by the sum of its entries. Integers are left alone.
+      Rows of the tables of a step (`embeddings=`) are not among its gradients.
 
     Raises:
       ValueError: at construction: `max_norm` that is not > 0, `norm` below 1, axes that are no

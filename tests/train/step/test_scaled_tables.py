@@ -66,6 +66,22 @@ def test_skipped_updates_leave_tables(name):
 
 
 @pytest.mark.exhaustive
+def test_late_validation_moves_tables_as_an_early_one():
+    """With an overflow in rows alone; clipping looks at dense gradients."""
+    found = {}
+    for validate in ("before", "after"):
+        clipped = optax.chain(js.clip_by_global_norm(0.05), optax.adam(0.1))
+        optimizer = js.dynamic_loss_scale(clipped, initial=16.0)
+        step = make(optimizer, validate=validate, **MEAN)
+        state = step.init(DENSE)
+        for batch in given(overflow=[1]):
+            state, metrics = step(state, batch)
+        np.testing.assert_array_equal(metrics["skipped_updates"], [1, 1])
+        found[validate] = state.params, state.opt_state
+    assert_close(*found.values(), atol=1e-5)
+
+
+@pytest.mark.exhaustive
 def test_a_window_of_batches_is_skipped_with_its_rows():
     step = make(js.dynamic_loss_scale(optax.sgd(0.3), initial=1024.0), **MEAN)
     state = step.init(DENSE)

@@ -234,43 +234,37 @@ class StepParts:
     def _optimized(
         self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
     ) -> Made:
-        """What the optimizer makes of the gradients; validated when it is there, if that is so."""
-        run = partial(self._made, state, reduced, gathered, alone)
-        if self.validate == "before":
-            return run(reduced.grads, None)
-        return validated(run, reduced.grads, reduced.state, state.opt_state[1])
+        """What the optimizer makes of the gradients; validated when it is there, if that is so.
 
-    def _made(
-        self,
-        state: TrainState,
-        reduced: Reduced,
-        gathered: Gathered,
-        alone: bool,
-        grads: PyTree,
-        validation: Validation | None,
-    ) -> Made:
-        """Updates, the optimizer's state, the rate that it used where `sync` wants it."""
+        `alone`: nothing brings replicas together.
+        """
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and loss_scale_of(before) is not None:
             finite = all_finite(reduced.rows, self.inner_axes)
-        with jax.named_scope("optimizer"):
-            updates, after = update_told(
-                self.optimizer,
-                grads,
-                before,
-                state.params,
-                loss=Loss(reduced.loss, reduced.over, self.differentiation, gathered.data),
-                axis_name=self.axis_name,
-                weight=weight,
-                finite=finite,
-                param_specs=self.param_specs,
-                validation=validation,
-            )
-        wants_rate = self.sync is not None and self.sync.wants_learning_rate
-        rate = optimizer_rate(after) if wants_rate else None
-        if weight is not None and (self.sync is not None or alone):
-            after = kept_if_idle(weight, after, before)
-        return Made(unless_idle(updates, weight) if alone else updates, after, rate)
+
+        def run(grads: PyTree, validation: Validation | None) -> Made:
+            with jax.named_scope("optimizer"):
+                updates, after = update_told(
+                    self.optimizer,
+                    grads,
+                    before,
+                    state.params,
+                    loss=Loss(reduced.loss, reduced.over, self.differentiation, gathered.data),
+                    axis_name=self.axis_name,
+                    weight=weight,
+                    finite=finite,
+                    param_specs=self.param_specs,
+                    validation=validation,
+                )
+            wants_rate = self.sync is not None and self.sync.wants_learning_rate
+            rate = optimizer_rate(after) if wants_rate else None
+            if weight is not None and (self.sync is not None or alone):
+                after = kept_if_idle(weight, after, before)
+            return Made(unless_idle(updates, weight) if alone else updates, after, rate)
+
+        if self.validate == "before":
+            return run(reduced.grads, None)
+        return validated(run, reduced.grads, reduced.state, before)
 
     def _alone(self, state: TrainState, reduced: Reduced) -> bool:
         """Whether nothing brings replicas together, so that an idle one has nobody to follow."""

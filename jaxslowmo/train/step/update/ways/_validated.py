@@ -84,7 +84,8 @@ def check_asked(validation: Validation) -> None:
         raise ValueError(
             '`validate`="after": js.clip_by_global_norm stands inside of a transform that does not '
             "pass on what `update` is told, such as an optax.GradientTransformation of two "
-            "functions, and would clip before: put it outside, or first in `optimizer`."
+            "functions (that of an optax.MultiSteps is one; js.accumulate passes it on), and would "
+            "clip before: put it outside, or first in `optimizer`."
         )
 
 
