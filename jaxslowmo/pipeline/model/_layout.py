@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
@@ -231,7 +231,7 @@ class StageLayout:
         if any(isinstance(x, Tracer) for x in own.values()):
             return build(own, jnp)
         if all(_is_on(self._mesh, x) for x in own.values()):
-            return jax.jit(lambda own: build(own, jnp), out_shardings=sharding)(own)
+            return _placing(lambda own: build(own, jnp), sharding)(own)
         host = {at: np.asarray(x) for at, x in own.items()}
         whole = _Block(host, shape, len(lead), host[next(iter(host))].dtype)
         return jax.make_array_from_callback(shape, sharding, whole)
@@ -268,7 +268,14 @@ class StageLayout:
             return split(x)
         spec = [*sharding.spec, *[None] * len(x.shape)][:num_lead]
         whole = NamedSharding(sharding.mesh, P(*spec, *leaf.spec))
-        return jax.jit(split, out_shardings=whole)(x)
+        return _placing(split, whole)(x)
+
+
+def _placing(fn: Callable[[Any], Any], sharding: NamedSharding) -> Callable[[Any], Any]:
+    """`fn` of arrays on a mesh, whose results lie as said."""
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        fn = jax.sharding.auto_axes(fn, out_sharding=sharding)
+    return jax.jit(fn, out_shardings=sharding)
 
 
 def _joiner(num_stages: int, rows: int, num_lead: int) -> Callable[[Any, Any], Any]:

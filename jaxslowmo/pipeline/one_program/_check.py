@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -10,11 +10,18 @@ from jax.sharding import PartitionSpec as P
 from ...mesh import axis_names
 from ..schedules import Schedule
 
+BatchMemory = Literal["device", "host"]
+
 
 def check_arguments(
-    schedule: Any, mesh: Any, axis_name: str, data_axes: tuple[str, ...], gradient_scale: float
+    schedule: Any,
+    mesh: Any,
+    axis_name: str,
+    data_axes: tuple[str, ...],
+    gradient_scale: float,
+    batch_memory: str,
 ) -> None:
-    """Raise `ValueError` for a schedule, axes or a scale that cannot be."""
+    """Raise `ValueError` for a schedule, axes, a memory or a scale that cannot be."""
     if not isinstance(schedule, Schedule):
         raise ValueError(
             "`schedule` must be a js.Schedule such as js.schedules.one_f_one_b(4, 16), got "
@@ -40,6 +47,8 @@ def check_arguments(
             f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
             f"{mesh.shape[axis_name]} along axis {axis_name!r}: they must be as many."
         )
+    if batch_memory not in ("device", "host"):
+        raise ValueError(f'`batch_memory` must be "device" or "host", got {batch_memory!r}.')
     if not gradient_scale > 0 or math.isinf(gradient_scale):
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
@@ -52,6 +53,16 @@ def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyT
     return jax.tree.map(
         lambda x: jnp.reshape(x, (count, examples // count, *jnp.shape(x)[1:])), batch
     )
+
+
+def laid_out(tree: PyTree, spec: P, mesh: Mesh | AbstractMesh) -> PyTree:
+    """`tree` as `spec` says over Explicit axes, of whose layout types tell; of others as it is."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = [name for name, kind in kinds if kind == AxisType.Explicit]
+    own = only_over(spec, explicit)
+    if not any(own):
+        return tree
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, own)), tree)
 
 
 def only_over(spec: Iterable[Any], axes: Iterable[str]) -> P:

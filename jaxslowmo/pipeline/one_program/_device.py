@@ -42,9 +42,13 @@ class Device:
 
     def microbatch(self, now: Half) -> PyTree:
         """The one that an operation computes."""
-        own = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False), self.batch
-        )
+
+        def one(x: jax.Array) -> jax.Array:
+            x = lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False)
+            waits = jax.typeof(x).memory_space == jax.memory.Space.Host
+            return jax.device_put(x, jax.memory.Space.Device) if waits else x
+
+        own = jax.tree.map(one, self.batch)
         shift = jnp.asarray(self.shifts)[now.model_stage]
         return keyed_microbatch(own, self.rng, now.microbatch, shift)
 

@@ -13,8 +13,8 @@ from ..._typing import PyTree
 from ...mesh import varying_axes
 from ..model import LayeredModel, Loss, StageLayout, model_blocks
 from ..schedules import Schedule
-from ._check import check_arguments, check_not_mapped, check_specs
-from ._data import in_microbatches, only_over
+from ._check import BatchMemory, check_arguments, check_not_mapped, check_specs
+from ._data import in_microbatches, laid_out, only_over
 from ._kinds import stage_kinds
 from ._step import Plan, Step
 from ._table import TickTable, forward_ticks, tick_table
@@ -31,6 +31,7 @@ def pipelined(
     data_axes: Sequence[str] = (),
     param_specs: PyTree | None = None,
     remat: bool = False,
+    batch_memory: BatchMemory = "device",
     gradient_scale: float = 1.0,
 ) -> "Pipelined":
     """One program on all devices that runs a model as a pipeline of stages.
@@ -66,6 +67,10 @@ def pipelined(
         or a prefix of such a tree; None: whole on every device of a stage.
       remat: keep activations between layers of different stages alone, and compute the rest of a
         forward pass again in the backward pass.
+      batch_memory: where microbatches wait. `"host"`: in the host's pinned memory, from which a
+        stage copies one when it computes it; a batch that lies there already, such as
+        `jax.device_put(batch, NamedSharding(mesh, spec, memory_kind="pinned_host"))`, is never
+        whole on a device.
       gradient_scale: what gradients are multiplied by between stages, and divided by at the end, in
         float32: for float16, in which small ones vanish.
 
@@ -86,7 +91,7 @@ def pipelined(
       collective that the compiler puts inside of a branch, for axes left to it, runs between the
       devices of one stage alone.
     """
-    check_arguments(schedule, mesh, axis_name, tuple(data_axes), gradient_scale)
+    check_arguments(schedule, mesh, axis_name, tuple(data_axes), gradient_scale, batch_memory)
     blocks = model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
     layout = StageLayout(
         model,
@@ -111,7 +116,7 @@ def pipelined(
         remat=remat,
         gradient_scale=gradient_scale,
     )
-    return Pipelined(plan, schedule, mesh, tuple(data_axes))
+    return Pipelined(plan, schedule, mesh, tuple(data_axes), batch_memory)
 
 
 class Pipelined:
@@ -127,11 +132,17 @@ class Pipelined:
     """
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, mesh: Mesh, data_axes: tuple[str, ...]
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        mesh: Mesh,
+        data_axes: tuple[str, ...],
+        batch_memory: BatchMemory,
     ) -> None:
         self.layout: StageLayout = plan.layout
         self.schedule, self.model, self.remat = schedule, plan.model, plan.remat
         self.mesh, self.data_axes, self._plan = mesh, data_axes, plan
+        self._batch_memory = batch_memory
         self._table = None if schedule.forward_only else tick_table(schedule)
         self._forward_table = tick_table(schedule, forward_ticks(schedule))
         self._run = jax.custom_vjp(self._evaluated)
@@ -198,6 +209,8 @@ class Pipelined:
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         shares = {a: self.mesh.shape[a] for a in data_axes}
         microbatches = in_microbatches(batch, self._plan.num_microbatches, shares)
+        if self._batch_memory == "host":
+            microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
         own = (self._plan.axis_name, *data_axes)
         specs = {name: only_over(spec, own) for name, spec in self.layout.specs.items()}
         of_grads = {
@@ -206,14 +219,15 @@ class Pipelined:
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
         axes = set(own).union(*map(varying_axes, jax.tree.leaves((stacked, batch, rng))))
+        mesh = self.mesh if context.empty else context
         step = Step(self._plan, table, data_axes, tuple(sorted(axes)), differentiates)
         mapped = jax.shard_map(
             step,
-            mesh=self.mesh if context.empty else context,
+            mesh=mesh,
             axis_names=set(own),
             in_specs=(specs, P(None, data_axes), P()),
             out_specs=(P(), of_grads),
         )
-        loss, grads = mapped(stacked, microbatches, rng)
+        loss, grads = mapped(stacked, laid_out(microbatches, P(None, data_axes), mesh), rng)
         none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
         return loss, {**none, **grads}

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.layered import assert_close, language_model, tokens
+from support.layered import assert_close, assert_gradients_alike, language_model, tokens
 
 SCHEDULE = js.schedules.one_f_one_b(2, 4)
 
@@ -144,6 +145,29 @@ def test_a_program_does_not_grow_with_the_number_of_microbatches(mesh_of):
     assert length(64) == length(4)
 
 
+@pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
+def test_microbatches_may_wait_in_host_memory(mesh_of, memory_kind):
+    pipe, stacked, model, params = pipeline(mesh_of, batch_memory="host")
+    batch = tokens(8)
+    there = NamedSharding(mesh_of({"stage": 2}), P(), memory_kind=memory_kind)
+    placed = jax.device_put(batch, there)
+    program = jax.jit(pipe.loss_fn).trace(stacked, placed)
+    # Microbatches are read from the host's memory alone; what is compiled for CPU, whose devices
+    # have no other, does not tell.
+    text = str(program.jaxpr)
+    assert "i32<host>[1,2]" in text
+    assert "i32[1,2]" not in text
+    assert_close(program.lower().compile()(stacked, placed), model(params, batch))
+
+
+def test_axes_may_be_explicit(mesh_of):
+    model, params = language_model(2)
+    specs = [P(None, "fsdp"), P(), P(), P(None, "fsdp")]
+    mesh = mesh_of({"stage": 2, "fsdp": 2}, explicit=True)
+    pipe = js.pipelined(model, params, SCHEDULE, mesh=mesh, data_axes=("fsdp",), param_specs=specs)
+    assert_gradients_alike(pipe, model, params, tokens(16), pipe.layout.stack(params))
+
+
 BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
 
 
@@ -156,6 +180,7 @@ BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
         ({"data_axes": ("stage",)}, "not that of the stages"),
         ({"schedule": js.schedules.gpipe(8, 8)}, "8 stages and the model 4 layers"),
         (BLOCKED, "a stage without layers"),
+        ({"batch_memory": "disk"}, "`batch_memory` must be"),
         ({"gradient_scale": 0.0}, "`gradient_scale` must be a number above 0"),
         ({"param_specs": [P("stage"), P(), P(), P()]}, "`param_specs` names axis 'stage'"),
         ({"param_specs": [P("tensor"), P(), P(), P()]}, "`param_specs` names axis 'tensor'"),
