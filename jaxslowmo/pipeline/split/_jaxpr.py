@@ -58,9 +58,22 @@ def trace(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
 
 def run(equations: Iterable[JaxprEqn], outputs: Sequence[Atom], known: dict[Var, Any]) -> list[Any]:
     """Values of `outputs`: `equations` done in their order, from `known` values."""
+    return perform(equations, outputs, known, lambda equation, operands: None)
+
+
+def perform(
+    equations: Iterable[JaxprEqn],
+    outputs: Sequence[Atom],
+    known: dict[Var, Any],
+    instead: Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None],
+) -> list[Any]:
+    """As `run`, but where `instead` has results for an equation and its operands, with those."""
     values = dict(known)
     for equation in equations:
-        _write(values, equation, _bind(equation, [_read(values, v) for v in equation.invars]))
+        operands = [_read(values, v) for v in equation.invars]
+        results = instead(equation, operands)
+        results = _bind(equation, operands) if results is None else results
+        values.update(zip(equation.outvars, results, strict=True))
     return [_read(values, v) for v in outputs]
 
 
@@ -76,6 +89,16 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, manual_axis_type=getattr(aval, "manual_axis_type", None)
     )
+
+
+def scan_sizes(equation: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan do not change, and how many are carried; the rest is sliced."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # jax 0.12 says it by the structure of its operands.
+    consts, carry, _ = params["ft_in"].update(equation.invars).unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def size_in_bytes(v: Atom) -> int:
@@ -101,17 +124,17 @@ def has_side_effects(equation: JaxprEqn) -> bool:
 def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """What `jaxpr` computes, calls opened."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
-    for equation in jaxpr.eqns:
-        operands = [_read(values, v) for v in equation.invars]
-        called = _called(equation)
-        if called is None:
-            results = _bind(equation, operands)
-        else:
-            with _scope(equation):
-                inner = getattr(called, "jaxpr", called)
-                results = _evaluate(inner, getattr(called, "consts", ()), operands)
-        _write(values, equation, results)
-    return [_read(values, v) for v in jaxpr.outvars]
+    return perform(jaxpr.eqns, jaxpr.outvars, values, _opened)
+
+
+def _opened(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Results of a call, of its equations."""
+    called = _called(equation)
+    if called is None:
+        return None
+    with _scope(equation):
+        inner = getattr(called, "jaxpr", called)
+        return _evaluate(inner, getattr(called, "consts", ()), operands)
 
 
 def _called(equation: JaxprEqn) -> Any:
@@ -142,7 +165,3 @@ def _scope(equation: JaxprEqn) -> Iterator[None]:
 
 def _read(values: dict[Var, Any], v: Atom) -> Any:
     return v.val if isinstance(v, Literal) else values[v]
-
-
-def _write(values: dict[Var, Any], equation: JaxprEqn, results: Sequence[Any]) -> None:
-    values.update(zip(equation.outvars, results, strict=True))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
-from ._jaxpr import Atom, Flat, has_side_effects, size_in_bytes, variables
+from ._jaxpr import Atom, Flat, has_side_effects, size_in_bytes, used_by, variables
 
 Origin = Literal["weights", "microbatch", "x", "dy", "stash"]
 """Where an input of a program comes from."""
@@ -72,6 +72,19 @@ class Program:
         sources = list(variables(equation.invars))
         free = equation.primitive.name in _FREE and len(sources) == 1
         return free and size_in_bytes(sources[0]) <= size_in_bytes(v)
+
+    def origin_of(self, v: Atom) -> Origin:
+        """Where a value comes from: weights or microbatch if these alone determine it."""
+        depends = frozenset[str]() if not isinstance(v, Var) else self._depends[v]
+        if depends <= {"weights", "heavy"}:
+            return "weights"
+        return "microbatch" if depends <= {"microbatch"} else "stash"
+
+    def needed_inputs(self, wanted: Iterable[Atom]) -> set[Var]:
+        """Inputs of the program that `wanted` values depend on."""
+        wanted = tuple(wanted)
+        equations = self.cut(wanted, lambda v: False).equations
+        return used_by(equations, wanted) & set(self.flat.inputs)
 
     def cut(self, wanted: Iterable[Atom], elsewhere: Callable[[Var], bool]) -> Cut:
         """The equations that `wanted` values need, back to values that are computed `elsewhere`.

@@ -11,6 +11,7 @@ from jax.extend.core import Var
 from ..._typing import PyTree
 from ._arguments import Argument, is_differentiable
 from ._jaxpr import Atom, run, trace
+from ._loops import wanted_first, weights_first
 from ._partition import Origin, Program
 
 
@@ -69,15 +70,17 @@ def trace_forward(
         return [*(next(in_order[s]) for s in found["seeded"]), *residuals]
 
     flat = trace(outputs, [*weights.types, *x.types, *microbatch.types])
-    of_weights, of_x, of_microbatch = _divide(flat.inputs, weights, x)
-    origins: dict[Var, Origin] = dict.fromkeys(of_weights, "weights")
-    origins |= dict.fromkeys(of_x, "x") | dict.fromkeys(of_microbatch, "microbatch")
+    origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
+    origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
+    origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
+    program = weights_first(Program(flat, origins))
+    of_weights, of_x, of_microbatch = _divide(program.flat.inputs, weights, x)
     count = len(found["seeded"])
-    y, residuals = flat.outputs[:count], flat.outputs[count:]
+    y, residuals = program.flat.outputs[:count], program.flat.outputs[count:]
     types = tuple(v.aval for v in y)
     result = Argument("y", found["tree"], types, tuple(found["seeded"]))
     return Forward(
-        Program(flat, origins),
+        program,
         *(of_weights, of_x, of_microbatch),
         *(y, residuals, found["pull_back"], result),
     )
@@ -106,12 +109,14 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool) -> Backward:
 
     seeds = forward.result.select(forward.result.types)
     flat = trace(outputs, [*(v.aval for v in known), *seeds])
-    of_known, cotangents = flat.inputs[: len(known)], flat.inputs[len(known) :]
-    names: list[Origin] = [forward.program.origins.get(v, "stash") for v in known]
-    origins: dict[Var, Origin] = dict(zip(of_known, names, strict=True))
-    origins |= dict.fromkeys(cotangents, "dy")
-    dx, dweights = flat.outputs[: x.num_chosen], flat.outputs[x.num_chosen :]
-    return Backward(Program(flat, origins), stash, flat.inputs, cotangents, dx, dweights)
+    origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "dy")
+    pairs = zip(flat.inputs, known, strict=False)
+    origins |= {v: forward.program.origins.get(there, "stash") for v, there in pairs}
+    whole = Program(flat, origins)
+    program = wanted_first(whole, flat.outputs[: x.num_chosen])
+    inputs, results = program.flat.inputs, program.flat.outputs
+    dx, dweights = results[: x.num_chosen], results[x.num_chosen :]
+    return Backward(program, stash, inputs, inputs[len(known) :], dx, dweights)
 
 
 def _divide(flat: Sequence[Any], *first: Argument) -> list[tuple[Any, ...]]:

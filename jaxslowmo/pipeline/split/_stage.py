@@ -130,8 +130,9 @@ def split_stage(
 
     The equations of the traced backward pass are divided, exactly: B computes the cotangent of `x`,
     W what B has not computed, so that B and W together do the work of the whole. Calls,
-    checkpointed ones too, are opened; a loop, a `cond` or a kernel belongs to B as a whole if the
-    cotangent of `x` needs any of it. Zero-bubble schedules (Qi et al. 2024, section 2) rest on it.
+    checkpointed ones too, are opened, and `lax.scan` becomes a loop in each part; a `cond`, a
+    `while_loop`, a scan inside of a scan or a kernel belongs to B as a whole if the cotangent of
+    `x` needs any of it. Zero-bubble schedules (Qi et al. 2024, section 2) rest on this split.
 
     Args:
       fn: the stage, `fn(weights, x, microbatch) -> y`, of trees. Leaves of integers and booleans

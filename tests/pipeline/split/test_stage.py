@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.split import StageProgram, split_stage
+from jaxslowmo.pipeline.split import split_stage
+from support.split_stages import Compiled, close, compiled
 
 WIDTH, HEADS, LENGTH, BATCH = 128, 2, 16, 2
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -52,45 +53,6 @@ WEIGHTS = {
     "down": normal(4, 4 * WIDTH, WIDTH),
 }
 MICROBATCH = {"segments": jnp.arange(LENGTH)[None] // 8 + jnp.zeros((BATCH, 1), jnp.int32)}
-
-
-class Compiled(NamedTuple):
-    """The operations of a stage on one microbatch, and the whole backward pass of `jax.vjp`."""
-
-    program: StageProgram
-    y: Any
-    gradients: tuple[Any, Any]  # of x and weights, from B and W
-    expected: tuple[Any, Any]
-    flops: dict[str, float]
-
-
-def compiled(fn: Any, weights: Any, x: Any, microbatch: Any, *, remat: bool = False) -> Compiled:
-    """Run F, B and W as programs of their own, and count what the compiled ones compute."""
-    program = split_stage(fn, weights, x, microbatch, remat=remat)
-    flops: dict[str, float] = {}
-
-    def call(name: str, f: Any, *args: Any) -> Any:
-        executable = jax.jit(f).lower(*args).compile()
-        flops[name] = executable.cost_analysis().get("flops", 0)
-        return executable(*args)
-
-    y, stash = call("F", program.forward, weights, x, microbatch)
-    dy = jax.tree.map(lambda v: jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape), y)
-    dx, kept = call("B", program.backward_input, weights, microbatch, stash, dy)
-    dw = call("W", program.backward_weight, weights, microbatch, stash, kept)
-    _, vjp = jax.jit(lambda w, v: jax.vjp(lambda w, v: fn(w, v, microbatch), w, v))(weights, x)
-    expected = call("vjp", vjp, dy)
-    call("BW", program.backward, weights, microbatch, stash, dy)
-    return Compiled(program, y, (dx, dw), expected[::-1], flops)
-
-
-def close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Equal trees, up to rounding."""
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +118,11 @@ def test_checkpointed_calls_are_opened() -> None:
     assert all(t.shape == (3, 4) for t in run.program.kept)  # activations, no gradient of weights
 
 
-def test_a_loop_belongs_to_one_part() -> None:
-    def loop(w: Any, x: jax.Array, _: None) -> jax.Array:
+def test_a_conditional_belongs_to_one_part() -> None:
+    def either(w: Any, x: jax.Array, _: None) -> jax.Array:
         return lax.cond(x[0, 0] > 0, lambda: dense(w, x, None), lambda: x)
 
-    run = compiled(loop, SMALL, normal(2, 3, 4), None)
+    run = compiled(either, SMALL, normal(2, 3, 4), None)
     close(run.gradients, run.expected)
 
 

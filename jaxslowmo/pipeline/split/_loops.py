@@ -1,0 +1,192 @@
+"""Loops of a program in two: what some of their results need, and the rest.
+
+`lax.scan` is one equation with many results. In the backward pass of a scan over layers the carried
+cotangent is what the stage before waits for, and the layers' gradients, stacked, are not: left as
+one equation, the loop would belong to B as a whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+
+from ._jaxpr import perform, run, scan_sizes, trace, variables
+from ._partition import Origin, Program
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A scan: its body with all calls opened, and what each of its inputs is."""
+
+    equation: JaxprEqn
+    body: Program
+    num_consts: int
+    num_carry: int
+
+    @classmethod
+    def of(cls, equation: JaxprEqn, origin_of: Callable[[Any], Origin]) -> "_Loop":
+        """`origin_of` tells where an operand comes from."""
+        closed = equation.params["jaxpr"]
+        flat = trace(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
+        origins: dict[Var, Origin] = {}
+        consts, carry = scan_sizes(equation)
+        for i, (inner, operand) in enumerate(zip(flat.inputs, equation.invars, strict=True)):
+            carried = consts <= i < consts + carry
+            origins[inner] = "stash" if carried else origin_of(operand)
+        return cls(equation, Program(flat, origins), consts, carry)
+
+    @property
+    def carried(self) -> tuple[Var, ...]:
+        """What the body is given of the iteration before."""
+        return self.body.flat.inputs[self.num_consts :][: self.num_carry]
+
+    def closed(self, first: Sequence[bool]) -> tuple[bool, ...]:
+        """`first`, which of the results come first, and those that the body needs for them."""
+        chosen = list(first)
+        while True:
+            wanted = [
+                v for v, is_first in zip(self.body.flat.outputs, chosen, strict=True) if is_first
+            ]
+            needed = self.body.needed_inputs(wanted)
+            more = [i for i, v in enumerate(self.carried) if v in needed and not chosen[i]]
+            if not more:
+                return tuple(chosen)
+            for i in more:
+                chosen[i] = True
+
+    def operands_of(self, first: Sequence[bool]) -> list[Any]:
+        """The operands of the equation that the results which come first need."""
+        outputs = self.body.flat.outputs
+        needed = self.body.needed_inputs(v for v, f in zip(outputs, first, strict=True) if f)
+        kept_carry = {v for v, f in zip(self.carried, first, strict=False) if f}
+        pairs = zip(self.body.flat.inputs, self.equation.invars, strict=True)
+        return [operand for inner, operand in pairs if inner in needed or inner in kept_carry]
+
+    def in_two(self, first: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
+        """All results, by a loop for those that come first and one for the rest."""
+        body, outputs = self.body, self.body.flat.outputs
+        mine = [v for v, is_first in zip(outputs, first, strict=True) if is_first]
+        early = body.cut(mine, lambda v: False).equations
+        done = {v for equation in early for v in equation.outvars}
+        done |= {v for v, is_first in zip(self.carried, first, strict=False) if is_first}
+        rest = [v for v, is_first in zip(outputs, first, strict=True) if not is_first]
+        late, handed = body.cut(rest, done.__contains__)
+
+        first_results, passed = self._scan(early, first, operands, {}, handed)
+        others = [not is_first for is_first in first]
+        rest_results, _ = self._scan(late, others, operands, passed, ())
+        results = {True: iter(first_results), False: iter(rest_results)}
+        return [next(results[is_first]) for is_first in first]
+
+    def _scan(
+        self,
+        equations: Sequence[JaxprEqn],
+        chosen: Sequence[bool],
+        operands: Sequence[Any],
+        passed: Mapping[Var, Any],
+        handed: Sequence[Var],
+    ) -> tuple[list[Any], dict[Var, Any]]:
+        """A loop over some of the equations.
+
+        Args:
+          equations: of the body.
+          chosen: which results of the scan it makes.
+          operands: of the whole scan.
+          passed: values of the body in another loop, stacked.
+          handed: values that this body hands on, stacked.
+
+        Returns:
+          The chosen results, and what is handed on.
+        """
+        params, flat = self.equation.params, self.body.flat
+        consts, carry = self.num_consts, self.num_carry
+        used = {v for equation in equations for v in variables(equation.invars)}
+        used |= set(variables(v for v, c in zip(flat.outputs, chosen, strict=True) if c))
+        used |= set(handed)
+        fixed = dict(zip(flat.inputs[:consts], operands[:consts], strict=True)) | flat.constants
+        own = [i for i in range(carry) if chosen[i]]
+        stacked = zip(flat.inputs[consts + carry :], operands[consts + carry :], strict=True)
+        xs = {v: x for v, x in stacked if v in used} | dict(passed)
+        names, columns = list(xs), list(xs.values())
+        made = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
+
+        def iterate(carried: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            known = dict(zip((self.carried[i] for i in own), carried, strict=True))
+            known |= dict(zip(names, slices, strict=True)) | fixed
+            values = run(equations, [*made, *handed], known)
+            return values[: len(own)], values[len(own) :]
+
+        last, columns = lax.scan(
+            iterate,
+            [operands[consts + i] for i in own],
+            columns,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        results = [*last, *columns]
+        return results[: len(made)], dict(zip(handed, results[len(made) :], strict=True))
+
+
+Plans = dict[int, tuple[_Loop, tuple[bool, ...]]]
+"""By equation the loop, and which of its results come first."""
+
+
+def wanted_first(program: Program, wanted: Sequence[Any]) -> Program:
+    """`program` with every loop in two, of whose results `wanted` values need some and not all."""
+    needed = set(variables(wanted))
+    plans: Plans = {}
+    for equation in reversed(program.flat.equations):
+        first = tuple(v in needed for v in equation.outvars)
+        if not any(first):
+            continue
+        operands: Sequence[Any] = equation.invars
+        if _is_loop(equation) and not all(first):
+            loop = _Loop.of(equation, program.origin_of)
+            first = loop.closed(first)
+            if not all(first):
+                plans[id(equation)] = loop, first
+                operands = loop.operands_of(first)
+        needed.update(variables(operands))
+    return _in_two(program, plans)
+
+
+def weights_first(program: Program) -> Program:
+    """`program` with every loop in two, of whose results weights determine some and not all.
+
+    A loop that casts its layer's weights gives the casts as results among others.
+    """
+    plans: Plans = {}
+    for equation in filter(_is_loop, program.flat.equations):
+        loop = _Loop.of(equation, program.origin_of)
+        outputs = enumerate(loop.body.flat.outputs)
+        first = tuple(
+            i >= loop.num_carry and loop.body.origin_of(v) == "weights" for i, v in outputs
+        )
+        if any(first) and not all(first):
+            plans[id(equation)] = loop, first
+    return _in_two(program, plans)
+
+
+def _is_loop(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "scan" and not equation.effects
+
+
+def _in_two(program: Program, plans: Plans) -> Program:
+    if not plans:
+        return program
+    flat = program.flat
+
+    def instead(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+        plan = plans.get(id(equation))
+        return plan[0].in_two(plan[1], operands) if plan else None
+
+    def outputs(*args: Any) -> list[Any]:
+        values = dict(zip(flat.inputs, args, strict=True)) | flat.constants
+        return perform(flat.equations, flat.outputs, values, instead)
+
+    divided = trace(outputs, [v.aval for v in flat.inputs])
+    pairs = zip(divided.inputs, flat.inputs, strict=True)
+    return Program(divided, {new: program.origins[old] for new, old in pairs})
