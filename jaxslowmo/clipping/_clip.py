@@ -125,7 +125,7 @@ def clip_by_global_norm(
         if validation is not None and (known := validation.ask()) is not None:
             new = match_varying(known, state)
             return scaled(updates, new.scale), new
-        require_axes(OWNER, "model_axes", axes)
+        _check_mapped(axes)
         masks = _masks(counted, updates)
         with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
             found = global_norm(updates, norm, axes, counting.shares(updates), masks)
@@ -154,6 +154,16 @@ def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
             'Several, such as one for each part of an optax.partition, work with validate="before".'
         )
     return found[0] if found else None
+
+
+def _check_mapped(axes: tuple[str, ...]) -> None:
+    try:
+        require_axes(OWNER, "model_axes", axes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Axes over which the compiler shards are not mapped: leave them out, since "
+            "what lies there is in the norm already."
+        ) from None
 
 
 def _new_state(

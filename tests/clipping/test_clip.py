@@ -248,7 +248,7 @@ def test_what_is_refused_at_once(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_axes": "nowhere"}, "`model_axes` 'nowhere' is not a mapped axis here"),
+        ({"model_axes": "nowhere"}, "'nowhere' is not a mapped axis here.* leave them out"),
         ({"model_axes": "stage"}, r"nothing tells which leaves are sharded over \['stage'\]"),
         ({"param_specs": {"v": P()}}, "`param_specs` must be a tree of PartitionSpec with the st"),
         ({"param_specs": P(), "tied": [{0: "w", 1: "v"}]}, r"`tied` names leaves \['v'\] that"),
