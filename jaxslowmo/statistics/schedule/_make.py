@@ -40,11 +40,16 @@ def schedule_report(
       A `ScheduleReport`.
 
     Raises:
-      ValueError: a batch that does not divide, a speed that is not > 0, or one without the other.
+      ValueError: no pipeline, a batch that does not divide, a speed that is not > 0, or one without
+        the other.
 
     Note:
       Compilers count a loop's body once, so a layer with a `lax.scan` of its own counts too little.
     """
+    if not isinstance(pipe, Pipelined | HostPipeline):
+        raise ValueError(
+            f"`pipe` must be what js.pipelined or js.HostPipeline made, got {type(pipe).__name__}."
+        )
     speed = _speed("flops_per_second", flops_per_second)
     link = _speed("bytes_per_second", bytes_per_second)
     if bytes_per_second is not None and flops_per_second is None:

@@ -147,6 +147,23 @@ def test_what_is_refused(mesh_of, batch, speeds, message):
         js.schedule_report(pipe, batch, **speeds)
 
 
+def test_what_is_no_pipeline():
+    with pytest.raises(ValueError, match=r"`pipe` must be what js.pipelined or .*, got function"):
+        js.schedule_report(linear, BATCH)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.exhaustive
+def test_shards_of_a_microbatch_compute_and_send_their_part(mesh_of):
+    specs = [jax.sharding.PartitionSpec("fsdp")] * 4
+    mesh = mesh_of({"replica": 2, "stage": 2, "fsdp": 2})
+    schedule = js.schedules.one_f_one_b(2, M)
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, data_axes=("fsdp",), param_specs=specs)
+    report = js.schedule_report(pipe, BATCH)
+    assert report.stages[0].forward == pytest.approx(FLOPS, rel=0.01)
+    ticks = len(schedule.ticks())
+    assert report.compiled.permuted_bytes == report.permuted_bytes == ticks * SIZE
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule",
