@@ -45,6 +45,7 @@ def schedule_report(
 
     Note:
       Compilers count a loop's body once, so a layer with a `lax.scan` of its own counts too little.
+      For times that were measured there is `pipe.schedule.simulate(forward=[...], ...)`.
     """
     if not isinstance(pipe, Pipelined | HostPipeline):
         raise ValueError(

@@ -72,6 +72,7 @@ def test_stash_of_the_kinds():
     assert js.schedules.zero_bubble(p, m).stash == (4, 4, 4, 4)
     assert js.schedules.zero_bubble(p, m, memory=2).stash == (7, 7, 7, 7)
     assert js.schedules.interleaved(p, 8, 2).stash == (11, 9, 7, 5)
+    assert js.schedules.zbv(p, m).stash == (8, 8, 8, 8)
 
 
 def test_orders_in_torchs_letters():

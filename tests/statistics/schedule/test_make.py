@@ -147,6 +147,17 @@ def test_what_is_refused(mesh_of, batch, speeds, message):
         js.schedule_report(pipe, batch, **speeds)
 
 
+def test_the_body_of_a_loop_counts_once(mesh_of):
+    def looped(params, x):
+        return jax.lax.scan(lambda y, _: (y @ params, None), x, None, length=8)[0]
+
+    model = js.LayeredModel([looped, linear], loss)
+    schedule = js.schedules.gpipe(2, M, forward_only=True)
+    pipe = js.pipelined(model, PARAMS[:2], schedule, mesh=mesh_of({"stage": 2}))
+    first, _ = js.schedule_report(pipe, BATCH, compiled=False).stages
+    assert first.forward == pytest.approx(FLOPS, rel=0.01)
+
+
 def test_what_is_no_pipeline():
     with pytest.raises(ValueError, match=r"`pipe` must be what js.pipelined or .*, got function"):
         js.schedule_report(linear, BATCH)  # pyright: ignore[reportArgumentType]
