@@ -14,7 +14,7 @@ import typer
 
 from jaxslowmo.cli import _app, _compare, _train
 from jaxslowmo.cli.config._train import TrainConfig, train_options
-from jaxslowmo.cli.inspect import _graph, _graphs, _schedule
+from jaxslowmo.cli.inspect import _graph, _graphs, _run, _schedule
 from jaxslowmo.cli.sample import _sample
 from jaxslowmo.cli.tune import _buckets
 
@@ -272,6 +272,15 @@ TABLE: dict[str, dict[str, Row]] = {
         "--page": path("--page"),
         "--out": path("--out"),
     },
+    "inspect config": {
+        **{
+            name: row for name, row in TRAIN.items()
+            if name in ("--preset", "--dtype", "--tied", "--batch", "--accumulate", "--mesh",
+                        "--replicas", "--devices-per-replica", "--schedule", "--microbatches",
+                        "--chunks", "--mode", "--graph", "--codec", "--shard-state")
+        },
+        "--algorithm": ONLY_TRAIN["--algorithm"],
+    },
     "tune buckets": {
         "--limits": listed("1KiB,2kB", (1024, 2000), {
             "x": "takes sizes", "-1": "takes sizes", "nan": "takes sizes", "1,1": "different sizes",
@@ -320,6 +329,7 @@ def told(monkeypatch) -> dict[str, Any]:
         *((_train, "train"), (_compare, "compare"), (_sample, "sample")),
         *((_graph, "inspect_graph"), (_graphs, "inspect_graphs"), (_buckets, "tune_buckets")),
         (_schedule, "inspect_schedule"),
+        (_run, "inspect_config"),
     ):
         monkeypatch.setattr(module, name, with_config)
 

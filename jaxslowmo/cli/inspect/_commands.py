@@ -1,4 +1,4 @@
-"""The commands below `jaxslowmo inspect`. They use no device, and load no jax for it."""
+"""The commands below `jaxslowmo inspect`; all but `config` use no device, and load no jax."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,14 +10,22 @@ from jaxslowmo.topology import GRAPHS
 from .._errors import usage_errors
 from .._help import Command, Group
 from ..config._options import folder_option, path_option, with_options
+from ..config._train import train_config
+from ..config._unused import refuse_unused
 from ._config import InspectGraphConfig, InspectGraphsConfig
 from ._schedule_config import KINDS, InspectScheduleConfig
 
 _EPILOG = f"Graphs: {', '.join(GRAPHS)}."
 
+# What decides where a run lies and what it sends.
+_OF_A_RUN = {
+    "preset", "dtype", "tied", "batch", "accumulate", "mesh", "replicas", "devices_per_replica",
+    "pipeline", "microbatches", "chunks", "mode", "algorithm", "graph", "codec", "shard_state",
+}  # fmt: skip
+
 inspect_app = typer.Typer(
     cls=Group,
-    help="Shows what graphs cost and how fast they mix, and schedules of pipelines.",
+    help="Shows what graphs cost, schedules of pipelines, and where runs lie and what they send.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -80,10 +88,21 @@ def _schedule(
     raise typer.Exit(inspect_schedule(config, out))
 
 
+def _config(*, train: dict[str, Any]) -> None:
+    """Shows where a run of `train` with these options would lie, and what it would send."""
+    with usage_errors():
+        config = train_config(train)
+        refuse_unused(train, config)
+    from ._run import inspect_config
+
+    raise typer.Exit(inspect_config(config))
+
+
 inspect_app.command("graph", cls=Command, epilog=_EPILOG)(with_options(_graph, InspectGraphConfig))
 inspect_app.command("graphs", cls=Command, epilog=_EPILOG)(
     with_options(_graphs, InspectGraphsConfig)
 )
+inspect_app.command("config", cls=Command)(with_options(_config, train=_OF_A_RUN))
 inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(KINDS)}.")(
     with_options(_schedule, InspectScheduleConfig)
 )

@@ -1,0 +1,33 @@
+"""`jaxslowmo inspect config`: where a run would lie, and what it would send."""
+
+import pytest
+
+
+def row(out, begin):
+    return next(line for line in out.splitlines() if line.startswith(begin))
+
+
+def test_a_run_of_stages(call):
+    mesh = ("--mesh", "replica=2,stage=2", "--batch", 4, "--schedule", "gpipe")
+    outcome = call("inspect", "config", "--preset", "tiny", "--algorithm", "local_sgd", *mesh)
+    assert (outcome.code, outcome.err) == (0, "")
+    facts = dict(row for row in outcome.rows if len(row) == 2)
+    assert facts["devices"] == "2 replicas of 2 devices (stage=2) on 4 of 8 CPU devices"
+    assert facts["layers of each stage"] == "0 to 0; 1 to 2"
+    assert facts["bubble of one program, equal costs"] == "20.0%"
+    assert facts["microbatches that a stage holds"] == "4, 4"
+    assert row(outcome.out, "average  replica").split()[2:4] == ["all-reduce", "1"]
+    assert not any(line.startswith("local    replica") for line in outcome.out.splitlines())
+
+
+@pytest.mark.exhaustive
+def test_virtual_replicas(call):
+    outcome = call("inspect", "config", "--preset", "tiny", "--replicas", 16)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert dict(outcome.rows[:2])["devices"] == "16 virtual replicas on one CPU device"
+
+
+def test_what_train_would_refuse(call):
+    outcome = call("inspect", "config", "--preset", "tiny", "--mesh", "stage=5")
+    assert outcome.code == 2
+    assert "5 stages need as many layers" in outcome.err
