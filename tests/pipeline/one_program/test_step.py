@@ -11,6 +11,9 @@ import jaxslowmo as js
 from support.layered import assert_close, language_model, tokens
 
 STEPS = 20
+# Small steps and a large epsilon: Adam turns the rounding of a gradient near zero into a whole
+# step. In float64 the largest difference after 20 steps is 3e-14 on the deepest of these models.
+OPTIMIZER = optax.adamw(0.005, eps=1e-2, weight_decay=0.1)
 KINDS = {
     "one_f_one_b": {},
     "gpipe": {},
@@ -48,20 +51,21 @@ def trajectories(mesh, schedule, *, tied, accumulate, mode, weight=None, num_blo
     options = {"mode": mode, "accumulate": accumulate}
     step = js.make_train_step(
         pipe.loss_fn,
-        optax.adamw(0.02, weight_decay=0.1),
+        OPTIMIZER,
         sync=slow(param_specs=pipe.layout.specs),
         mesh=mesh,
         **options,
     )
     alone = js.make_train_step(
         model,
-        optax.adamw(0.02, weight_decay=0.1),
+        OPTIMIZER,
         sync=slow(),
         mesh=js.virtual_mesh({"replica": replicas}),
         **options,
     )
     state, known = step.init(pipe.layout.stack(params)), alone.init(params)
-    examples = replicas * accumulate * schedule.num_microbatches * 2
+    shares = mesh.shape.get("fsdp", 1)
+    examples = replicas * accumulate * schedule.num_microbatches * 2 * shares
     for i in range(STEPS):
         batch = tokens(examples, seed=i)
         state, metrics = step(state, batch, weight)
