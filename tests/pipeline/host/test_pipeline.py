@@ -2,7 +2,7 @@
 
 import gc
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +243,37 @@ def test_layers_draw_from_keys_of_their_microbatch() -> None:
     expected, expected_grads = jax.value_and_grad(whole)(params)
     close(value[0], expected)
     close(jax.tree.map(lambda x: x[0], grads), expected_grads)
+
+
+class Passed(NamedTuple):
+    value: dict[str, jax.Array]
+    mask: jax.Array
+    step: jax.Array
+
+
+def masked(p: Any, batch: Any) -> Passed:
+    return Passed({"a": batch["x"] @ p["w"]}, batch["mask"], jnp.int32(1))
+
+
+def doubled(p: Any, x: Passed) -> Passed:
+    a = x.value["a"] * p["s"] * x.mask[:, None]
+    return Passed({"a": a, "b": jnp.sin(x.value["a"])}, x.mask, x.step + 1)
+
+
+def test_stages_may_pass_on_anything_on_explicit_meshes_too() -> None:
+    model = js.LayeredModel(
+        [masked, doubled, lambda p, x: (x.value["a"] + x.value["b"]) @ p["w"] * x.step],
+        lambda out, batch: jnp.mean((out - batch["y"]) ** 2),
+    )
+    draw = np.random.default_rng(0).normal
+    params = [{"w": draw(size=(3, 4))}, {"s": np.ones(4)}, {"w": draw(size=(4, 2))}]
+    params = jax.tree.map(jnp.float32, params)
+    batch = {"x": np.float32(draw(size=(8, 3))), "mask": np.arange(8) % 3 > 0}
+    batch["y"] = np.float32(draw(size=(8, 2)))
+    mesh = jax.make_mesh((3,), ("stage",), devices=jax.devices()[:3])
+    pipe = js.HostPipeline(model, params, js.schedules.zero_bubble(3, 4), mesh=mesh)
+    found = pipe.value_and_grad(pipe.place(params), batch)
+    close(jax.tree.map(lambda x: x[0], found), jax.value_and_grad(model)(params, batch), 1e-4)
 
 
 def test_only_what_a_stage_reads_is_moved_to_it() -> None:
