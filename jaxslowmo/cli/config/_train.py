@@ -286,6 +286,11 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
         default = values.get("warmup", OptimizerConfig.warmup)
         values["warmup"] = min(default, length // 10)
 
+    if given.get("pipeline") in SCHEDULES:
+        raise ValueError(
+            f"--schedule is that of a pipeline, and --rate-schedule that of the learning rate; got "
+            f"--schedule {given['pipeline']}"
+        )
     if "mesh" in given:
         # It says how many there are: what presets say of that counts no more.
         sizes = parse_mesh(given["mesh"])

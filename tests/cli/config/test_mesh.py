@@ -49,6 +49,10 @@ def test_microbatches_divide_what_devices_compute_together(batch, given, count):
         ),
         ({"mesh": "fsdp=3"}, "multiple of --accumulate times the sizes of device and fsdp"),
         ({"mesh": "stage=2", "microbatches": 3}, "--microbatches must divide the 8 windows"),
+        (
+            {"pipeline": "cosine"},
+            "--rate-schedule that of the learning rate; got --sch",
+        ),
         ({"mesh": "replica"}, "sizes of axes such as replica=2,stage=2,fsdp=2, got replica"),
     ],
 )
