@@ -52,7 +52,8 @@ def pipelined(
     schedule by its bubble in lockstep (`schedule.simulate(lockstep=True)`).
 
     Args:
-      model: layers and loss.
+      model: layers and loss. As in all that `shard_map` maps, a loop inside of a layer begins with
+        what its input gives, `jnp.zeros_like(x[0])`, not with `jnp.zeros(...)`.
       params: one tree per layer, arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
       schedule: which stage computes what when; of as many stages as `mesh` has along `axis_name`.
       parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: as even

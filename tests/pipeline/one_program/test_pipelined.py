@@ -109,6 +109,19 @@ def test_layers_draw_the_same_keys_forward_and_backward_and_others_per_microbatc
     assert_close(jax.jit(pipe.loss_fn)(stacked, batch, rng=key), expected)
 
 
+def test_layers_may_hold_loops_that_begin_with_what_they_are_given(mesh_of):
+    def recurrent(params, x):
+        x = x["x"] if isinstance(x, dict) else x
+        return jax.lax.scan(lambda h, v: ((h + v) * params["w"], h), jnp.zeros_like(x[0]), x)[1]
+
+    params = [{"w": jnp.full(3, 0.5)}] * 2
+    pipe, stacked = own_pipeline(mesh_of, [recurrent] * 2, mean, params)
+    batch = {"x": np.ones((8, 3), np.float32)}
+    loss = jax.jit(pipe.loss_fn)(stacked, batch)
+    alike = {"x": batch["x"][:2]}  # as every microbatch
+    assert_close(loss, js.LayeredModel([recurrent] * 2, mean)(params, alike))
+
+
 def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
     def scaled(params, x):
         x = x["x"] if isinstance(x, dict) else x
