@@ -1,0 +1,205 @@
+"""Training steps of GPTs whose replicas are sharded inside, compiled for TPU slices.
+
+What `benchmarks/tpu_sharded.py` prints as a table and `tests/tpu_aot/test_sharded.py` holds.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
+from jaxslowmo.transform._init import _init_fn
+from support.tpu_slices import slices_mesh
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model on a mesh of replicas that are sharded over "fsdp" and "tensor".
+
+    Attributes:
+      config: of the model.
+      topology: of a slice.
+      axes: of the mesh, "replica" first.
+      num_slices: joined slices.
+      rows: windows per update on each device along "fsdp".
+      shard_state: of slowmo; None: no slowmo, `js.local_sgd`.
+    """
+
+    config: GPTConfig
+    topology: str
+    axes: tuple[tuple[str, int], ...]
+    num_slices: int = 1
+    rows: int = 1
+    shard_state: bool | None = True
+
+    @functools.cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        return slices_mesh(self.topology, dict(self.axes), num_slices=self.num_slices)
+
+    @property
+    def replicas(self) -> int:
+        return dict(self.axes)["replica"]
+
+    @property
+    def parts(self) -> int:
+        """Devices of a replica."""
+        return math.prod(size for name, size in self.axes if name != "replica")
+
+    @functools.cached_property
+    def specs(self) -> Any:
+        return gpt_param_specs(self.config, self.mesh)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Types of one copy."""
+        from flax import nnx
+
+        from jaxslowmo.models import GPT
+
+        with nnx.logical_axis_rules(gpt_rules(self.mesh)):
+            model = nnx.eval_shape(lambda: GPT(self.config, rngs=nnx.Rngs(0)))
+        types = nnx.to_pure_dict(nnx.state(model))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+
+    def on_a_device(self) -> int:
+        """Elements of the parameters that one device holds."""
+        sizes = dict(self.axes)
+
+        def own(x: Any, spec: P) -> int:
+            names = itertools.chain(*((e if isinstance(e, tuple) else (e,)) for e in spec if e))
+            return x.size // functools.reduce(int.__mul__, (sizes[n] for n in names), 1)
+
+        return sum(jax.tree.leaves(jax.tree.map(own, self.params, self.specs)))
+
+    def between_replicas(self) -> int:
+        """Bytes that a chip should send in a slow step: a scatter and a gather of its own part."""
+        return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
+
+    def step(self) -> js.TrainStep:
+        sync: Any = js.local_sgd("replica", sync_every=12, param_specs=self.specs)
+        if self.shard_state is not None:
+            options: Any = {"param_specs": self.specs, "shard_state": self.shard_state}
+            sync = js.slowmo("replica", base=sync, sync_every=48, **options)
+        loss = gpt_loss_fn(self.config, gpt_rules(self.mesh))
+        return js.make_train_step(loss, optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host")
+
+    def state(self, step: js.TrainStep) -> js.TrainState:
+        """Types of the state, each with its place: as `step.init` places it."""
+        mesh = self.mesh
+
+        def stacked(x: Any, spec: P) -> Any:
+            lies = NamedSharding(mesh, P("replica", *spec))
+            return jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype, sharding=lies)
+
+        params = jax.tree.map(stacked, self.params, self.specs)
+        layouts = tuple(
+            (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        )
+        inside = frozenset(name for name, _ in self.axes[1:])
+        lowered = _init_fn(step.tx.init, mesh, "replica", inside, layouts).lower(params)
+        opt_state = jax.tree.map(
+            lambda info, lies: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=lies),
+            lowered.out_info,
+            lowered.compile().output_shardings,
+        )
+        lies = NamedSharding(mesh, P("replica"))
+        count = jax.ShapeDtypeStruct((self.replicas,), jnp.int32, sharding=lies)
+        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.replicas))
+        rng = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=lies)
+        return js.TrainState(count, params, opt_state, {}, rng)
+
+    def batch(self) -> jax.ShapeDtypeStruct:
+        rows = self.replicas * dict(self.axes)["fsdp"] * self.rows
+        lies = NamedSharding(self.mesh, P(("replica", "fsdp")))
+        shape = (rows, self.config.context_length + 1)
+        return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=lies)
+
+    def argument_bytes(self) -> int:
+        """What a chip holds before a step: parameters, states of all transforms, the batch."""
+
+        def own(x: Any) -> int:
+            item = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+            return math.prod(x.sharding.shard_shape(x.shape)) * item
+
+        types = self.state(self.step()), self.batch()
+        return sum(map(own, jax.tree.leaves(types)))
+
+    def of_blocks(self, num_layers: int) -> "Sharded":
+        """The same with another number of blocks."""
+        return replace(self, config=replace(self.config, num_layers=num_layers))
+
+
+class _Once:
+    """A lowered program whose compiled form is given, for `js.comm_report_of`."""
+
+    def __init__(self, program: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+        self.compiler_ir = program.compiler_ir
+        self._compiled = compiled
+
+    def compile(self) -> jax.stages.Compiled:
+        return self._compiled
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a compiled program does on each chip.
+
+    Attributes:
+      sent: bytes that a chip sends by axis, where each collective runs as a ring.
+      counts: collectives by axis and kind.
+      argument_bytes: memory of what the program is given, and gives back in its place.
+      temporary_bytes: memory besides, while it runs.
+    """
+
+    sent: Mapping[str, int]
+    counts: Mapping[tuple[str, str], int]
+    argument_bytes: int
+    temporary_bytes: int
+
+    def with_blocks(self, other: "Facts", num_blocks: int) -> "Facts":
+        """What follows for `num_blocks` from this one of 2 and another one of 4 blocks."""
+
+        def line(two: int, four: int) -> int:
+            return round(two + (num_blocks - 2) * (four - two) / 2)
+
+        def each(two: Mapping[Any, int], four: Mapping[Any, int]) -> dict[Any, int]:
+            return {k: line(two.get(k, 0), four.get(k, 0)) for k in {**two, **four}}
+
+        return Facts(
+            each(self.sent, other.sent),
+            each(self.counts, other.counts),
+            line(self.argument_bytes, other.argument_bytes),
+            line(self.temporary_bytes, other.temporary_bytes),
+        )
+
+
+@functools.cache
+def facts(case: Sharded, kind: str) -> Facts:
+    """Compiles the program of a kind of step, once."""
+    step = case.step()
+    lowered = step.traced_by_phase(case.state(step), case.batch())[kind].lower()
+    compiled = lowered.compile()
+    once: Any = _Once(lowered, compiled)
+    rows = js.comm_report_of({kind: once}, mesh=case.mesh).select(level="compiled")
+    assert all("?" not in row.axis for row in rows), rows
+    sent: dict[str, int] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        sent[row.axis] = sent.get(row.axis, 0) + row.wire_bytes
+        key = row.axis, row.collective
+        counts[key] = counts.get(key, 0) + row.count
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Facts(sent, counts, memory.argument_size_in_bytes, memory.temp_size_in_bytes + kept)
