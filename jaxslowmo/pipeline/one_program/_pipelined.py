@@ -18,6 +18,7 @@ from ._data import in_microbatches, laid_out, only_over
 from ._kinds import stage_kinds
 from ._step import Plan, Step
 from ._table import TickTable, forward_ticks, tick_table
+from ._writing import writes_in_branches
 
 
 def pipelined(
@@ -116,6 +117,7 @@ def pipelined(
         num_microbatches=schedule.num_microbatches,
         remat=remat,
         gradient_scale=gradient_scale,
+        in_branches=writes_in_branches(mesh),
     )
     return Pipelined(plan, schedule, mesh, tuple(data_axes), batch_memory)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Values = Sequence[jax.Array]
@@ -68,6 +69,24 @@ class Ring:
             new[i] = with_row(new[i], row, value)
         return new
 
+    def nothing(self) -> list[jax.Array]:
+        """What an operation without values puts in no row."""
+        return [empty(shape, dtype) for shape, dtype in self._types]
+
+    def spread(self, kind: int, values: Values) -> list[jax.Array]:
+        """The values of a stage of this kind, each at the place of its array."""
+        found = self.nothing()
+        for i, value in zip(self._places[kind], values, strict=True):
+            found[i] = value.astype(found[i].dtype)
+        return found
+
+    def used(self, kind: int | None) -> np.ndarray:
+        """(arrays,) bool: in which of them a stage of this kind has values; None: in none."""
+        found = np.zeros(len(self._types), bool)
+        if kind is not None:
+            found[self._places[kind]] = True
+        return found
+
 
 def row_of(buffer: jax.Array, row: Any) -> jax.Array:
     """A row of a buffer; of the only one without looking for it."""
@@ -82,9 +101,11 @@ def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
 
 def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
     """`buffers` with what has arrived in a row, or as they were for row -1."""
+    at = jnp.maximum(row, 0)
+    return [row_set(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
 
-    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        at = jnp.maximum(row, 0)
-        return with_row(buffer, at, jnp.where(row >= 0, value, row_of(buffer, at)))
 
-    return [put(*pair) for pair in zip(buffers, arrived, strict=True)]
+def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array) -> jax.Array:
+    """`buffer` with another row where `is_set`, else as it was; no more than the row is moved."""
+    row = jnp.minimum(row, buffer.shape[0] - 1)
+    return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))

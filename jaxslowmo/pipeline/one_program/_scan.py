@@ -17,6 +17,7 @@ from ._device import Device
 from ._kinds import StageKind
 from ._rings import Buffers, Ring, Values, received, row_of
 from ._table import KINDS, Channel, Half, TickTable
+from ._writing import Writing, writing_to
 
 Branch = Callable[..., Any]
 
@@ -65,6 +66,7 @@ class Scan:
       activations: what travels.
       loss: type of what the last stage gives.
       seed: cotangent of the loss of a microbatch.
+      in_branches: whether branches write into the buffers; see `InBranches`.
     """
 
     table: TickTable
@@ -74,6 +76,7 @@ class Scan:
     activations: Activations
     loss: PyTree
     seed: float
+    in_branches: bool
 
     def run(self, device: Device) -> Totals:
         """Sums over microbatches of loss and gradients, of the stages that this device holds.
@@ -115,6 +118,10 @@ class Scan:
         kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
         return Ring(kept, rows)
 
+    def writing(self, ring: Ring, leaving: Sequence[int | None]) -> Writing:
+        """How branches, per branch the kind of stage that leaves something, write into buffers."""
+        return writing_to(ring, [None, *leaving], in_branches=self.in_branches)
+
     def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
         """The most rows that a stage of each kind needs."""
         of_kinds = [0] * len(self.programs or ())
@@ -126,17 +133,19 @@ class Scan:
         """The branches of half a tick, without that of doing nothing, and their numbers.
 
         Returns:
-          Branches that some device runs, and per tick and device the number of its branch: 0 for
-          doing nothing, else 1 and up.
+          Branches that some device runs, with the operation and the kind of stage of each; and per
+          tick and device the number of its branch: 0 for doing nothing, else 1 and up.
         """
         numbers = np.zeros_like(half.kind)
         found: list[Branch] = []
+        what: list[tuple[str, int]] = []
         for kind in kinds:
             runs = half.kind == KINDS.index(kind)
             for i in np.unique(self.of_stage[half.model_stage[runs]]):
                 found.append(make(kind, int(i)))
+                what.append((kind, int(i)))
                 numbers[runs & (self.of_stage[half.model_stage] == i)] = len(found)
-        return found, numbers
+        return found, what, numbers
 
     def _start(self, device: Device) -> Carry:
         of_x, of_dy = self.table.arrivals
@@ -181,24 +190,27 @@ class _Forward:
 
     def __init__(self, scan: Scan, device: Device) -> None:
         self._scan, self._device, self._stash = scan, device, scan.stash
-        self._branches, self.numbers = scan.branches(scan.table.forward, ["F"], self._branch)
+        self._branches, what, self.numbers = scan.branches(scan.table.forward, ["F"], self._branch)
+        leaving = [i if scan.programs else None for _, i in what]
+        self._writing = scan.writing(self._stash, leaving)
 
     def step(self, carry: Carry, branch: jax.Array, now: Half) -> tuple[Carry, Values]:
         device, types = self._device, self._scan.activations.types
 
         def idle(activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
-            return device.vary((nothing(types), stash, loss))
+            return device.vary((nothing(types), self._writing.idle(stash), loss))
 
         def run(own: Branch) -> Branch:
             return lambda *buffers: device.vary(own(now, *buffers))
 
-        y, stash, loss = lax.switch(
+        y, left, loss = lax.switch(
             branch,
             [idle, *map(run, self._branches)],
             carry.activations,
             carry.stash,
             carry.totals.loss,
         )
+        stash = self._writing.taken(carry.stash, left, now.stash, branch)
         return carry._replace(stash=stash, totals=carry.totals._replace(loss=loss)), y
 
     def _branch(self, _: str, i: int) -> Branch:
@@ -211,14 +223,14 @@ class _Forward:
                 arrived = [row_of(x, now.source) for x in activations]
                 x = scan.activations.tree(arrived)
             if scan.programs is None:
-                y = kind.fn(weights, x, microbatch)
+                y, left = kind.fn(weights, x, microbatch), self._writing.idle(stash)
             else:
-                y, left = scan.programs[i].forward(weights, x, microbatch)
-                stash = self._stash.written(stash, i, now.stash, left)
+                y, values = scan.programs[i].forward(weights, x, microbatch)
+                left = self._writing.left(stash, i, now.stash, values)
             if not kind.is_last:
-                return scan.activations.flat(y), stash, loss
+                return scan.activations.flat(y), left, loss
             loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
-            return nothing(scan.activations.types), stash, loss
+            return nothing(scan.activations.types), left, loss
 
         return run
 
@@ -231,18 +243,20 @@ class _Backward:
         self._scan, self._device, self._programs = scan, device, scan.programs
         self._stash, self._kept = scan.stash, scan.kept
         kinds = ["B", "W", "BW"]
-        self._branches, self.numbers = scan.branches(scan.table.backward, kinds, self._branch)
+        self._branches, what, self.numbers = scan.branches(scan.table.backward, kinds, self._branch)
+        leaving = [i if operation == "B" else None for operation, i in what]
+        self._writing = scan.writing(self._kept, leaving)
 
     def step(self, carry: Carry, branch: jax.Array, now: Half) -> Carry:
         device, types = self._device, self._scan.activations.cotangents
 
         def idle(cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-            return device.vary((nothing(types), kept, grads))
+            return device.vary((nothing(types), self._writing.idle(kept), grads))
 
         def run(own: Branch) -> Branch:
             return lambda *buffers: device.vary(own(now, *buffers))
 
-        sent, kept, grads = lax.switch(
+        sent, left, grads = lax.switch(
             branch,
             [idle, *map(run, self._branches)],
             carry.cotangents,
@@ -250,6 +264,7 @@ class _Backward:
             carry.kept,
             carry.totals.grads,
         )
+        kept = self._writing.taken(carry.kept, left, now.kept, branch)
         totals = carry.totals._replace(grads=grads)
         return carry._replace(sent=sent, kept=kept, totals=totals)
 
@@ -260,23 +275,23 @@ class _Backward:
         def run(now: Half, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
             weights = kind.weights(device.slots, now.model_stage)
             microbatch = device.microbatch(now)
-            left = self._stash.read(stash, i, now.stash)
-            dx = dw = None
+            values = self._stash.read(stash, i, now.stash)
+            left, dx, dw = self._writing.idle(kept), None, None
             if operation == "W":
                 given = self._kept.read(kept, i, now.kept)
-                dw = program.backward_weight(weights, microbatch, left, given)
+                dw = program.backward_weight(weights, microbatch, values, given)
             else:
                 dy = self._cotangent(kind, cotangents, now)
                 if operation == "BW":
-                    dx, dw = program.backward(weights, microbatch, left, dy)
+                    dx, dw = program.backward(weights, microbatch, values, dy)
                 else:
-                    dx, given = program.backward_input(weights, microbatch, left, dy)
-                    kept = self._kept.written(kept, i, now.kept, given)
+                    dx, given = program.backward_input(weights, microbatch, values, dy)
+                    left = self._writing.left(kept, i, now.kept, given)
             if dw is not None:
                 grads = kind.added(grads, dw, now.model_stage)
             if operation == "W" or kind.is_first:
-                return nothing(scan.activations.cotangents), kept, grads
-            return scan.activations.flat_cotangents(dx), kept, grads
+                return nothing(scan.activations.cotangents), left, grads
+            return scan.activations.flat_cotangents(dx), left, grads
 
         return run
 

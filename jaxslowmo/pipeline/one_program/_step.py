@@ -41,6 +41,7 @@ class Plan:
       num_microbatches: of a step.
       remat: whether backward passes compute again what forward passes have computed.
       gradient_scale: what gradients are multiplied by on their way.
+      in_branches: whether branches write into the buffers; see `InBranches`.
     """
 
     model: LayeredModel
@@ -53,6 +54,7 @@ class Plan:
     num_microbatches: int
     remat: bool
     gradient_scale: float
+    in_branches: bool
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Step:
             activations=activations,
             loss=loss,
             seed=plan.gradient_scale / plan.num_microbatches,
+            in_branches=plan.in_branches,
         )
 
     def _types(self, weights: Sequence[PyTree], microbatch: PyTree) -> tuple[Activations, PyTree]:

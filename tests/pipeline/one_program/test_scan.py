@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program import _rings
+from jaxslowmo.pipeline.one_program import _pipelined, _rings
 from support.layered import assert_gradients_alike, language_model, tokens
 
 schedules = js.schedules
@@ -51,6 +51,13 @@ def run(mesh_of, schedule, num_blocks, tied, remat):
 @pytest.mark.usefixtures("filled_with_nan")
 def test_gradients_are_those_of_the_model(mesh_of, case):
     run(mesh_of, *SAMPLE[case])
+
+
+@pytest.mark.usefixtures("filled_with_nan")
+def test_branches_may_write_into_the_buffers_too(mesh_of, monkeypatch):
+    """As they do where the compiler is that of a TPU."""
+    monkeypatch.setattr(_pipelined, "writes_in_branches", lambda mesh: True)
+    run(mesh_of, *SAMPLE["zb_h1"])
 
 
 @pytest.mark.exhaustive
