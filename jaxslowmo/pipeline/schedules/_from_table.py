@@ -14,7 +14,7 @@ _Read = tuple[Any, int, int]  # kind, stage of the model, microbatch
 
 
 def from_table(
-    rows: Iterable[str | Iterable[Operation | Iterable[Operation] | None]],
+    rows: Iterable[str | Iterable[str | Operation | Iterable[Operation] | None]],
     *,
     placement: Sequence[int] | None = None,
     lockstep: bool = False,
@@ -27,8 +27,8 @@ def from_table(
         `torch.distributed.pipelining` write them: cells between commas, in a cell nothing (idle),
         an operation such as "3I0" (stage of the model; F forward, I gradient of the input, W
         gradient of the weights, B both; microbatch), or two that share a column,
-        "(0F3;3B1)OVERLAP_F_B". Or sequences whose cells are an `Operation`, a sequence of them,
-        or None.
+        "(0F3;3B1)OVERLAP_F_B". Or sequences of such cells, as `csv.reader` makes them. Or sequences
+        whose cells are an `Operation`, a sequence of them, or None.
       placement: of each stage of the model the device stage that holds it. Strings say it by
         themselves; for operations None puts stage k of the model on device stage k % p.
       lockstep: whether the columns are ticks, as in the tables of `lockstep`.
@@ -47,7 +47,9 @@ def from_table(
     """
     if isinstance(rows, str):
         raise ValueError(f"`rows` must be one string per device stage, got the string {rows!r}.")
-    given: list[Any] = [row if isinstance(row, str) else list(row) for row in rows]
+    if not isinstance(rows, Iterable) or isinstance(rows, bytes):
+        raise ValueError(f"`rows` must hold one row per device stage, got {rows!r}.")
+    given: list[Any] = [_joined(row) for row in rows]
     if not given:
         raise ValueError("`rows` must hold one row per device stage, got none.")
     if all(isinstance(row, str) for row in given):
@@ -71,6 +73,22 @@ def from_table(
         cells=cells,
         lockstep=lockstep,
     )
+
+
+def _joined(row: Any) -> Any:
+    """A row of strings as one string; any other as a list."""
+    if isinstance(row, str):
+        return row
+    if not isinstance(row, Iterable) or isinstance(row, bytes):
+        raise ValueError(
+            f"`rows`: a row must be a string or a sequence of operations, got {row!r}."
+        )
+    cells = list(row)
+    if any(isinstance(cell, str) for cell in cells) and all(
+        cell is None or isinstance(cell, str) for cell in cells
+    ):
+        return ",".join(cell or "" for cell in cells)
+    return cells
 
 
 def _read_row(stage: int, row: str) -> list[list[_Read]]:

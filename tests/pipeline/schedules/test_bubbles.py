@@ -144,6 +144,7 @@ def test_costs_per_stage_and_per_stage_of_the_model():
         ({"backward_input": float("nan")}, "`backward_input` must be a finite time"),
         ({"send": float("inf")}, "`send` must be a finite time"),
         ({"forward": "long"}, "`forward` must be a finite time"),
+        ({"forward": "1"}, "`forward` must be a finite time >= 0, got '1'"),
         ({"backward_weight": [1, 2, 3]}, r"one per device stage \(2\) .* got 3 of them"),
         ({"forward": 0, "backward_input": 0, "backward_weight": 0}, "must not all be 0"),
     ],

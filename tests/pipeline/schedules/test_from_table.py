@@ -15,6 +15,7 @@ def test_strings_and_operations_are_one_table():
     assert js.schedules.from_table(schedule.rows) == schedule
     assert js.schedules.from_table(schedule.cells) == schedule
     assert js.schedules.from_table(iter(schedule.rows), placement=[0, 1]) == schedule
+    assert js.schedules.from_table([row.split(",") for row in ROWS]) == schedule  # csv.reader
     assert js.schedules.from_table([" 0F0 , 0B0"], name="mine").orders() == ["0F0,0B0"]
 
 
@@ -64,7 +65,11 @@ def test_an_overlap_whose_halves_wait_for_each_other_is_two_ticks():
         (["0F0,0B0", ""], "each of 2 device stages 1 times"),
         (["0F0,0F1,0B0", "1F0,1B0,1F1,1B1"], "gradient of the input .* microbatch 1 on stage 0"),
         (["0F0,0B0", [None]], "all be strings or all be sequences"),
-        ([["0F0"]], "a cell must be an Operation, a sequence of them or None, got '0F0'"),
+        ([["0F0", 3]], "a cell must be an Operation, a sequence of them or None, got '0F0'"),
+        ([["0X0"]], "'0X0' in column 0 of stage 0 is no operation"),
+        (None, "must hold one row per device stage, got None"),
+        ([3], "a row must be a string or a sequence of operations, got 3"),
+        ([b"0F0"], "a row must be a string or a sequence of operations, got b'0F0'"),
         ([[3]], "a cell must be an Operation, a sequence of them or None, got 3"),
         ([[Operation("F", 0, 0, 0), Operation("F", 0, -1, 0)]], "`chunk` must be in 0 .. 0"),
         ([[Operation("F", 1, 0, 0)]], "row of stage 0 holds an operation of stage 1"),

@@ -33,8 +33,9 @@ def zero_bubble(
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("zero_bubble", num_chunks, 1, "use `zbv` for two")
-    if memory not in (1, 2):
+    if isinstance(memory, bool) or memory not in (1, 2):
         raise ValueError(f"`memory` must be 1 (ZB-H1) or 2 (ZB-H2), got {memory!r}.")
+    memory = int(memory)
     rows = [
         _row(num_microbatches, memory * (num_stages - 1 - stage), memory * stage)
         for stage in range(num_stages)

@@ -56,6 +56,8 @@ def cost_table(
 def as_time(argument: str, value: object) -> float:
     """`value` as a float; raises unless it is a finite number >= 0."""
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError
         time = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         time = math.nan
