@@ -1,9 +1,10 @@
 """Blocks of consecutive layers, dealt to stages, and the arguments that say how many there are."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 Interval = tuple[int, int]
@@ -29,9 +30,13 @@ def check_count(owner: str, name: str, value: Any) -> int:
 def check_costs(owner: str, name: str, values: Iterable[Any]) -> np.ndarray:
     """One finite number >= 0 per layer, as a 1-D array of integers or doubles."""
     try:
+        if isinstance(values, Mapping):
+            raise TypeError
         found = np.asarray(values if hasattr(values, "__array__") else list(values))
     except (TypeError, ValueError):
         found = np.asarray(None)
+    if found.dtype == jnp.bfloat16:  # no float to NumPy
+        found = found.astype(np.float32)
     is_number = found.dtype.kind in "iuf"
     if found.ndim != 1 or not found.size or not is_number:
         raise ValueError(f"{owner}: `{name}` must hold one number per layer, got {values!r}.")

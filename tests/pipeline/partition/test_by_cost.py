@@ -3,6 +3,8 @@
 import math
 from itertools import combinations, pairwise
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,7 @@ def test_hundreds_of_layers():
         (([1, -2.5], 2), r"`costs` must be finite and >= 0, got -2.5 for layer 1"),
         (([math.nan, 1], 2), r"`costs` must be finite and >= 0, got nan for layer 0"),
         (([1, math.inf], 2), r"`costs` must be finite and >= 0, got inf for layer 1"),
+        (({1: 2, 3: 4}, 1), r"`costs` must hold one number per layer"),
         (({"a": 1}, 1), r"`costs` must hold one number per layer"),
         (([True, False], 1), r"`costs` must hold one number per layer"),
         (([1, 2], 0), r"`num_stages` must be an int >= 1, got 0"),
@@ -76,3 +79,9 @@ def test_hundreds_of_layers():
 def test_what_is_refused(arguments, message):
     with pytest.raises(ValueError, match=f"partition_by_cost: .*{message}"):
         js.partition_by_cost(*arguments)
+
+
+def test_costs_may_be_of_any_number_type():
+    costs = [1.0, 2.0, 3.0, 5.0]
+    for found in (jnp.asarray(costs, jnp.bfloat16), np.asarray(costs, np.float16), iter(costs)):
+        assert js.partition_by_cost(found, 2) == js.partition_by_cost(costs, 2)
