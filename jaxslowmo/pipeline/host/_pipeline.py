@@ -1,5 +1,6 @@
 """A pipeline whose stages are programs of their own, dispatched by the host."""
 
+import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from ..._typing import PyTree
 from ...mesh import consensus, replicate
 from ...transform import init
 from ...tree import check_floating
-from ..model import Block, LayeredModel, Loss, model_blocks
+from ..model import Block, LayeredModel, Loss, as_axes, check_pipeline, model_blocks
 from ..schedules import Schedule
 from ._batch import HostBatch
 from ._dispatch import Feed, Pass, evaluate
@@ -100,17 +101,18 @@ class HostPipeline:
         mesh: Mesh,
         axis_name: str = "stage",
         replica_axis: str = "replica",
-        data_axes: Sequence[str] = (),
+        data_axes: str | Sequence[str] = (),
         param_specs: Sequence[PyTree] | None = None,
         remat: bool = False,
         max_norm: float | None = None,
         only_finite: bool = False,
         donate: bool = True,
     ) -> None:
+        check_pipeline(model, schedule)
         model.check_params(params)
         check_floating(_OWNER, params)
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"{_OWNER}: `max_norm` must be > 0, got {max_norm}.")
+        if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm > 0):
+            raise ValueError(f"{_OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")
         self.model, self.schedule, self.mesh = model, schedule, mesh
         self.blocks = model_blocks(
             len(model.layers), schedule.num_stages, schedule.num_chunks, parts
@@ -120,7 +122,7 @@ class HostPipeline:
             schedule.num_stages,
             axis_name=axis_name,
             replica_axis=replica_axis,
-            data_axes=data_axes,
+            data_axes=as_axes(data_axes),
         )
         self._at = [meshes[stage] for stage in schedule.placement]
         self.param_types = [jax.eval_shape(lambda x: x, layer) for layer in params]

@@ -2,6 +2,8 @@
 
 from ._blocks import Block as Block
 from ._blocks import model_blocks as model_blocks
+from ._check import as_axes as as_axes
+from ._check import check_pipeline as check_pipeline
 from ._keyed import Keyed as Keyed
 from ._keyed import keyed_microbatch as keyed_microbatch
 from ._layered import LayeredModel as LayeredModel

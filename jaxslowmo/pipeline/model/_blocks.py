@@ -1,5 +1,6 @@
 """Which layers make a stage of the model."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +41,7 @@ def model_blocks(
     if parts is None:
         bounds = [num_layers * k // count for k in range(count + 1)]
         return tuple(map(Block, bounds[:-1], bounds[1:]))
-    if len(parts) != num_stages or any(len(of_stage) != num_chunks for of_stage in parts):
-        raise ValueError(
-            f"`parts` must have {num_chunks} [start, end) for each of the {num_stages} stages of "
-            f"`schedule`, got {[len(of_stage) for of_stage in parts]}."
-        )
-    blocks = sorted(Block(int(start), int(end)) for stage in parts for start, end in stage)
+    blocks = _blocks_of(parts, num_stages, num_chunks)
     for block in blocks:
         if block.start >= block.end:
             raise ValueError(f"`parts` has a stage without layers, [{block.start}, {block.end}).")
@@ -57,3 +53,20 @@ def model_blocks(
             f"{', '.join(f'[{b.start}, {b.end})' for b in blocks)}."
         )
     return tuple(blocks)
+
+
+def _blocks_of(parts: Any, num_stages: int, num_chunks: int) -> list[Block]:
+    """The intervals in `parts`, in the order of the model."""
+    try:
+        stages = [
+            [Block(operator.index(start), operator.index(end)) for start, end in stage]
+            for stage in parts
+        ]
+    except (TypeError, ValueError):
+        stages = []
+    if len(stages) != num_stages or any(len(stage) != num_chunks for stage in stages):
+        raise ValueError(
+            f"`parts` must have {num_chunks} [start, end) for each of the {num_stages} stages of "
+            f"`schedule`, got {parts!r}."
+        )
+    return sorted(block for stage in stages for block in stage)

@@ -45,6 +45,10 @@ class LayeredModel:
         *,
         tied: Iterable[Iterable[TiedLeaf]] = (),
     ) -> None:
+        if not isinstance(layers, Iterable):
+            raise ValueError(
+                f"`layers` must be a sequence of functions, got {type(layers).__name__}."
+            )
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.loss = loss
         if not self.layers:

@@ -146,7 +146,8 @@ class StageLayout:
             [d.unflatten([0] * d.num_leaves) for d in self._treedefs]
         ):
             raise ValueError("`params` must have the layers that the layout was made of.")
-        return self._stacked(self._flat(self._model.as_one(params)), on_mesh=True)
+        leaves = jax.tree.map(_as_array, self._flat(self._model.as_one(params)))
+        return self._stacked(leaves, on_mesh=True)
 
     def unstack(self, stacked: Stacked) -> list[PyTree]:
         """One tree per layer, from one tree of all stages; padding is left out.
@@ -310,6 +311,11 @@ class _Block:
                 if (stage, row) in self._own:
                     out[(*every, s, r)] = self._own[stage, row][inside]
         return out
+
+
+def _as_array(x: Any) -> Any:
+    """`x`, or the array that jax makes of a number of Python."""
+    return np.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
 
 
 def _is_on(mesh: Mesh, x: Any) -> bool:

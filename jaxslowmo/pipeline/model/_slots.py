@@ -74,7 +74,7 @@ class SlotPlan:
     def padding(self) -> int:
         """Elements of all slots together in which no leaf lies."""
         used = [math.prod(self.slots[p.slot].leaf.shape) for own in self.places for p in own]
-        stages = 1 + max(place.stage for own in self.places for place in own)
+        stages = 1 + max((place.stage for own in self.places for place in own), default=0)
         whole = sum(stages * slot.rows * math.prod(slot.leaf.shape) for slot in self.slots)
         return whole - sum(used)
 

@@ -1,19 +1,25 @@
 """What a pipeline refuses before it is traced."""
 
 import math
+import numbers
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..._typing import PyTree
 from ...mesh import axis_names
-from ..schedules import Schedule
+from ...tree import leaf_names
+from ..model import check_pipeline
 
 BatchMemory = Literal["device", "host"]
 
 
 def check_arguments(
+    model: Any,
     schedule: Any,
     mesh: Any,
     axis_name: str,
@@ -21,12 +27,8 @@ def check_arguments(
     gradient_scale: float,
     batch_memory: str,
 ) -> None:
-    """Raise `ValueError` for a schedule, axes, a memory or a scale that cannot be."""
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            "`schedule` must be a js.Schedule such as js.schedules.one_f_one_b(4, 16), got "
-            f"{schedule!r}."
-        )
+    """Raise `ValueError` for a model, a schedule, axes, a memory or a scale that cannot be."""
+    check_pipeline(model, schedule)
     if not isinstance(mesh, Mesh):
         raise ValueError(
             "`mesh` must be a jax.sharding.Mesh, whose devices the stages are, got "
@@ -49,7 +51,8 @@ def check_arguments(
         )
     if batch_memory not in ("device", "host"):
         raise ValueError(f'`batch_memory` must be "device" or "host", got {batch_memory!r}.')
-    if not gradient_scale > 0 or math.isinf(gradient_scale):
+    is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
+    if not is_number or not gradient_scale > 0:
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 
 
@@ -64,6 +67,36 @@ def check_specs(specs: Mapping[str, P], mesh: Mesh, axis_name: str) -> None:
                     f"`param_specs` names axis {name!r} at {slot!r}; leaves may be sharded over "
                     f"the axes of `mesh` inside a stage: {others}."
                 )
+
+
+def check_constant(batch: PyTree) -> None:
+    """Raise `ValueError` where gradients of a batch are asked for, by what `custom_vjp` says."""
+    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
+    moving = [n for n, x in leaves if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
+    if moving:
+        raise ValueError(
+            "`batch` must not depend on what is differentiated, of which a pipeline has gradients "
+            f"in `stacked` alone, got {', '.join(moving)}."
+        )
+
+
+@jax.custom_jvp
+def only_once(stacked: PyTree) -> PyTree:
+    """`stacked`, of which gradients are; `ValueError` where these are differentiated once more.
+
+    The gradient of each copy of a tied leaf is the sum over all of them, which derivatives of that
+    sum by one copy are not.
+    """
+    return stacked
+
+
+@only_once.defjvp
+def _again(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "`loss_fn` of a pipeline must not be differentiated twice where the model has `tied` "
+        "leaves: gradients of their copies are summed outside of what is differentiated. Take "
+        "second derivatives of the model itself, `model(params, batch)`."
+    )
 
 
 def check_not_mapped(axis_name: str, manual: Collection[str]) -> None:

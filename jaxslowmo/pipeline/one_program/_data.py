@@ -37,7 +37,7 @@ def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyT
             f"{', '.join(f'{name}: {n}' for name, n in sizes.items()) or 'no leaves'}."
         )
     examples = jnp.shape(leaves[0])[0]
-    if examples % count:
+    if not examples or examples % count:
         raise ValueError(
             f"`schedule` has {count} microbatches, which must divide the batch of a replica, got "
             f"{examples} examples."

@@ -11,9 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
 from ...mesh import varying_axes
-from ..model import LayeredModel, Loss, StageLayout, model_blocks
+from ..model import LayeredModel, Loss, StageLayout, as_axes, model_blocks
 from ..schedules import Schedule
-from ._check import BatchMemory, check_arguments, check_not_mapped, check_specs
+from ._check import (
+    BatchMemory,
+    check_arguments,
+    check_constant,
+    check_not_mapped,
+    check_specs,
+    only_once,
+)
 from ._data import in_microbatches, laid_out, only_over
 from ._kinds import stage_kinds
 from ._step import Plan, Step
@@ -29,7 +36,7 @@ def pipelined(
     parts: Sequence[Any] | None = None,
     mesh: Mesh,
     axis_name: str = "stage",
-    data_axes: Sequence[str] = (),
+    data_axes: str | Sequence[str] = (),
     param_specs: PyTree | None = None,
     remat: bool = False,
     batch_memory: BatchMemory = "device",
@@ -93,7 +100,8 @@ def pipelined(
       collective that the compiler puts inside of a branch, for axes left to it, runs between the
       devices of one stage alone.
     """
-    check_arguments(schedule, mesh, axis_name, tuple(data_axes), gradient_scale, batch_memory)
+    data_axes = as_axes(data_axes)
+    check_arguments(model, schedule, mesh, axis_name, data_axes, gradient_scale, batch_memory)
     blocks = model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
     layout = StageLayout(
         model,
@@ -119,7 +127,7 @@ def pipelined(
         gradient_scale=gradient_scale,
         in_branches=writes_in_branches(mesh),
     )
-    return Pipelined(plan, schedule, mesh, tuple(data_axes), batch_memory)
+    return Pipelined(plan, schedule, mesh, data_axes, batch_memory)
 
 
 class Pipelined:
@@ -149,7 +157,8 @@ class Pipelined:
         self._table = None if schedule.forward_only else tick_table(schedule)
         self._forward_table = tick_table(schedule, forward_ticks(schedule))
         self._run = jax.custom_vjp(self._evaluated)
-        self._run.defvjp(self._differentiated, self._pulled_back)
+        # So that it is known of what gradients are wanted.
+        self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
 
     def loss_fn(self, stacked: PyTree, batch: PyTree, *, rng: Any = None) -> Loss:
         """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
@@ -170,19 +179,30 @@ class Pipelined:
           metrics are float32. They have no gradient, and their cotangents are ignored.
 
         Raises:
-          ValueError: see `js.pipelined`.
+          ValueError: see `js.pipelined`; gradients of the batch are asked for, or second
+            derivatives of a model with tied leaves.
         """
         if jax.tree.structure(stacked) != jax.tree.structure(self.layout.specs):
             raise ValueError(
                 "`stacked` must be parameters as `layout.stack(params)` makes them, got "
                 f"{jax.tree.structure(stacked)}."
             )
+        for name, type_ in self.layout.types.items():
+            if jnp.shape(stacked[name]) != type_.shape:
+                raise ValueError(
+                    f"`stacked` must have leaves of (stages, rows, ...), {list(type_.shape)} at "
+                    f"{name!r}, got {list(jnp.shape(stacked[name]))}."
+                )
         return self._run(stacked, batch, rng if self._plan.model.takes_key else None)
 
     def _evaluated(self, stacked: PyTree, batch: PyTree, rng: Any) -> Loss:
         return self._mapped(stacked, batch, rng, self._forward_table, differentiates=False)[0]
 
-    def _differentiated(self, stacked: PyTree, batch: PyTree, rng: Any) -> tuple[Loss, PyTree]:
+    def _differentiated(self, *primals: PyTree) -> tuple[Loss, PyTree]:
+        check_constant(primals[1])
+        stacked, batch, rng = jax.tree.map(lambda x: x.value, primals)
+        if self._plan.tied:
+            stacked = only_once(stacked)
         if self._table is None:
             raise ValueError(
                 f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
@@ -192,6 +212,8 @@ class Pipelined:
 
     def _pulled_back(self, grads: PyTree, cotangent: Loss) -> tuple[PyTree, None, None]:
         of_loss = cotangent[0] if isinstance(cotangent, tuple) else cotangent
+        if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # of metrics alone
+            of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
 
         def scaled(g: Any) -> Any:
             if g.dtype == jax.dtypes.float0:

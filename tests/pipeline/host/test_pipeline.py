@@ -302,7 +302,13 @@ def test_errors_name_argument_rule_and_value() -> None:
     refused("`data_axes` must name axes of `mesh` .* got 'fsdp'", data_axes=("fsdp",))
     refused("a stage without layers", parts=[[[0, 0]], [[0, 4]]])
     refused("every stage needs a layer of its own", js.schedules.interleaved(2, 2, 3))
-    refused("`max_norm` must be > 0, got 0", max_norm=0)
+    refused("`max_norm` must be a number > 0, got 0", max_norm=0)
+    refused("`max_norm` must be a number > 0, got '1'", max_norm="1")
+    refused("`data_axes` must name axes of `mesh` .* got 'fsdp'", data_axes="fsdp")
+    refused("`parts` must have 1 .* got \\[2, 2\\]", parts=[2, 2])
+    refused("`schedule` must be a js.Schedule .* got 'gpipe'", "gpipe")
+    with pytest.raises(ValueError, match=r"`model` must be a js\.LayeredModel, .* got list"):
+        js.HostPipeline([], params, schedule, mesh=mesh)
     with pytest.raises(ValueError, match="real floating-point leaves only"):
         js.HostPipeline(model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh)
 

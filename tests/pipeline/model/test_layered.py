@@ -87,6 +87,7 @@ def test_layers_with_a_key_draw_their_own_and_the_same_again():
     ("build", "message"),
     [
         (lambda: js.LayeredModel([], squared), "`layers` must hold at least one"),
+        (lambda: js.LayeredModel(first, squared), "sequence of functions, got function"),
         (lambda: js.LayeredModel([first, 3], squared), "got int as layer 1"),
         (lambda: js.LayeredModel([first], None), "`loss` must be a function"),
         (lambda: model(tied=[((0, "w"), (7, "w"))]), "names layer 7; the model has 3"),

@@ -148,6 +148,36 @@ def test_the_cotangent_of_metrics_is_ignored(mesh_of):
     assert_close(own, jax.tree.map(lambda g: 3 * g, both(stacked)))
 
 
+def test_gradients_are_those_of_parameters_once_or_twice_never_of_the_batch(mesh_of):
+    def scaled(scale, x):
+        return jnp.sin(x * scale)
+
+    def steepness(loss):
+        return lambda params, batch: jnp.sum(jax.grad(loss)(params, batch)["0"] ** 2)
+
+    layers, params = [scaled] * 2, [1.5, 0.5]  # numbers of Python, too
+    batch = np.arange(8, dtype=np.float32)
+    pipe, stacked = own_pipeline(mesh_of, layers, mean, params)
+    twice = jax.jit(jax.grad(steepness(pipe.loss_fn)))(stacked, batch)["0"]
+    model = js.LayeredModel(layers, mean)
+    alone = lambda of, batch: model([of["0"][0, 0], of["0"][1, 0]], batch)  # noqa: E731
+    assert_close(twice, jax.grad(steepness(alone))(stacked, batch)["0"])
+    with pytest.raises(ValueError, match="`batch` must not depend on what is differentiated"):
+        jax.jit(jax.grad(pipe.loss_fn, argnums=1))(stacked, batch)
+
+    tied = js.LayeredModel(layers, mean, tied=[((0, "(root)"), (1, "(root)"))])
+    pipe = js.pipelined(tied, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
+    with pytest.raises(ValueError, match="must not be differentiated twice where"):
+        jax.grad(steepness(pipe.loss_fn))(stacked, batch)
+
+
+def test_layers_may_all_be_without_parameters(mesh_of):
+    layers = [lambda params, x: x + 1.0, lambda params, x: x * 2.0]
+    pipe, stacked = own_pipeline(mesh_of, layers, mean, [{}, None])
+    loss, grads = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, np.ones(8, np.float32))
+    assert (loss, grads) == (4.0, {})
+
+
 def test_a_program_does_not_grow_with_the_number_of_microbatches(mesh_of):
     def length(microbatches):
         pipe, stacked, *_ = pipeline(mesh_of, js.schedules.one_f_one_b(2, microbatches))
@@ -190,10 +220,12 @@ BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
         ({"schedule": js.schedules.gpipe(4, 8), "sizes": {"stage": 2}}, "4 stages, and `mesh` 2"),
         ({"axis_name": "pipe"}, "'pipe' is not an axis of `mesh`, which has 'stage'"),
         ({"data_axes": ("fsdp",)}, "`data_axes` 'fsdp' is not an axis"),
+        ({"data_axes": "fsdp"}, "`data_axes` 'fsdp' is not an axis"),
         ({"data_axes": ("stage",)}, "not that of the stages"),
         ({"schedule": js.schedules.gpipe(8, 8)}, "8 stages and the model 4 layers"),
         (BLOCKED, "a stage without layers"),
         ({"batch_memory": "disk"}, "`batch_memory` must be"),
+        ({"gradient_scale": "1"}, "`gradient_scale` must be a number above 0, got '1'"),
         ({"gradient_scale": 0.0}, "`gradient_scale` must be a number above 0"),
         ({"param_specs": [P("stage"), P(), P(), P()]}, "`param_specs` names axis 'stage'"),
         ({"param_specs": [P("tensor"), P(), P(), P()]}, "`param_specs` names axis 'tensor'"),
@@ -212,6 +244,8 @@ def test_specs_of_tied_leaves_must_agree(mesh_of):
 
 def test_a_schedule_must_be_one(mesh_of):
     model, params = language_model(2)
+    with pytest.raises(ValueError, match=r"`model` must be a js\.LayeredModel"):
+        js.pipelined(model.layers, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
     with pytest.raises(ValueError, match="`schedule` must be"):
         js.pipelined(model, params, "1f1b", mesh=mesh_of({"stage": 2}))
     with pytest.raises(ValueError, match="`mesh` must be"):
@@ -226,6 +260,7 @@ def test_a_schedule_must_be_one(mesh_of):
         ({"tokens": np.zeros(8, int), "next": np.zeros((), int)}, "leading dimension counts its"),
         ({"tokens": np.zeros(8, int), "next": np.zeros(4, int)}, "next: 4, tokens: 8"),
         ({}, "got no leaves"),
+        (tokens(0), "must divide the batch of a replica, got 0"),
     ],
 )
 def test_batches_that_are_refused(mesh_of, batch, message):
@@ -239,6 +274,8 @@ def test_parameters_that_were_not_stacked_are_refused(mesh_of):
     pipe, stacked, _, params = pipeline(mesh_of)
     with pytest.raises(ValueError, match="`stacked` must be parameters"):
         pipe.loss_fn(params, tokens(8))
+    with pytest.raises(ValueError, match=r"leaves of \(stages, rows, \.\.\.\), .* got \[1, 2"):
+        pipe.loss_fn(jax.tree.map(lambda x: x[None], stacked), tokens(8))
     mapped = jax.shard_map(
         lambda s: pipe.loss_fn(s, tokens(8)),
         mesh=mesh_of({"stage": 2}),
