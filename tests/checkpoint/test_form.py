@@ -142,7 +142,7 @@ def saved(mesh_of, tmp_path_factory):
 
 
 MOVES = [(old, new, sync) for old in STAGES for new in STAGES for sync in SYNCS if old != new]
-USUAL = [("two", "four", "slowmo"), ("two", "none", "slowmo"), ("none", "two", "diloco")]
+USUAL = [("two", "four", "slowmo"), ("none", "two", "diloco")]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """`trained(mesh, *options)`: the folder of a run with a checkpoint at every other step."""
+    """`trained(mesh, *options)`: the folder of a run with a checkpoint to go on from."""
     folder = tmp_path_factory.mktemp("meshes")
     (folder / "text").mkdir()
     for i in range(10):
@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
         if out is None and key in runs:
             return runs[key]
         target = folder / f"run{len(runs)}" if out is None else out
-        argv = [*TINY, "--checkpoint-every", 2, "--keep", 9, "--data", folder / "text"]
+        argv = [*TINY, "--checkpoint-every", STOPPED, "--keep", 9, "--data", folder / "text"]
         with pytest.raises(SystemExit) as left:
             main([str(x) for x in (*argv, "--mesh", MESHES[mesh], "--out", target, *options)])
         assert left.value.code == 0

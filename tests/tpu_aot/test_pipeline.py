@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from support.tpu_slices import tpu_mesh
 
-EXAMPLES, WIDTH = 8192, 512  # of a microbatch
+EXAMPLES, WIDTH = 32768, 128  # of a microbatch: narrow is quick to compile, long is in HBM
 ACTIVATION = EXAMPLES * WIDTH * 2  # bytes, bfloat16
 
 

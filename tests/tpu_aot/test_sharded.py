@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("sharded on v5e:2x4")
 
 MODEL = GPTConfig(
     num_layers=1,
-    num_heads=4,
-    embed_dim=512,
-    context_length=128,
+    num_heads=2,
+    embed_dim=256,
+    context_length=64,
     dtype="bfloat16",
     remat=True,
     qkv_by_head=True,

@@ -53,4 +53,4 @@ def test_a_pipeline_says_so_when_it_sees_the_first_batch(mesh_of):
     with pytest.raises(
         ValueError, match=re.escape("stage 0 gives float32[2, 4], but stage 2 float32[4, 4]")
     ):
-        pipe.loss_fn(pipe.layout.stack(params), tokens(8))
+        jax.eval_shape(pipe.loss_fn, pipe.layout.stack(params), tokens(8))

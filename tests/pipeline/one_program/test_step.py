@@ -48,20 +48,21 @@ def trajectories(mesh, schedule, *, tied, accumulate, mode, weight=None, num_blo
         param_specs=specs(num_blocks, mesh.shape),
     )
     replicas = mesh.shape["replica"]
-    options = {"mode": mode, "accumulate": accumulate}
     step = js.make_train_step(
         pipe.loss_fn,
         OPTIMIZER,
         sync=slow(param_specs=pipe.layout.specs),
         mesh=mesh,
-        **options,
+        mode=mode,
+        accumulate=accumulate,
     )
     alone = js.make_train_step(
         model,
         OPTIMIZER,
         sync=slow(),
         mesh=js.virtual_mesh({"replica": replicas}),
-        **options,
+        mode="traced",
+        accumulate=accumulate,
     )
     state, known = step.init(pipe.layout.stack(params)), alone.init(params)
     shares = mesh.shape.get("fsdp", 1)

@@ -1,7 +1,7 @@
 """Tables made for lockstep: within their limit, and no worse than what is known."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
@@ -44,7 +44,6 @@ def test_no_worse_than_other_kinds_with_more_microbatches(p, m, costs, narrow, w
 numbers = st.integers(0, 8).map(lambda n: n / 4)
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_within_the_limit_and_no_worse_than_one_f_and_one_b(data):
     p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
