@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -27,6 +29,11 @@ def outputs(page: str, title: str) -> list[str]:
 def num_blocks(page: str) -> int:
     """Python blocks on the page and those below it, however they are indented."""
     return len(re.findall(r"^\s*```python", _read(page), flags=re.MULTILINE))
+
+
+def of_recipe(title: str) -> pytest.MarkDecorator:
+    """Marks tests of one recipe: they run in one process, which runs its code once."""
+    return pytest.mark.xdist_group(f"recipe {title}")
 
 
 def fresh(page: str, *titles: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from recipes.doc_blocks import (
     SETTING,
     fresh,
     num_blocks,
+    of_recipe,
     outputs,
     run,
     sections,
@@ -40,7 +41,11 @@ def test_every_block_belongs_to_a_section_that_is_run(page):
 
 @pytest.mark.parametrize(
     "title",
-    [t for t, blocks in sections("recipes").items() if blocks and t not in (SETTING, LOOP, MAPPED)],
+    [
+        pytest.param(title, marks=of_recipe(title))
+        for title, blocks in sections("recipes").items()
+        if blocks and title not in (SETTING, LOOP, MAPPED)
+    ],
 )
 def test_recipe_runs(title):
     run("recipes", SETTING, LOOP, MAPPED, title)

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, run, sections
+from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, of_recipe, run, sections
 
 TITLE = "FSDP by jit and NamedSharding"
+pytestmark = of_recipe(TITLE)
 
 
 def unspecified():

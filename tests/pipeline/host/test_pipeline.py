@@ -132,6 +132,9 @@ def test_twenty_steps_of_slowmo_are_those_of_the_whole_model() -> None:
         pipe.step(state, tokens(16))
 
 
+share_a_pipeline = pytest.mark.xdist_group("clipping pipeline")
+
+
 @pytest.fixture(scope="module")
 def clipping() -> tuple[js.HostPipeline, list[Any]]:
     """A tied model with clipping and a check, and its parameters."""
@@ -148,6 +151,7 @@ def clipping() -> tuple[js.HostPipeline, list[Any]]:
     return pipe, params
 
 
+@share_a_pipeline
 def test_tied_leaves_count_once_in_the_norm(clipping: Any) -> None:
     pipe, params = clipping
     state = pipe.init(optax.sgd(1.0), params)
@@ -166,6 +170,7 @@ def test_tied_leaves_count_once_in_the_norm(clipping: Any) -> None:
     close(after.params[0]["table"], after.params[-1]["table"], 0)
 
 
+@share_a_pipeline
 def test_one_bad_value_on_one_stage_skips_everywhere(clipping: Any) -> None:
     pipe, params = clipping
     state = pipe.init(optax.sgd(0.1, momentum=0.9), params)
@@ -181,6 +186,7 @@ def test_one_bad_value_on_one_stage_skips_everywhere(clipping: Any) -> None:
     assert np.any(after.params[0]["table"] != state.params[0]["table"])
 
 
+@share_a_pipeline
 def test_nothing_is_left_behind_by_a_step(clipping: Any) -> None:
     pipe, params = clipping
     state = pipe.init(optax.sgd(0.1), params)
