@@ -15,7 +15,7 @@ from ..._typing import PyTree
 from ...mesh import consensus, replicate
 from ...transform import init
 from ...tree import check_floating
-from ..model import Block, LayeredModel, Loss, as_axes, check_pipeline, model_blocks
+from ..model import Block, LayeredModel, Loss, as_axes, check_pipeline, model_blocks, specs_of
 from ..schedules import Schedule
 from ._batch import HostBatch
 from ._dispatch import Feed, Pass, evaluate
@@ -67,8 +67,8 @@ class HostPipeline:
       replica_axis: the axis over replicas; a mesh without it has one replica.
       data_axes: axes inside a replica over which each microbatch is split. Other axes are left to
         the compiler.
-      param_specs: per layer a tree of `PartitionSpec` over axes that are left to the compiler.
-        None: weights lie whole on every device of their stage.
+      param_specs: per layer a tree of `PartitionSpec` over axes that are left to the compiler, or
+        a prefix of that. None: weights lie whole on every device of their stage.
       remat: F keeps a stage's input alone, and B computes the rest again.
       max_norm: clips the norm of a replica's gradients, over all stages and with every parameter
         counted once, as `optax.clip_by_global_norm` does in a model on one device. In `tx` that
@@ -102,7 +102,7 @@ class HostPipeline:
         axis_name: str = "stage",
         replica_axis: str = "replica",
         data_axes: str | Sequence[str] = (),
-        param_specs: Sequence[PyTree] | None = None,
+        param_specs: PyTree | None = None,
         remat: bool = False,
         max_norm: float | None = None,
         only_finite: bool = False,
@@ -126,7 +126,7 @@ class HostPipeline:
         )
         self._at = [meshes[stage] for stage in schedule.placement]
         self.param_types = [jax.eval_shape(lambda x: x, layer) for layer in params]
-        self._specs = param_specs
+        self._specs = None if param_specs is None else specs_of(params, param_specs)
         self._copies = copies_of(model.tied, self.blocks, params)
         self.remat, self._donate = remat, donate
         self._max_norm, self._only_finite = max_norm, only_finite
@@ -147,8 +147,12 @@ class HostPipeline:
 
         Returns:
           One tree per layer, leaves (replicas, *s); tied leaves are equal.
+
+        Raises:
+          ValueError: parameters of other trees, shapes or dtypes than those of the pipeline.
         """
         self.model.check_params(params)
+        _check_like(params, self.param_types)
         placed: list[PyTree] = []
         whole = self.model.as_one(params)
         for block, at in zip(self.blocks, self._at, strict=True):
@@ -257,6 +261,11 @@ class HostPipeline:
     def _tx_of(self, tx: Any, block: Block) -> optax.GradientTransformation:
         if isinstance(tx, optax.GradientTransformation):
             return tx
+        if not callable(tx):
+            raise ValueError(
+                f"{_OWNER}: `tx` must be an optax.GradientTransformation, or a function of the "
+                f"specs of a stage that makes one, got {tx!r}."
+            )
         return tx(None if self._specs is None else tuple(self._specs[block.start : block.end]))
 
     def step(
@@ -280,6 +289,11 @@ class HostPipeline:
             raise ValueError(
                 f"{_OWNER}: `step` needs the optimizer that `init(tx, params)` is given: call that "
                 "first, for a restored state, too."
+            )
+        if not isinstance(state, HostState):
+            raise ValueError(
+                f"{_OWNER}: `state` must be a HostState, of `init` or the step before, got "
+                f"{type(state).__name__}."
             )
         value, grads = self.value_and_grad(state.params, batch, rng=rng)
         new, states, norm = self._updates(
@@ -338,7 +352,22 @@ def _laid_out(tree: PyTree, specs: PyTree, at: SubMesh) -> PyTree:
     return jax.tree.map(put, tree, specs)
 
 
+def _check_like(params: Sequence[PyTree], types: Sequence[PyTree]) -> None:
+    for i, (layer, type_) in enumerate(zip(params, types, strict=True)):
+        found, wanted = (
+            jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", tree)
+            for tree in (jax.eval_shape(lambda x: x, layer), type_)
+        )
+        if found != wanted:
+            raise ValueError(f"{_OWNER}: `params` of layer {i} must be {wanted}, got {found}.")
+
+
 def _check_placed(layers: Sequence[PyTree], types: Sequence[PyTree], replicas: int) -> None:
+    if not isinstance(layers, Sequence) or len(layers) != len(types):
+        got = len(layers) if isinstance(layers, Sequence) else type(layers).__name__
+        raise ValueError(
+            f"{_OWNER}: `place` returns one tree per layer, {len(types)} of them, got {got}."
+        )
     for i, (layer, type_) in enumerate(zip(layers, types, strict=True)):
         leaves, wanted = jax.tree.leaves(layer), jax.tree.leaves(type_)
         shapes = [(replicas, *t.shape) for t in wanted]

@@ -11,3 +11,4 @@ from ._layered import Loss as Loss
 from ._layout import StageLayout as StageLayout
 from ._slots import Place as Place
 from ._slots import SlotPlan as SlotPlan
+from ._slots import specs_of as specs_of

@@ -79,27 +79,38 @@ class SlotPlan:
         return whole - sum(used)
 
 
+def specs_of(params: Sequence[PyTree], param_specs: PyTree | None) -> list[PyTree]:
+    """A spec per leaf of each layer, of a prefix of that; None: whole everywhere.
+
+    Raises:
+      ValueError: specs that don't fit the parameters.
+    """
+    given = P() if param_specs is None else param_specs
+    try:
+        return jax.tree.broadcast(given, list(params), is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
+            f"it: {error}"
+        ) from None
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
 def leaves_of(params: Sequence[PyTree], param_specs: PyTree | None) -> list[list[Leaf]]:
     """What is known of the leaves of each layer.
 
     Raises:
       ValueError: specs that don't fit the parameters, leaves that are no numbers.
     """
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    given = P() if param_specs is None else param_specs
-    try:
-        whole = jax.tree.broadcast(given, list(params), is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
-            f"it: {error}"
-        ) from None
     found = []
-    for layer, specs in zip(params, whole, strict=True):
+    for layer, specs in zip(params, specs_of(params, param_specs), strict=True):
         named = zip(
             leaf_names(layer),
             jax.tree.leaves(layer),
-            jax.tree.leaves(specs, is_leaf=is_spec),
+            jax.tree.leaves(specs, is_leaf=_is_spec),
             strict=True,
         )
         found.append([_leaf(name, x, spec) for name, x, spec in named])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.host._dispatch import Pass
@@ -326,8 +327,15 @@ def test_errors_name_argument_rule_and_value() -> None:
     with pytest.raises(ValueError, match="real floating-point leaves only"):
         js.HostPipeline(model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh)
 
-    pipe = js.HostPipeline(model, params, schedule, mesh=mesh)
+    refused("`param_specs` must be a list of one tree .* or a prefix", param_specs=[{"a": P()}] * 4)
+    pipe = js.HostPipeline(model, params, schedule, mesh=mesh, param_specs=P())
     placed = pipe.place(params)
+    with pytest.raises(ValueError, match=r"`params` of layer 0 must be .*float32.* got .*bfloat16"):
+        pipe.place(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    with pytest.raises(ValueError, match="one tree per layer, 4 of them, got 2"):
+        pipe.value_and_grad(placed[:2], tokens(4))
+    with pytest.raises(ValueError, match=r"`tx` must be an optax.* got 'sgd'"):
+        pipe.init("sgd", params)
     with pytest.raises(ValueError, match="6 examples of `batch` must divide by 4: 2 replicas"):
         pipe.value_and_grad(placed, tokens(6))
     with pytest.raises(ValueError, match="must have one leading dimension"):
