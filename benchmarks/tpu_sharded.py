@@ -2,11 +2,17 @@
 
     python benchmarks/tpu_sharded.py --out benchmarks/results/tpu_sharded.md
     python benchmarks/tpu_sharded.py --whole 124m      # all blocks, to check the straight line
+    python benchmarks/tpu_sharded.py --only staged     # the second table alone
 
 GPTs in bfloat16 with AdamW, one window of each model's context per chip along "fsdp", blocks
 computed again in the backward pass, host-scheduled. Compiles only (libtpu from PyPI, no TPU).
 Blocks are alike, so models of 2 and of 4 are compiled, and the figures of the whole model lie on
 the straight line through theirs (bytes, arguments: temporary memory grows faster).
+
+The second table has replicas that are pipelines in one program. Stages hold unlike numbers of
+blocks, so nothing is extrapolated: what is compiled has fewer blocks, and of the whole model the
+table says what follows from shapes alone. `--whole` compiles all blocks there, too.
+
 `tests/tpu_aot/test_sharded.py` holds the facts on small models.
 """
 
@@ -20,18 +26,23 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from jaxslowmo.models import gpt_preset
 from support.tpu_sharded import Facts, Sharded, facts
+from support.tpu_staged import Staged
+
+Of = TypeVar("Of", bound=Sharded)
 
 GIB = 2**30
 ONE, FOUR = 1, 4
 PLACES = [
     ("124m", ONE, (("replica", 4), ("fsdp", 4))),
     ("124m", ONE, (("replica", 2), ("fsdp", 4), ("tensor", 2))),
+    ("124m", FOUR, (("replica", 4), ("fsdp", 16))),
     ("7b", FOUR, (("replica", 4), ("fsdp", 16))),
 ]
 HEADER = (
@@ -40,27 +51,62 @@ HEADER = (
     "| memory per chip: arguments, GiB | temporary, GiB |"
 )
 
+STAGED_BLOCKS = 6
+STAGED_PLACES = [
+    ("124m", ONE, (("replica", 4), ("stage", 4))),
+    ("124m", ONE, (("replica", 2), ("stage", 4), ("fsdp", 2))),
+]
+SHAPES_ALONE = [
+    ("124m", ONE, (("replica", 4), ("stage", 4))),
+    ("124m", ONE, (("replica", 2), ("stage", 4), ("fsdp", 2))),
+    ("124m", FOUR, (("replica", 4), ("stage", 4), ("fsdp", 4))),
+    ("7b", FOUR, (("replica", 4), ("stage", 16))),
+]
+STAGED_HEADER = (
+    "| where | model | blocks | mesh | slow state | step | over stage | bytes per chip over stage "
+    "| between replicas | bytes per chip between replicas | computed | bytes per chip over fsdp "
+    "| memory per chip: arguments, GiB | temporary, GiB |"
+)
 
-def case(preset: str, num_slices: int, axes: tuple[tuple[str, int], ...]) -> Sharded:
+
+def case(
+    preset: str, num_slices: int, axes: tuple[tuple[str, int], ...], kind: type[Of] = Sharded
+) -> Of:
     config = gpt_preset(preset, dtype="bfloat16")
     config = dataclasses.replace(config, remat=True, qkv_by_head=True)
-    return Sharded(config, "v5e:4x4", axes, num_slices)
+    return kind(config, "v5e:4x4", axes, num_slices)
+
+
+def _where(of: Sharded) -> str:
+    return "v5e:4x4" if of.num_slices == 1 else f"{of.num_slices} x v5e:4x4"
+
+
+def _mesh(of: Sharded) -> str:
+    return " x ".join(f"{size} {name}" for name, size in of.axes)
+
+
+def _slow_state(of: Sharded) -> str:
+    return "sharded" if of.shard_state else "whole"
+
+
+def _collectives(found: Facts, name: str) -> str:
+    over = {op: n for (axis, op), n in found.counts.items() if name in axis and n}
+    return ", ".join(f"{n} {op}" for op, n in sorted(over.items())) or "none"
+
+
+def _sent(found: Facts, name: str) -> int:
+    return sum(n for axis, n in found.sent.items() if name in axis)
 
 
 def row(preset: str, of: Sharded, kind: str, found: Facts) -> str:
-    where = "v5e:4x4" if of.num_slices == 1 else f"{of.num_slices} x v5e:4x4"
-    mesh = " x ".join(f"{size} {name}" for name, size in of.axes)
-    between = {op: n for (axis, op), n in found.counts.items() if "replica" in axis and n}
-    collectives = ", ".join(f"{n} {op}" for op, n in sorted(between.items())) or "none"
-    own = sum(n for axis, n in found.sent.items() if "replica" in axis)
     cells = [
-        where,
+        _where(of),
         preset,
-        mesh,
-        "sharded" if of.shard_state else "whole",
+        _mesh(of),
+        _slow_state(of),
         kind,
-        collectives,
-        f"{own:,}",
+        _collectives(found, "replica"),
+        f"{_sent(found, 'replica'):,}",
         f"{of.between_replicas() if kind == 'slow' else 0:,}",
         f"{found.sent.get('fsdp', 0):,}",
         f"{found.sent.get('tensor', 0):,}" if "tensor" in dict(of.axes) else "",
@@ -100,17 +146,73 @@ def _of_local(of: Sharded, argument_bytes: int) -> Facts:
     return dataclasses.replace(found, argument_bytes=argument_bytes)
 
 
+def staged_rows(whole: str | None) -> Iterator[str]:
+    yield STAGED_HEADER
+    yield "|" + "---|" * STAGED_HEADER.count(" | ") + "---|"
+    for preset, num_slices, axes in STAGED_PLACES:
+        if whole not in (None, preset):
+            continue
+        all_blocks = case(preset, num_slices, axes, Staged)
+        of = all_blocks if whole else all_blocks.of_blocks(STAGED_BLOCKS)
+        for kind in ("local", "slow"):
+            yield staged_row(preset, of, kind, facts(of, kind))
+    if not whole:
+        yield from shape_rows()
+
+
+def shape_rows() -> Iterator[str]:
+    """Of whole models, without a program: what chips are given, and what slow steps should send."""
+    for preset, num_slices, axes in SHAPES_ALONE:
+        of = case(preset, num_slices, axes, Staged)
+        yield staged_row(preset, of, "slow", None)
+        yield staged_row(preset, dataclasses.replace(of, shard_state=False), "slow", None)
+
+
+def staged_row(preset: str, of: Staged, kind: str, found: Facts | None) -> str:
+    """A row of the second table; without `found` what shapes alone tell."""
+    arguments = of.argument_bytes() if found is None else found.argument_bytes
+    compiled = [""] * 6
+    if found is not None:
+        compiled = [
+            _collectives(found, "stage"),
+            f"{_sent(found, 'stage'):,}",
+            _collectives(found, "replica"),
+            f"{_sent(found, 'replica'):,}",
+            f"{_sent(found, 'fsdp'):,}" if "fsdp" in dict(of.axes) else "",
+            f"{found.temporary_bytes / GIB:.2f}",
+        ]
+    *over_stage_and_replicas, over_fsdp, temporary = compiled
+    cells = [
+        _where(of),
+        preset,
+        str(of.config.num_layers),
+        _mesh(of),
+        _slow_state(of),
+        kind,
+        *over_stage_and_replicas,
+        f"{of.between_replicas() if kind == 'slow' else 0:,}",
+        over_fsdp,
+        f"{arguments / GIB:.2f}",
+        temporary,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where the table is written")
     parser.add_argument("--whole", help="compile all blocks of this preset")
+    tables = {"sharded": rows, "staged": staged_rows}
+    parser.add_argument("--only", choices=tables, help="make this table alone")
     args = parser.parse_args()
-    lines = [f"jax {jax.__version__}, libtpu {version('libtpu')}.", ""]
-    for line in rows(args.whole):
-        print(line, flush=True)
-        lines.append(line)
-        if args.out:
-            args.out.write_text("\n".join(lines) + "\n")
+    lines = [f"jax {jax.__version__}, libtpu {version('libtpu')}."]
+    for name in [args.only] if args.only else tables:
+        lines.append("")
+        for line in tables[name](args.whole):
+            print(line, flush=True)
+            lines.append(line)
+            if args.out:
+                args.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

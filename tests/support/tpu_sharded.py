@@ -6,9 +6,9 @@ What `benchmarks/tpu_sharded.py` prints as a table and `tests/tpu_aot/test_shard
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +90,12 @@ class Sharded:
         if self.shard_state is not None:
             options: Any = {"param_specs": self.specs, "shard_state": self.shard_state}
             sync = js.slowmo("replica", base=sync, sync_every=48, **options)
-        loss = gpt_loss_fn(self.config, gpt_rules(self.mesh))
-        return js.make_train_step(loss, optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host")
+        return js.make_train_step(
+            self.loss_fn(), optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host"
+        )
+
+    def loss_fn(self) -> Callable[..., Any]:
+        return gpt_loss_fn(self.config, gpt_rules(self.mesh))
 
     def state(self, step: js.TrainStep) -> js.TrainState:
         """Types of the state, each with its place: as `step.init` places it."""
@@ -135,7 +139,7 @@ class Sharded:
         types = self.state(self.step()), self.batch()
         return sum(map(own, jax.tree.leaves(types)))
 
-    def of_blocks(self, num_layers: int) -> "Sharded":
+    def of_blocks(self, num_layers: int) -> Self:
         """The same with another number of blocks."""
         return replace(self, config=replace(self.config, num_layers=num_layers))
 
