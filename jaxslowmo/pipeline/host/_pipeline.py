@@ -266,7 +266,8 @@ class HostPipeline:
                 f"{_OWNER}: `tx` must be an optax.GradientTransformation, or a function of the "
                 f"specs of a stage that makes one, got {tx!r}."
             )
-        return tx(None if self._specs is None else tuple(self._specs[block.start : block.end]))
+        make: Callable[[PyTree], optax.GradientTransformation] = tx
+        return make(None if self._specs is None else tuple(self._specs[block.start : block.end]))
 
     def step(
         self, state: HostState, batch: PyTree, *, rng: jax.Array | None = None

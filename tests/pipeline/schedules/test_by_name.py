@@ -34,7 +34,7 @@ def test_a_kind_by_its_name():
             {"num_chunks": 2},
             "one_f_one_b: `num_chunks` must be 1, got 2; use `inter",
         ),
-        ("zero_bubble", {"num_chunks": 2}, "zero_bubble: `num_chunks` must be 1, got 2; use `zbv`"),
+        ("zero_bubble", {"num_chunks": 2}, "zero_bubble: `num_chunks` must be 1, got 2; use 'zbv'"),
         ("zero_bubble", {"memory": True}, r"`memory` must be 1 .* got True"),
         ("zero_bubble", {"memory": 3}, r"`memory` must be 1 \(ZB-H1\) or 2 \(ZB-H2\), got 3"),
         ("interleaved", {"num_microbatches": 6}, r"multiple of `num_stages` \(4\), got 6"),

@@ -58,7 +58,7 @@ def one_f_one_b(
       Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
-    check_chunks("one_f_one_b", num_chunks, 1, "use `interleaved` for more")
+    check_chunks("one_f_one_b", num_chunks, 1, "use 'interleaved' for more")
     rows = [
         _one_stage(num_microbatches, num_stages - 1 - stage, forward_only)
         for stage in range(num_stages)

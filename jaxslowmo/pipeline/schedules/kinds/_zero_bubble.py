@@ -32,7 +32,7 @@ def zero_bubble(
       scheduler with twice the memory (ZB-2p) is not built.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
-    check_chunks("zero_bubble", num_chunks, 1, "use `zbv` for two")
+    check_chunks("zero_bubble", num_chunks, 1, "use 'zbv' for two")
     if isinstance(memory, bool) or memory not in (1, 2):
         raise ValueError(f"`memory` must be 1 (ZB-H1) or 2 (ZB-H2), got {memory!r}.")
     memory = int(memory)
