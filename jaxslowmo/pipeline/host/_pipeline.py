@@ -3,7 +3,7 @@
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,7 @@ class HostPipeline:
                 f"{_OWNER}: `tx` must be an optax.GradientTransformation, or a function of the "
                 f"specs of a stage that makes one, got {tx!r}."
             )
-        make: Callable[[PyTree], optax.GradientTransformation] = tx
+        make = cast(Callable[[PyTree], optax.GradientTransformation], tx)
         return make(None if self._specs is None else tuple(self._specs[block.start : block.end]))
 
     def step(

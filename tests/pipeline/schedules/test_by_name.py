@@ -32,7 +32,7 @@ def test_a_kind_by_its_name():
         (
             "one_f_one_b",
             {"num_chunks": 2},
-            "one_f_one_b: `num_chunks` must be 1, got 2; use `inter",
+            "one_f_one_b: `num_chunks` must be 1, got 2; use 'inter",
         ),
         ("zero_bubble", {"num_chunks": 2}, "zero_bubble: `num_chunks` must be 1, got 2; use 'zbv'"),
         ("zero_bubble", {"memory": True}, r"`memory` must be 1 .* got True"),
