@@ -1,5 +1,6 @@
 """A pipeline as one program, compiled for a TPU slice: its memory, and what runs beside what."""
 
+import math
 import re
 
 import jax
@@ -13,8 +14,8 @@ from support.tpu_slices import tpu_mesh
 
 pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("pipeline on v5e:2x2")]
 
-EXAMPLES, WIDTH = 32768, 128  # of a microbatch: narrow ones are compiled quickly
-ACTIVATION = EXAMPLES * WIDTH * 2  # bytes, bfloat16
+EXAMPLES, WIDTH = MICROBATCH = 32768, 128  # narrow ones are compiled quickly
+LARGE = 65536, 512  # of which no part fits into a memory beside the cores
 
 
 def layer(params, x):
@@ -26,14 +27,15 @@ def loss(output, batch):
     return jnp.mean(output * batch["x"])
 
 
-def compiled(kind, stages, layers, width=WIDTH):
+def compiled(kind, stages, layers, microbatch=MICROBATCH):
     """The program of a step of four microbatches per stage, and the schedule."""
+    examples, width = microbatch
     mesh = tpu_mesh("v5e:2x2", {"replica": 4 // stages, "stage": stages})
     schedule = kind(stages, 4 * stages)
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     params = [{"up": leaf(width, width), "down": leaf(width, width)}] * layers
     pipe = js.pipelined(js.LayeredModel([layer] * layers, loss), params, schedule, mesh=mesh)
-    shape = 4 * stages * EXAMPLES * WIDTH // width, width
+    shape = 4 * stages * examples, width
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
     step = jax.jit(jax.value_and_grad(pipe.loss_fn))
     return step.lower(pipe.layout.stack(params), {"x": x}).compile(), schedule
@@ -64,10 +66,11 @@ def saved_values(few, many, layers):
     return per_stage * max(many.stash) - in_few
 
 
-def check_memory(one, other, layers):
+def check_memory(one, other, layers, microbatch=MICROBATCH):
     (program, few), (larger, many) = one, other
     saved = temporary_bytes(larger) - temporary_bytes(program)
-    assert saved == pytest.approx(saved_values(few, many, layers) * ACTIVATION, rel=0.05)
+    activation = 2 * math.prod(microbatch)  # bytes, bfloat16
+    assert saved == pytest.approx(saved_values(few, many, layers) * activation, rel=0.05)
 
 
 def test_memory_in_flight_is_the_stash_of_the_schedule(one_f_one_b, gpipe):
@@ -112,7 +115,7 @@ def test_buffers_are_written_where_they_stand(one_f_one_b):
 def test_memory_of_four_stages_of_four_layers():
     schedules = js.schedules
     kinds = schedules.one_f_one_b, schedules.gpipe
-    one, other = (compiled(kind, 4, 16, width=512) for kind in kinds)
-    check_memory(one, other, 16)
+    one, other = (compiled(kind, 4, 16, LARGE) for kind in kinds)
+    check_memory(one, other, 16, LARGE)
     # As 4 to 16 but for what does not depend on the schedule.
     assert temporary_bytes(one[0]) / temporary_bytes(other[0]) == pytest.approx(0.25, rel=0.15)
