@@ -14,6 +14,8 @@ from jax._src import source_info_util  # No public way says to which scope an eq
 from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from ...mesh import vary_over
+
 Atom = Var | Literal
 
 # Calls whose equations may as well stand where the call stands, and the parameter that holds them.
@@ -148,6 +150,9 @@ def _called(equation: JaxprEqn) -> Any:
 
 
 def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    if equation.primitive.name == "pvary":
+        # What was equal over an axis where it was traced may be typed as varying here already.
+        return [vary_over(x, equation.params["axes"]) for x in operands]
     with _scope(equation):
         params = equation.primitive.get_bind_params(equation.params)
         results = equation.primitive.bind(*operands, **params)

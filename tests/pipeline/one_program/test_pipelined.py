@@ -122,6 +122,23 @@ def test_layers_may_hold_loops_that_begin_with_what_they_are_given(mesh_of):
     assert_close(loss, js.LayeredModel([recurrent] * 2, mean)(params, alike))
 
 
+def test_layers_may_sort(mesh_of):
+    # jax types the indices, which start equal on all stages, as varying by an equation of its own.
+    def first(params, batch):
+        return batch @ params["w"]
+
+    def second(params, x):
+        return jnp.sort(x @ params["w"]) * jnp.take_along_axis(x, jnp.argsort(x), 1)
+
+    params = [{"w": jnp.diag(jnp.array([1.0, -2.0, 3.0]))}, {"w": jnp.ones((3, 3)) + jnp.eye(3)}]
+    model = js.LayeredModel([first, second], mean)
+    pipe, stacked = own_pipeline(mesh_of, [first, second], mean, params)
+    batch = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    found = jax.jit(jax.value_and_grad(pipe.loss_fn))(stacked, batch)
+    loss, grads = jax.value_and_grad(model)(params, batch)
+    assert_close((found[0], pipe.layout.unstack(found[1])), (loss, grads))
+
+
 def test_small_gradients_of_float16_survive_with_a_scale(mesh_of):
     def scaled(params, x):
         x = x["x"] if isinstance(x, dict) else x
