@@ -46,10 +46,10 @@ def run(state, first: int, last: int, checkpoints=None):
     return state
 
 
-def unreadable_sixth(path, template):
+def unreadable_sixth(path, *rest):
     if path.name == "6":
         raise UnreadableError("a broken cable")
-    return read(path, template)
+    return read(path, *rest)
 
 
 with Checkpoints(folder, keep=9) as checkpoints:

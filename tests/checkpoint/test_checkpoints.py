@@ -118,6 +118,7 @@ def test_another_model_optimizer_or_algorithm(step, state, tmp_path):
         checkpoints.save(3, state)
     mesh = step.mesh
     more = {**PARAMS, "w": np.ones((4, 40), np.float32), "c": np.ones(2, np.float32)}
+    more |= {f"x{i}": np.ones(2, np.float32) for i in range(4)}
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(tmp_path).restore(step, more, model_state=MODEL_STATE)
     for words in (

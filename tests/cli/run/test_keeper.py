@@ -147,13 +147,13 @@ def test_rolling_back_leaves_out_the_batches(call, texts, tmp_path, monkeypatch)
         "batch",
         lambda self, index: np.full_like(usual(self, index), 255 if index == 4 else 7),
     )
-    usual_loss = _job.gpt_loss_fn
+    usual_loss = _job.loss_fn_of
 
-    def poisoned(model):
-        loss_fn = usual_loss(model)
+    def poisoned(*args):
+        loss_fn = usual_loss(*args)
         return lambda p, batch: jnp.where((batch == 255).any(), jnp.nan, loss_fn(p, batch))
 
-    monkeypatch.setattr(_job, "gpt_loss_fn", poisoned)
+    monkeypatch.setattr(_job, "loss_fn_of", poisoned)
     out = tmp_path / "out"
     run = (*DEMO, "--data", texts, "--checkpoint-every", 2, "--out", out, "--steps", 7)
     outcome = call(*run, "--on-nan", "rollback")
