@@ -133,7 +133,6 @@ MOVES = [
 ]
 USUAL = [
     ("fsdp", "turned", "slowmo"),  # the same mesh and shapes, and another layout
-    ("fsdp", "both", "slowmo"),
     ("one device", "fsdp", "diloco"),
 ]
 

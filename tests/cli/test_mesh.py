@@ -91,9 +91,8 @@ def test_losses_are_those_of_one_device_per_replica(trained, mesh, options):
 MOVES = [(old, new) for old in MESHES for new in MESHES if old != new and "all" not in (old, new)]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), sweep(MOVES, lambda old, new: (old, new) == ("stages", "one device"))
-)
+@pytest.mark.exhaustive  # tests/checkpoint/test_form.py does it without the command line
+@pytest.mark.parametrize(("old", "new"), MOVES)
 def test_a_run_goes_on_on_another_mesh(trained, tmp_path, old, new):
     undisturbed = trained(old, "--tied")
     out = tmp_path / "run"

@@ -10,7 +10,11 @@ import pytest
 from jaxslowmo.models import GPTConfig
 from support.tpu_sharded import Sharded, facts
 
-pytestmark = [pytest.mark.tpu_aot, pytest.mark.xdist_group("sharded on v5e:2x4")]
+pytestmark = [
+    pytest.mark.tpu_aot,
+    pytest.mark.exhaustive,
+    pytest.mark.xdist_group("sharded on v5e:2x4"),
+]
 
 MODEL = GPTConfig(
     num_layers=1,
