@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from checkpoint.moves import LAST, SAVED, WIDTH, Run, once_saved
 from checkpoint.runs import on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, SavedForm
 from jaxslowmo.pipeline.model import model_blocks
@@ -16,7 +17,7 @@ from support.exhaustive import sweep
 pytestmark = pytest.mark.xdist_group("saved stages")  # they share runs
 
 RANDOM = np.random.default_rng(0)
-WIDTH, BLOCKS = 8, 4
+BLOCKS = 4
 
 
 def affine(params, x):
@@ -55,14 +56,9 @@ SYNCS = {
     "sgp": lambda specs: js.sgp("replica", overlap=2),
     "whole": lambda specs: js.diloco("replica", sync_every=2, shard_state=False),
 }
-SAVED, LAST = 5, 8
 
 
-def batch(t):
-    return np.random.default_rng(t).normal(size=(8, WIDTH)).astype(np.float32)
-
-
-class Run:
+class Staged(Run):
     """A step on some stages. Its loss is the whole model's: how they are computed is not asked."""
 
     def __init__(self, stages, sync, mesh_of):
@@ -103,11 +99,6 @@ class Run:
             lambda tree: new.stack(self.unstack(tree)),
         )
 
-    def trained(self, state, start, end):
-        for t in range(start, end):
-            state, _ = self.step(state, batch(t))
-        return state
-
     def values(self, state):
         """Parameters, moments and anchor, one tree per layer."""
         moments, own = state.opt_state[1][0], state.opt_state[-1]
@@ -125,20 +116,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def saved(mesh_of, tmp_path_factory):
-    """A run saved after some updates: it, its folder, values then, parameters in the end."""
-    made = {}
-
-    def get(stages, sync):
-        if (stages, sync) not in made:
-            run, folder = Run(stages, sync, mesh_of), tmp_path_factory.mktemp("run")
-            state = run.trained(run.step.init(run.params), 0, SAVED)
-            with Checkpoints(folder) as checkpoints:
-                checkpoints.save(SAVED, state)
-            then = run.values(state)
-            made[stages, sync] = run, folder, then, run.trained(state, SAVED, LAST)
-        return made[stages, sync]
-
-    return get
+    return once_saved(lambda stages, sync: Staged(stages, sync, mesh_of), tmp_path_factory)
 
 
 MOVES = [(old, new, sync) for old in STAGES for new in STAGES for sync in SYNCS if old != new]
@@ -150,7 +128,7 @@ USUAL = [("two", "four", "slowmo"), ("none", "two", "diloco")]
 )
 def test_a_run_goes_on_with_other_stages(old, new, sync, saved, mesh_of):
     then_run, folder, then, end = saved(old, sync)
-    run = Run(new, sync, mesh_of)
+    run = Staged(new, sync, mesh_of)
     if STAGES[old].get("stage") != STAGES[new].get("stage"):
         with pytest.raises(CheckpointError, match="is of another model, optimizer or algorithm"):
             Checkpoints(folder).restore(run.step, run.params)
@@ -169,7 +147,7 @@ def test_a_run_goes_on_with_other_stages(old, new, sync, saved, mesh_of):
 
 def test_on_other_replicas_too(saved, mesh_of):
     then_run, folder, then, _ = saved("two", "slowmo")
-    run = Run("none", "slowmo", mesh_of)
+    run = Staged("none", "slowmo", mesh_of)
     sync = SYNCS["slowmo"](None)
     mesh = js.virtual_mesh({"replica": 3})
     run.step = js.make_train_step(MODEL, optax.adam(1e-2), sync=sync, mesh=mesh)
@@ -185,7 +163,7 @@ def test_what_nobody_can_tell_apart_is_refused(mesh_of, tmp_path):
     """A bucket of error feedback holds what several leaves have lost."""
     hook = js.hooks.int8(error_feedback=True)
     gradients = js.all_reduce_gradients("replica", hook=hook)
-    run, other = (Run(stages, "whole", mesh_of) for stages in ("none", "two"))
+    run, other = (Staged(stages, "whole", mesh_of) for stages in ("none", "two"))
     for one in (run, other):
         one.step = js.make_train_step(
             one.loss, optax.sgd(0.1), gradients=gradients, mesh=one.step.mesh

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from checkpoint.moves import LAST, SAVED, Run, once_saved
 from checkpoint.runs import on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from support.exhaustive import sweep
@@ -33,7 +34,6 @@ PLACES = {
     "virtual": ({"replica": 2}, WHOLE),
     "four replicas": ({"replica": 4, "fsdp": 2}, TURNED),
 }
-SAVED, LAST = 5, 8  # updates, of which every fourth has a slow step
 
 
 def slowmo(specs):
@@ -59,12 +59,8 @@ def loss(params, batch):
     return ((hidden @ params["out"] + params["bias"] - batch) ** 2).mean()
 
 
-def batch(t):
-    return np.random.default_rng(t).normal(size=(8, 8)).astype(np.float32)
-
-
-class Run:
-    """A step on a place, and one copy of its parameters there."""
+class Placed(Run):
+    """A step on one of `PLACES`."""
 
     def __init__(self, place, sync, mesh_of):
         axes, specs = PLACES[place]
@@ -78,11 +74,6 @@ class Run:
         self.step = js.make_train_step(
             loss, optax.adam(1e-2), sync=SYNCS[sync](specs), mesh=self.mesh, mode="traced"
         )
-
-    def trained(self, state, start, end):
-        for t in range(start, end):
-            state, _ = self.step(state, batch(t))
-        return state
 
     def values(self, state):
         """What has one value however it lies: parameters, moments, anchor, what has its form."""
@@ -103,21 +94,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def saved(mesh_of, tmp_path_factory):
-    """A run saved after some updates, by place and algorithm; and its end, undisturbed."""
-    made = {}
-
-    def get(place, sync):
-        if (place, sync) not in made:
-            run, folder = Run(place, sync, mesh_of), tmp_path_factory.mktemp("run")
-            state = run.trained(run.step.init(run.params), 0, SAVED)
-            with Checkpoints(folder) as checkpoints:
-                checkpoints.save(SAVED, state)
-            then = run.values(state)
-            end = on_host(run.trained(state, SAVED, LAST).params)
-            made[place, sync] = folder, then, end
-        return made[place, sync]
-
-    return get
+    return once_saved(lambda place, sync: Placed(place, sync, mesh_of), tmp_path_factory)
 
 
 def one_replica(values):
@@ -142,8 +119,8 @@ USUAL = [
     ("old", "new", "sync"), sweep(MOVES, lambda old, new, sync: (old, new, sync) in USUAL)
 )
 def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
-    folder, then, end = saved(old, sync)
-    run = Run(new, sync, mesh_of)
+    _, folder, then, end = saved(old, sync)
+    run = Placed(new, sync, mesh_of)
     found = Checkpoints(folder).restore(run.step, run.params)
     now = run.values(found.state)
     if new == "four replicas":
@@ -155,20 +132,23 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
     assert found.notes == ()
     jax.tree.map(np.testing.assert_array_equal, now, then)
     assert np.ptp(then[3]["in"]) > 0  # there is momentum to lose
-    last = on_host(run.trained(found.state, SAVED, LAST).params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), last, end)
+    last = run.trained(found.state, SAVED, LAST)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        *(on_host(state.params) for state in (last, end)),
+    )
 
 
 def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of, tmp_path):
     """Such as of version 0.1.0, or a state that no step has returned as it is."""
-    run, turned = (Run(place, "slowmo", mesh_of) for place in ("fsdp", "turned"))
+    run, turned = (Placed(place, "slowmo", mesh_of) for place in ("fsdp", "turned"))
     state = run.step.init(run.params)
     state = state._replace(step=state.step)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, state, wait=True)
         assert checkpoints.restore(run.step, run.params).is_exact
         for place in ("turned", "both", "one device"):
-            other = Run(place, "slowmo", mesh_of)
+            other = Placed(place, "slowmo", mesh_of)
             with pytest.raises(CheckpointError, match=r"does not tell how the anchor.*over fsdp"):
                 checkpoints.restore(other.step, other.params)
         # A step's own state tells, and so does one that was restored.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
 from jaxslowmo.transform._init import _init_fn
-from support.tpu_slices import slices_mesh
+from support.tpu_slices import compiled_rows, slices_mesh
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,6 @@ class Sharded:
         return replace(self, config=replace(self.config, num_layers=num_layers))
 
 
-class _Once:
-    """A lowered program whose compiled form is given, for `js.comm_report_of`."""
-
-    def __init__(self, program: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
-        self.compiler_ir = program.compiler_ir
-        self._compiled = compiled
-
-    def compile(self) -> jax.stages.Compiled:
-        return self._compiled
-
-
 @dataclass(frozen=True)
 class Facts:
     """What a compiled program does on each chip.
@@ -194,12 +183,9 @@ def facts(case: Sharded, kind: str) -> Facts:
     step = case.step()
     lowered = step.traced_by_phase(case.state(step), case.batch())[kind].lower()
     compiled = lowered.compile()
-    once: Any = _Once(lowered, compiled)
-    rows = js.comm_report_of({kind: once}, mesh=case.mesh).select(level="compiled")
-    assert all("?" not in row.axis for row in rows), rows
     sent: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}
-    for row in rows:
+    for row in compiled_rows(kind, lowered, compiled, case.mesh):
         sent[row.axis] = sent.get(row.axis, 0) + row.wire_bytes
         key = row.axis, row.collective
         counts[key] = counts.get(key, 0) + row.count

@@ -100,3 +100,24 @@ def lowered_step(
     state = on(state, mesh, P("replica"))
     programs = step_on(mesh).traced_by_phase(state, batch)
     return {name or "all": traced.lower() for name, traced in programs.items()}
+
+
+class _Compiled:
+    """A lowered program whose compiled form is there already, for `js.comm_report_of`."""
+
+    def __init__(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
+        self.compiler_ir = lowered.compiler_ir
+        self._compiled = compiled
+
+    def compile(self) -> jax.stages.Compiled:
+        return self._compiled
+
+
+def compiled_rows(
+    kind: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh
+) -> tuple[js.CommRow, ...]:
+    """The collectives of a program of `kind` that is compiled; the axes of all are known."""
+    program: Any = _Compiled(lowered, compiled)
+    rows = js.comm_report_of({kind: program}, mesh=mesh).select(level="compiled")
+    assert all("?" not in row.axis for row in rows), rows
+    return rows

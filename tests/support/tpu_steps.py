@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jaxslowmo as js
 from support.tpu_schedule import Schedule, read_schedule
-from support.tpu_slices import lowered_step, slices_mesh
+from support.tpu_slices import compiled_rows, lowered_step, slices_mesh
 
 # An MLP of uneven layers with biases, 1.13 M float32 parameters.
 WIDTHS = (512, 768, 640, 384)
@@ -146,17 +146,6 @@ def kinds(algorithm: str, place: Place) -> list[str]:
     return [k for k in found if k not in left_out and (k == "round 0" or k[:5] != "round")]
 
 
-class _Once:
-    """A lowered program whose compiled form is given, for `js.comm_report_of`."""
-
-    def __init__(self, program: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
-        self.compiler_ir = program.compiler_ir
-        self._compiled = compiled
-
-    def compile(self) -> jax.stages.Compiled:
-        return self._compiled
-
-
 @dataclass(frozen=True)
 class Facts:
     """What a compiled program does on each chip.
@@ -194,16 +183,13 @@ def facts(algorithm: str, place: Place, kind: str) -> Facts:
     program = lowered(algorithm, place)[kind]
     options: Any = APART if algorithm.endswith(", option") else None
     compiled = program.compile(compiler_options=options)
-    once: Any = _Once(program, compiled)
-    report = js.comm_report_of({kind: once}, mesh=place.mesh)
-    assert "?" not in report.axes, report
     text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
     assert memory is not None
     schedule = read_schedule(text)
     assert schedule.num_products == NUM_PRODUCTS
     return Facts(
-        rows=report.select(level="compiled"),
+        rows=compiled_rows(kind, program, compiled, place.mesh),
         schedule=schedule,
         text=text,
         argument_bytes=memory.argument_size_in_bytes,

@@ -48,7 +48,7 @@ def run(mesh_of, schedule, num_blocks, tied, remat):
     assert_gradients_alike(pipe, model, params, batch, stacked)
 
 
-@pytest.mark.parametrize("case", sweep(SAMPLE, lambda case: case not in ("gpipe", "lockstep")))
+@pytest.mark.parametrize("case", sweep(SAMPLE, lambda case: case in ("1f1b", "interleaved", "zbv")))
 @pytest.mark.usefixtures("filled_with_nan")
 def test_gradients_are_those_of_the_model(mesh_of, case):
     run(mesh_of, *SAMPLE[case])
