@@ -17,6 +17,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.mesh._same_tree import describe, differences, digest
+from support.exhaustive import sweep
 from support.pairs import two_processes as of_two_processes
 
 SECONDS = 60
@@ -106,7 +107,7 @@ def two_processes(folder: Path, entry: str, kind: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick_processes")
-@pytest.mark.parametrize("entry", ["init", "train"])
+@pytest.mark.parametrize("entry", sweep(["init", "train"], "train".__eq__))
 def test_trees_that_differ_are_listed_on_both(entry, tmp_path):
     stack = "2," if entry == "init" else ""
     for out in two_processes(tmp_path, entry, "differ"):

@@ -137,4 +137,4 @@ def test_rules_change_where_activations_lie_and_not_their_values(mesh_of):
         with pytest.raises(ValueError, match=r"'batch' over .*4 devices, .* has 6"):
             jax.eval_shape(loss_fn, params, batch[:6])
     # Where nothing is the compiler's, and on one device, the same function is the plain one.
-    assert float(loss_fn(params, batch)) == pytest.approx(float(expected[0]), abs=1e-6)
+    assert float(jax.jit(loss_fn)(params, batch)) == pytest.approx(float(expected[0]), abs=1e-6)

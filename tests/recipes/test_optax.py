@@ -38,10 +38,10 @@ def spread(leaf: jax.Array) -> float:
     [
         ("Gradient clipping", "clip_local", False),
         (MULTI_STEPS, "tx", True),
-        (MULTI_STEPS, "tx_reduced", False),
-        ("optax.partition", "tx", False),
+        pytest.param(MULTI_STEPS, "tx_reduced", False, marks=pytest.mark.exhaustive),
+        pytest.param("optax.partition", "tx", False, marks=pytest.mark.exhaustive),
         ("optax.partition", "tx_groups", True),
-        (MASKED, "tx", True),
+        pytest.param(MASKED, "tx", True, marks=pytest.mark.exhaustive),
         (NOT_FINITE, "tx", False),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 
 
 def reduce(hook=None, **options):
@@ -169,7 +170,7 @@ def test_a_state_that_comes_in(name, weighted):
 WIDE = {"m": jnp.float32, "v": jnp.float64, "h": jnp.bfloat16}
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["all alike", "weighted"])
+@pytest.mark.parametrize("weighted", sweep([False, True], bool), ids=["all alike", "weighted"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_without_implicit_promotion_under_x64(name, weighted):
     """Half, single and double precision side by side; all of our own types are explicit."""

@@ -1,5 +1,6 @@
 """Equal rows become one: sums, capacities, half precision."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -17,7 +18,11 @@ def dense_of(rows, values, num_rows):
     return out
 
 
-# Few sizes, since each compiles its own operations.
+# Few sizes, since each compiles programs of its own.
+coalesce = jax.jit(js.coalesce, static_argnames="capacity")
+to_dense = jax.jit(js.RowGradient.to_dense)
+
+
 @settings(max_examples=10)
 @given(
     rows=st.sampled_from([0, 1, 8]).flatmap(
@@ -31,8 +36,8 @@ def test_coalescing_keeps_the_sum(rows, capacity, tail):
     values = np.random.default_rng(len(rows)).normal(size=(len(rows), *tail)).astype("float32")
     gradient = js.RowGradient(jnp.array(rows, jnp.int32), jnp.asarray(values), num_rows)
     whole = dense_of(rows, values, num_rows)
-    np.testing.assert_allclose(gradient.to_dense(), whole, atol=1e-6)
-    found, distinct, overflow = js.coalesce(gradient, capacity=capacity)
+    np.testing.assert_allclose(to_dense(gradient), whole, atol=1e-6)
+    found, distinct, overflow = coalesce(gradient, capacity=capacity)
     wanted = sorted({r for r in rows if 0 <= r < num_rows})
     assert distinct == len(wanted)
     size = found.rows.shape[0]
@@ -42,7 +47,7 @@ def test_coalescing_keeps_the_sum(rows, capacity, tail):
     if overflow:
         assert np.isnan(found.values).all()
     else:
-        np.testing.assert_allclose(found.to_dense(), whole, atol=1e-6)
+        np.testing.assert_allclose(to_dense(found), whole, atol=1e-6)
         assert not np.asarray(found.values)[len(wanted) :].any()
 
 

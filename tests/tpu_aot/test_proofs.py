@@ -4,8 +4,11 @@ Whole training steps, host-scheduled, from the program of the TPU compiler: what
 slice and between slices, what runs beside it, how much memory it takes. Nothing runs here.
 """
 
+import itertools
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -37,22 +40,28 @@ def at(place: Place) -> pytest.MarkDecorator:
     return pytest.mark.xdist_group(f"proofs on {place.name}")
 
 
-each_place = pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=at(p), id=p.name) for p in PLACES]
-)
-each_case = pytest.mark.parametrize(
-    ("algorithm", "place"),
-    [
-        pytest.param(
-            a,
-            p,
-            # Unsharded state is one all-reduce, at either place.
-            marks=[at(p), *[pytest.mark.exhaustive] * ("unsharded" in a and p is FOUR_SLICES)],
-            id=f"{a} on {p.name}",
-        )
-        for a, p in CASES
-    ],
-)
+def compiled_at(place: Place, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(place, marks=[at(place), *marks], id=place.name)
+
+
+# Between slices these show nothing that others do not.
+SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
+
+
+def marks(algorithm: str, place: Place) -> list[pytest.MarkDecorator]:
+    seldom = place is FOUR_SLICES and (algorithm in SELDOM or "unsharded" in algorithm)
+    return [at(place), *([pytest.mark.exhaustive] if seldom else [])]
+
+
+def each_of(cases: Iterable[tuple[str, Place]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("algorithm", "place"),
+        [pytest.param(a, p, marks=marks(a, p), id=f"{a} on {p.name}") for a, p in cases],
+    )
+
+
+each_case = each_of(CASES)
+each_place = pytest.mark.parametrize("place", [compiled_at(place) for place in PLACES])
 
 
 def emitted(algorithm, place):
@@ -113,9 +122,9 @@ def test_overlapped_gossip_runs_beside_all_products(place):
         assert schedule.num_under_way == len(schedule.products)
 
 
-@each_place
-def test_gossip_without_overlap_runs_behind_all_products(place):
-    schedule = facts("sgp overlap=0", place, "round 0").schedule
+@each_of(itertools.product(["sgp overlap=0"], PLACES))
+def test_gossip_without_overlap_runs_behind_all_products(algorithm, place):
+    schedule = facts(algorithm, place, "round 0").schedule
     assert len(schedule.starts) == 1
     assert schedule.runs_behind
     assert schedule.num_under_way == 0
@@ -137,8 +146,7 @@ def test_buckets_between_slices_overlap_with_an_option():
     assert min(apart.schedule.starts) < apart.schedule.products[-1]
 
 
-@each_place
-@pytest.mark.parametrize("algorithm", [*SHARDED, "slowmo(sgp overlap=1)"])
+@each_of(itertools.product([*SHARDED, "slowmo(sgp overlap=1)"], PLACES))
 def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
     found = facts(algorithm, place, "slow")
     if place is ONE_SLICE:
@@ -151,8 +159,7 @@ def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
     assert transfers == {"REDUCE_SCATTER", "ALL_GATHER"}
 
 
-@each_place
-@pytest.mark.parametrize("algorithm", SHARDED)
+@each_of(itertools.product(SHARDED, PLACES))
 def test_memory_of_sharded_state(algorithm, place):
     """Anchor and momentum take 2 N (1 - 1/R) bytes less per chip, but for the shards' padding."""
     sharded = facts(algorithm, place, "local").argument_bytes
@@ -187,7 +194,9 @@ def test_what_is_left_out(place):
     assert average("slowmo(local_sgd)") == average("local_sgd") != set()
 
 
-@each_place
+@pytest.mark.parametrize(
+    "place", [compiled_at(ONE_SLICE), compiled_at(FOUR_SLICES, pytest.mark.exhaustive)]
+)
 def test_documented_table(place):
     """`docs/tpu.md` has the table that `python benchmarks/tpu_proofs.py` prints now.
 

@@ -49,7 +49,10 @@ with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
     ("rank", "error", "code", "line"),
     [
         (1, "KeyError('missing')", 1, "KeyError: 'missing'"),
-        (0, "OSError(13, 'Permission denied', 'a')", 1, "[Errno 13] Permission denied: 'a'"),
+        pytest.param(
+            *(0, "OSError(13, 'Permission denied', 'a')", 1, "[Errno 13] Permission denied: 'a'"),
+            marks=pytest.mark.exhaustive,
+        ),
         (0, "OSError(28, 'No space left', 'b')", 75, "No space left on device ([Errno 28] No"),
         (1, "CommandError('--seed must be 1')", 2, "--seed must be 1"),
     ],

@@ -6,6 +6,7 @@ import pytest
 
 from jaxslowmo.cli.processes._launchers import Cluster
 from jaxslowmo.cli.processes._stop import StopOnSignal, handling
+from support.exhaustive import sweep
 from support.pairs import two_processes
 
 
@@ -66,7 +67,7 @@ with StopOnSignal(Cluster(rank, 2)) as stop:
 """
 
 
-@pytest.mark.parametrize("after", [0, 30])
+@pytest.mark.parametrize("after", sweep([0, 30], bool))
 def test_sigterm_stops_both_at_one_step_of_a_resumed_run(tmp_path, after):
     """Also before its first step; and after a rollback numbers of steps come twice."""
     first, second = two_processes(PROGRAM.format(after=after), tmp_path)

@@ -14,6 +14,7 @@ from jaxslowmo.cli import main
 from jaxslowmo.cli.sample._model import find_model
 from jaxslowmo.cli.sample._sample import _shown
 from jaxslowmo.models import GPT_PRESETS
+from support.exhaustive import sweep
 
 # Runs that most tests read: all on one worker.
 pytestmark = pytest.mark.xdist_group("sample")
@@ -56,7 +57,7 @@ def leaves(params):
     return [np.asarray(x) for x in jax.tree.leaves(params)]
 
 
-@pytest.mark.parametrize("run", ["gossip", "levels"])
+@pytest.mark.parametrize("run", sweep(["gossip", "levels"], "gossip".__eq__))
 def test_the_model_of_a_checkpoint_is_what_was_exported(run, request):
     out = request.getfixturevalue(run)
     model, params = find_model(out, None)

@@ -63,15 +63,14 @@ def sent(step, state):
 
 
 AUTO, MIXED, EXPLICIT = ("auto", "auto"), ("auto", "explicit"), ("explicit", "explicit")
-# Every transform, and every kind of mesh.
-USUAL = {(MIXED, "local_sgd"), (EXPLICIT, "slowmo"), (EXPLICIT, "sgp")}
+USUAL = {(AUTO, "diloco"), (MIXED, "local_sgd"), (EXPLICIT, "slowmo"), (EXPLICIT, "sgp")}
 
 
 @pytest.mark.parametrize(
     ("kinds", "name"),
     sweep(
         itertools.product([AUTO, MIXED, EXPLICIT], TRANSFORMS),
-        lambda kinds, name: kinds == AUTO or (kinds, name) in USUAL,
+        lambda *case: case in USUAL,
     ),
 )
 def test_layouts_are_read_off_the_arrays(name, kinds):

@@ -169,10 +169,15 @@ FSDP = {"b": P(), "w": P("fsdp")}
 @pytest.mark.parametrize(
     "make",
     [
-        lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
+        pytest.param(
+            lambda s: js.local_sgd("replica", sync_every=2, param_specs=s),
+            marks=pytest.mark.exhaustive,
+        ),
         lambda s: slow_over_local(param_specs=s),
         lambda s: js.diloco("replica", sync_every=2, shard_state=False, param_specs=s),
-        lambda s: js.sgp("replica", mixing=UNEVEN, param_specs=s),
+        pytest.param(
+            lambda s: js.sgp("replica", mixing=UNEVEN, param_specs=s), marks=pytest.mark.exhaustive
+        ),
         lambda s: js.slowmo(
             "replica",
             base=js.sgp("replica", mixing=UNEVEN, overlap=2, param_specs=s),
