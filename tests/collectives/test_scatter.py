@@ -1,5 +1,6 @@
 """Shapes of shards, and the mean by way of shards."""
 
+import itertools
 import math
 
 import jax
@@ -19,6 +20,7 @@ from jaxslowmo.collectives import (
     own_shard,
     shard_layout,
 )
+from support.exhaustive import sweep
 
 TILE = 8 * 128
 sizes = st.integers(0, 5_000) | st.integers(0, 3_000_000) | st.integers(0, 2_000_000_000)
@@ -115,9 +117,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [7, 12_289 * 4 + 5])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("place", [on_mesh, under_vmap])
+@pytest.mark.parametrize(
+    ("place", "case", "size"),
+    sweep(
+        itertools.product([on_mesh, under_vmap], CASES, [7, 12_289 * 4 + 5]),
+        lambda place, case, size: (place is on_mesh) == (size == 7),
+    ),
+)
 def test_mean_by_way_of_shards_is_the_mean(case, place, size):
     axes, replica_axes, local = CASES[case]
     fn, layout = by_shards(size, replica_axes, local, axes)

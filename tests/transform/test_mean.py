@@ -22,7 +22,7 @@ def meant(tree, weights=None, local=None, bucket_bytes=None):
     if local is not None:
         one = jax.vmap(one, axis_name=local, axis_size=2, in_axes=None, out_axes=None)
     weight = np.ones(REPLICAS, np.float32) if weights is None else np.float32(weights)
-    return jax.vmap(one, axis_name="replica")(tree, weight)
+    return jax.jit(jax.vmap(one, axis_name="replica"))(tree, weight)
 
 
 @settings(max_examples=10)

@@ -56,7 +56,7 @@ WEIGHED = {
     ("kind", "name"),
     sweep(
         itertools.product(KINDS, WEIGHED),
-        lambda kind, name: kind == "virtual" or name in ("local_sgd", "slowmo"),
+        lambda kind, name: (kind == "mesh") == (name in ("local_sgd", "slowmo")),
     ),
 )
 def test_means_are_weighted(name, kind):
