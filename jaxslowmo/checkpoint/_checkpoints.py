@@ -131,7 +131,7 @@ class Checkpoints:
           wait: return when the checkpoint is complete.
 
         Raises:
-          ValueError: step < 0 or >= 2**31, `extra` that is no JSON.
+          ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON.
           CheckpointError: it cannot be written, or the save before could not; on all processes.
 
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
@@ -141,6 +141,11 @@ class Checkpoints:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
         if step > MAX_STEP:
             raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
+        if not isinstance(state, TrainState):
+            raise ValueError(
+                "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
+                f"{type(state).__name__}; orbax saves other trees."
+            )
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
         stored = _own_copies(as_stored(state))

@@ -140,6 +140,8 @@ def test_arguments_are_checked(state, tmp_path):
     with pytest.raises(ValueError, match="`keep` must be an int >= 1, got 0"):
         Checkpoints(tmp_path, keep=0)
     with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"`state` must be .*, got dict; orbax"):
+            checkpoints.save(1, {"params": PARAMS})
         with pytest.raises(ValueError, match="`step` must be an int >= 0, got -1"):
             checkpoints.save(-1, state)
         with pytest.raises(ValueError, match="`extra` must be plain JSON"):
