@@ -25,7 +25,9 @@ def schedule_report(
 
     Each operation of each stage is compiled for itself, and what the compiler counts in it is its
     cost. The table of the schedule then gives the bubble, the bytes that stages hold between
-    forward and backward pass, and the bytes that they send. Nothing runs.
+    forward and backward pass, and the bytes that they send. Nothing runs. Compilers count a loop's
+    body once, so a layer with a `lax.scan` of its own counts too little; for times that were
+    measured there is `pipe.schedule.simulate(forward=[...], ...)`.
 
     Args:
       pipe: what `js.pipelined` or `js.HostPipeline` made.
@@ -42,10 +44,6 @@ def schedule_report(
     Raises:
       ValueError: no pipeline, a batch that does not divide, a speed that is not > 0, or one without
         the other.
-
-    Note:
-      Compilers count a loop's body once, so a layer with a `lax.scan` of its own counts too little.
-      For times that were measured there is `pipe.schedule.simulate(forward=[...], ...)`.
     """
     if not isinstance(pipe, Pipelined | HostPipeline):
         raise ValueError(
