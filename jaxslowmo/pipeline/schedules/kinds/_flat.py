@@ -54,8 +54,7 @@ def one_f_one_b(
     Raises:
       ValueError: a size below 1, or several chunks.
 
-    References:
-      Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
+    Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("one_f_one_b", num_chunks, 1, "use 'interleaved' for more")

@@ -34,8 +34,7 @@ def interleaved(
     Raises:
       ValueError: a size below 1, m that p does not divide, or an unknown `warm_up`.
 
-    References:
-      Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
       arXiv 2104.04473, section 2.2.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)

@@ -24,8 +24,7 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
     Raises:
       ValueError: a size below 1, or other chunks than two.
 
-    References:
-      Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("zbv", num_chunks, 2, "a V has two arms")

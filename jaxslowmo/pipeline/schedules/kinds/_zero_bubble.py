@@ -27,8 +27,7 @@ def zero_bubble(
     Raises:
       ValueError: a size below 1, several chunks, or another `memory`.
 
-    References:
-      Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Its automatic
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Its automatic
       scheduler with twice the memory (ZB-2p) is not built.
     """
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
