@@ -36,7 +36,7 @@ FOUND_FIRST = {
     "comm_report": "api/reports/#jaxslowmo.comm_report",
     "TPUManager": "torch/#a-model-on-the-host-tpumanager",
     "generator": "your-data/#a-generator",
-    "dataloader": "your-data/#dataloader-of-torch",
+    "dataloader": "input-pipeline/#dataloader-of-torch",
     "grain": "your-data/#grain",
     "dropout": "recipes/regularisation/#dropout",
     "ema": "recipes/regularisation/#ema",

@@ -67,6 +67,14 @@ def lacks(value: Any) -> list[str]:
     ]
 
 
+# What the site knows; of other words it makes boxes.
+SECTIONS = {"Args", "Attributes", "Example", "Raises", "Returns", "Yields"}
+
+
+def unknown_sections(doc: str) -> set[str]:
+    return set(re.findall(r"^ *([A-Z]\w+):$", doc, re.MULTILINE)) - SECTIONS
+
+
 def test_there_is_a_public_surface():
     assert {"local_sgd", "topology.ring"} <= set(PUBLIC)
 
@@ -74,6 +82,7 @@ def test_there_is_a_public_surface():
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_public_names_are_documented(name):
     assert lacks(PUBLIC[name]) == []
+    assert unknown_sections(PUBLIC[name].__doc__ or "") == set()
 
 
 def test_what_is_missing_is_found():
@@ -111,3 +120,4 @@ def test_what_is_missing_is_found():
     assert lacks(partly) == ["Returns:", "Raises:", "Communication:", "argument `axis_name`"]
     assert lacks(fully) == []
     assert lacks(State) == ["a docstring"]
+    assert unknown_sections("Does it.\n\n    Note:\n      But not well.\n") == {"Note"}
