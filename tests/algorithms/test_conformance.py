@@ -31,6 +31,7 @@ def test_no_public_transform_is_missing():
 
 
 # Adam of optax itself relies on implicit promotion.
+# A name of several words is of a variant.
 @pytest.mark.parametrize(
     "name", sweep([name for name in TRANSFORMS if "adam" not in name], lambda name: " " not in name)
 )

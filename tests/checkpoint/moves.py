@@ -1,5 +1,6 @@
 """Runs that are saved in one place and go on in another."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ SAVED, LAST = 5, 8  # updates, between which an exchange of every algorithm is d
 WIDTH = 8
 
 
-class Run:
+class Run(ABC):
     """A step in some place.
 
     Attributes:
@@ -31,9 +32,9 @@ class Run:
             state, _ = self.step(state, batch)
         return state
 
+    @abstractmethod
     def values(self, state: js.TrainState) -> Any:
         """On the host, what no move may change."""
-        raise NotImplementedError
 
 
 class Saved(NamedTuple):

@@ -44,7 +44,7 @@ def compiled_at(place: Place, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(place, marks=[at(place), *marks], id=place.name)
 
 
-# Between slices these show nothing that others do not.
+# Between slices in `make test-all` alone: parts of others, or as inside of a slice.
 SELDOM = ("local_sgd", "sgp overlap=0", "slowmo(local_sgd)")
 
 
