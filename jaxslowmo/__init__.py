@@ -6,12 +6,10 @@ step sends (`comm_report`).
 """
 
 import sys as _sys
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from . import topology as topology
-
-__version__ = _version("jaxslowmo")
+from ._version import __version__ as __version__
 
 # `_api` loads jax and optax. It waits for the first use of one of its names, because
 # `jaxslowmo.topology` is also for programs that have neither, such as those of torch.

@@ -1,11 +1,45 @@
-"""Training with torch_xla when the network, or the host, is the slow part."""
+"""Training with torch when the network, or the host, is the slow part.
 
-from . import runtime as runtime
-from .data import QueueDataset as QueueDataset
-from .data import TPUDataManager as TPUDataManager
+Names are loaded when they are used: `SlowMoDistributedDataParallel` over `torch.distributed` needs
+torch alone, what drives XLA devices needs torch_xla.
+"""
+
+import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from .errors import TPUWorkerError as TPUWorkerError
-from .manager import TPUManager as TPUManager
 from .messages import StepStatistics as StepStatistics
-from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
-from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
-from .synchronizer import TPUSynchronizer as TPUSynchronizer
+
+if TYPE_CHECKING:
+    from . import runtime as runtime
+    from .data import QueueDataset as QueueDataset
+    from .data import TPUDataManager as TPUDataManager
+    from .manager import TPUManager as TPUManager
+    from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+    from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
+    from .synchronizer import TPUSynchronizer as TPUSynchronizer
+else:
+    # Name -> the module that has it; a module's own name stands for the module.
+    _HOMES = {
+        "QueueDataset": "data",
+        "SlowMoBaseAlgorithm": "slowmo",
+        "SlowMoDistributedDataParallel": "slowmo",
+        "TPUDataManager": "data",
+        "TPUManager": "manager",
+        "TPUSynchronizer": "synchronizer",
+        "runtime": "runtime",
+    }
+
+    def __getattr__(name: str) -> object:
+        """A name of `_HOMES`, from its module."""
+        if name not in _HOMES:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=_sys.modules[__name__])
+        home = _import_module(f".{_HOMES[name]}", __name__)
+        value = home if name == _HOMES[name] else getattr(home, name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*_HOMES, *globals()} - {"TYPE_CHECKING"})

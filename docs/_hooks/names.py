@@ -130,7 +130,9 @@ def _reexports(path: Path) -> list[tuple[str, str]]:
     """Names that the file re-exports, in order of appearance, and the module each comes from."""
     return [
         ("." * (node.level - 1) + (node.module or ""), alias.name)
-        for node in _body(path)
+        for statement in _body(path)
+        # What is loaded when it is used is imported for type checkers alone.
+        for node in (statement.body if isinstance(statement, ast.If) else [statement])
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     ]

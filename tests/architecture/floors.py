@@ -17,6 +17,7 @@ FLOORS = {
     "_replacing": -1,
     "_os_errors": -1,
     "_extras": -1,
+    "_version": -1,
     "tree": 0,
     "topology": 0,
     "mesh": 1,
@@ -78,7 +79,7 @@ def climbs(importer: str, imported: str) -> bool:
     if imported == TOP_LEVEL:
         return importer not in {"cli", "__main__"}
     if importer == TOP_LEVEL:
-        return imported not in {API, "topology"}
+        return imported not in {API, "topology", "_version"}
     if imported == API:
         return True
     return FLOORS[imported] >= FLOORS[importer]

@@ -30,3 +30,13 @@ def test_a_missing_extra_would_be_noticed():
 def test_version_is_that_of_the_installed_package():
     code = "import jaxslowmo; print(jaxslowmo.__version__)"
     assert run_python(code) == importlib.metadata.version("jaxslowmo")
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_of_its_own():
+    code = (
+        "from importlib import metadata\n"
+        "def missing(name):\n    raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = missing\n"
+        "import jaxslowmo; print(jaxslowmo.__version__)"
+    )
+    assert run_python(code) == "0+checkout"
