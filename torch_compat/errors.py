@@ -25,3 +25,7 @@ def describe(error: BaseException) -> str:
         return repr(error)
     except Exception:
         return type(error).__name__
+
+
+class PeerLostError(RuntimeError):
+    """Another process has ended, or did not come to an exchange; the message names it."""

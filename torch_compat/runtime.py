@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .autograd_threads import ensure_autograd_threads
+from .meeting import Meeting
 
 MAX_CPU_DEVICES = 64
 # torch_xla has no public names for some of what a runtime needs.
@@ -32,6 +33,7 @@ _XLAC: Any = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 # Two threads that compile the same collective at once would run two executables that wait for each
 # other: the second must find the first's in the cache.
 _LAUNCH = threading.Lock()
+_meeting: Meeting | None = None
 
 
 def is_started() -> bool:
@@ -124,6 +126,11 @@ def bind(device: torch.device) -> None:
     _XLAC._xla_set_default_device(str(device))
 
 
+def bound() -> torch.device:
+    """The device that the calling thread drives."""
+    return torch_xla.device()
+
+
 def run_pending(device: torch.device | None = None) -> None:
     """Compile and launch what `device` has traced so far; the next operation starts a new graph.
 
@@ -142,6 +149,45 @@ def run_pending(device: torch.device | None = None) -> None:
     with _LAUNCH:
         torch_xla.sync()
     xm.wait_device_ops([_real_name(device)])
+
+
+def may_launch() -> bool:
+    """Whether graphs may be launched: not inside of `torch_xla.compile(full_graph=True)`."""
+    return _XLAC._get_allow_execution()
+
+
+def shares_a_process() -> bool:
+    """Whether the devices are several CPU devices, each driven by a thread of one process."""
+    return on_cpu() and xr.addressable_device_count() > 1 and xr.world_size() > 1
+
+
+def introduce() -> None:
+    """The calling thread drives its device; `meet` then tells the others if its function ends."""
+    if shares_a_process():
+        _the_meeting().introduce(xr.global_ordinal())
+
+
+def meet() -> None:
+    """Wait until all devices of this process have come here; for several CPU devices alone.
+
+    To be called before a graph with a collective of one's own is launched by `run_pending`, in all
+    threads: XLA's CPU runtime aborts the process where one device comes to a collective 15 seconds
+    after another. The wait is said after 30 seconds, with the number of who is awaited.
+
+    Raises:
+      PeerLostError: another device's function has ended, by an exception that is told, or has not
+        come for half an hour.
+    """
+    if shares_a_process():
+        _the_meeting().wait(xr.global_ordinal())
+
+
+def _the_meeting() -> Meeting:
+    global _meeting
+    with _LAUNCH:
+        if _meeting is None or _meeting.parties != xr.world_size():
+            _meeting = Meeting(xr.world_size())
+        return _meeting
 
 
 def _real_name(device: torch.device) -> str:

@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch_xla
 
-from .. import runtime
+from ._graphs import driving
 
 
 class AfterBackward:
@@ -21,18 +19,27 @@ class AfterBackward:
     def __init__(self, call: Callable[[torch.device], None]) -> None:
         self._call = call
         self._is_queued = False
+        self._on_leaves: list[Any] = []
 
     def watch(self, output: Any, device: torch.device) -> bool:
         """Watch all tensors in `output` that require gradients; whether there are any.
 
-        `output` may be nested out of tuples, lists, mappings, dataclasses and plain objects.
+        `output` may be nested out of tuples, lists, mappings, dataclasses and plain objects; the
+        parameters of a module in it are none of its tensors.
         """
         self._is_queued = False  # a backward pass that failed left it set
         found = False
+        # Hooks on results go with the graph of the pass. Parameters stay: a hook of each pass on
+        # one that the module returns would never go.
+        for handle in self._on_leaves:
+            handle.remove()
+        self._on_leaves = []
         for tensor in _tensors(output, set()):
             if tensor.requires_grad:
                 found = True
-                tensor.register_hook(lambda _: self._queue(device))
+                handle = tensor.register_hook(lambda _: self._queue(device))
+                if tensor.is_leaf:
+                    self._on_leaves.append(handle)
         return found
 
     def _queue(self, device: torch.device) -> None:
@@ -42,26 +49,15 @@ class AfterBackward:
 
     def _finish(self, device: torch.device) -> None:
         self._is_queued = False
-        with _driving(device):
+        with driving(device):
             self._call(device)
-
-
-@contextmanager
-def _driving(device: torch.device) -> Iterator[None]:
-    """The calling thread drives `device`; afterwards again the one it had."""
-    before = torch_xla.device()
-    runtime.bind(device)
-    try:
-        yield
-    finally:
-        runtime.bind(before)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if id(value) in seen or value is None or isinstance(value, str | int | float | bool):
+    if id(value) in seen or isinstance(value, str | int | float | torch.nn.Module | None):
         return
     seen.add(id(value))
     if isinstance(value, Mapping):

@@ -14,56 +14,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch_xla.core.xla_model as xm
 
-from .. import runtime
-from ._options import Places
-
-# (tensor to be written, its new value)
-Writes = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@contextmanager
-def own_graph(device: torch.device) -> Iterator[Writes]:
-    """What is traced inside becomes a graph of its own; everything before and inside is launched.
-
-    Yields:
-      A list, to be filled with what shall be written afterwards. Inside, nothing that exists may be
-      written.
-
-    Communication: that of the collectives inside.
-    """
-    runtime.run_pending(device)
-    with torch.no_grad():
-        writes: Writes = []
-        yield writes
-        runtime.run_pending(device)
-        if writes:
-            write(writes)
-            runtime.run_pending(device)
-
-
-def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Each tensor becomes its new value, without a gradient."""
-    with torch.no_grad():
-        for target, value in pairs:
-            target.copy_(value)
-
-
-def device_data(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`values` as a vector on the device that no graph holds as a constant."""
-    return runtime.to_device([torch.tensor(values, dtype=dtype)], device)[0]
+from ._graphs import Writes, device_data, launch, own_graph
+from ._places import Places
+from .backends import Backend
 
 
 class Collectives:
-    """The collectives of one process, to be used inside `own_graph`, by all processes alike.
+    """The collectives of one process, to be used inside `graph`, by all processes alike.
 
     One collective per dtype; none with a single process.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, backend: Backend) -> None:
         self.places = places
+        self._backend = backend
         self._speaks: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @contextmanager
+    def graph(self, device: torch.device) -> Iterator[Writes]:
+        """`own_graph` with collectives inside, in which all processes begin together.
+
+        Raises:
+          PeerLostError: another process will not come.
+        """
+        launch(device)
+        if self.places.world_size > 1:
+            self._backend.meet()
+        with own_graph(device) as writes:
+            yield writes
 
     # Local: what each process adds.
 
@@ -85,14 +64,14 @@ class Collectives:
     # Collective.
 
     def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum over all processes, in place.
+        """Sum over all processes; `tensors` may be written.
 
         Communication: one all-reduce over all processes, of the bytes of `tensors`.
         """
         return self._sum(list(tensors))
 
     def total_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum over the processes of this node, in place.
+        """Sum over the processes of this node; `tensors` may be written.
 
         Communication: one all-reduce inside every node, of the bytes of `tensors`; none with one
           process per node.
@@ -109,7 +88,7 @@ class Collectives:
         world = self.places.world_size
         if world == 1:
             return flat
-        return xm.reduce_scatter("sum", flat / world, 1.0, 0, world, pin_layout=False)
+        return self._backend.reduce_scatter(flat / world)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The parts (n,) of all processes in order of rank, (world_size * n,).
@@ -118,23 +97,26 @@ class Collectives:
         """
         if self.places.world_size == 1:
             return part
-        return xm.all_gather(part, 0, pin_layout=False)
+        return self._backend.all_gather(part)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """What the master that sends to this one by `edges` of nodes holds; 0 where none does.
 
         Communication: one collective-permute, of the bytes of `value`.
         """
-        size = self.places.nprocs_per_node
-        return xm.collective_permute(value, [[i * size, k * size] for i, k in edges])
+        masters = self.places.masters
+        return self._backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
 
     def _sum(
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
-        if self.places.world_size > 1:
-            for same in _by_dtype(tensors):
-                xm.all_reduce("sum", same, groups=groups, pin_layout=False)
-        return tensors
+        if self.places.world_size == 1:
+            return tensors
+        sums = {id(tensor): tensor for tensor in tensors}  # what has no elements stays
+        for same in _by_dtype(tensors):
+            new = self._backend.all_reduce(same, groups)
+            sums |= dict(zip(map(id, same), new, strict=True))
+        return [sums[id(tensor)] for tensor in tensors]
 
     def _silenced(
         self, tensors: Sequence[torch.Tensor], role: str, speaks: bool
@@ -158,7 +140,7 @@ def broadcast(
     """
     with own_graph(device):
         spoken = collectives.only_first(buffers)
-    with own_graph(device) as writes:
+    with collectives.graph(device) as writes:
         writes.extend(zip(buffers, collectives.total(spoken), strict=True))
 
 
@@ -174,7 +156,7 @@ def average_gradients(
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         shares = [grad.detach() / collectives.places.nprocs_per_node for grad in grads]
     del grads
-    with own_graph(device):
+    with collectives.graph(device):
         means = collectives.total_in_node(shares)
     for param, mean in zip(trained, means, strict=True):
         param.grad = mean

@@ -16,7 +16,8 @@ from jaxslowmo.topology import (
     npeer_directed_exponential,
 )
 
-from ._collectives import Collectives, device_data
+from ._collectives import Collectives
+from ._graphs import device_data
 
 # float32 ends near 1e-38.
 _LEAST_WEIGHT = 1e-30
@@ -101,7 +102,7 @@ class Gossip:
         """Send to the peers of exchange `number` and mix in what arrives.
 
         x <- P x and w <- P w, the rows of this process' node; all processes of a node then hold
-        what its master computed. To be called inside `own_graph`.
+        what its master computed. To be called inside `Collectives.graph`.
 
         Args:
           number: 0, 1, ...; the plan starts over after its last round.

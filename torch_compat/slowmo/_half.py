@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ._collectives import Writes, flatten, unflatten
+from ._collectives import flatten, unflatten
+from ._graphs import Writes
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -1,26 +1,20 @@
 """What the constructor is given: what it means, what is refused, and what is only mentioned."""
 
+import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-import torch_xla.runtime as xr
 
-_UNUSED = {
-    "synch_freq": 0,
-    "use_streams": True,
-    "profile_mode": False,
-    "global_group": None,
-    "master_group": None,
-    "local_node_group": None,
-    "comm_device": None,
-}
+from ._places import Places, check_count, check_node_size
+from .backends import Backend, choose
+
+LOG = logging.getLogger("torch_compat.slowmo")
 _OVERLAP = (
     "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
-    "run beside the next step, and a torch_xla program runs one graph after the other. In JAX, "
+    "run beside the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
 
@@ -48,67 +42,27 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
             ) from None
 
 
-@dataclass(frozen=True)
-class Places:
-    """One process among all.
-
-    Node k consists of ranks k * nprocs_per_node to (k + 1) * nprocs_per_node - 1; the first of them
-    is its master.
-
-    Attributes:
-      rank: of this process, 0 or more.
-      world_size: number of processes.
-      nprocs_per_node: processes in each node.
-
-    Raises:
-      ValueError: no positive int, or not a divisor of the world's size.
-    """
-
-    rank: int
-    world_size: int
-    nprocs_per_node: int = 1
-
-    def __post_init__(self) -> None:
-        size = self.nprocs_per_node
-        _check_count("nprocs_per_node", size)
-        if self.world_size % size:
-            raise ValueError(
-                f"`nprocs_per_node` must divide the number of processes, {self.world_size}, got "
-                f"{size}."
-            )
-
-    @property
-    def node(self) -> int:
-        """The node of this process."""
-        return self.rank // self.nprocs_per_node
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes there are."""
-        return self.world_size // self.nprocs_per_node
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this process speaks for its node."""
-        return self.rank % self.nprocs_per_node == 0
-
-    @property
-    def node_groups(self) -> list[list[int]]:
-        """The ranks of every node."""
-        size = self.nprocs_per_node
-        return [list(range(k * size, (k + 1) * size)) for k in range(self.num_nodes)]
-
-
-def settle(given: Mapping[str, Any]) -> tuple[Places, SlowMoBaseAlgorithm | None]:
+def settle(
+    given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
     """Check all arguments of the constructor but `graph`, `mixing` and `push_sum`; mention some.
 
     Its warnings point at the caller of the constructor.
 
+    Args:
+      given: the arguments by name.
+      defaults: theirs.
+
     Returns:
-      Where this process is, and the base algorithm; None where it is off.
+      Where this process is, how it reaches the others, and the base algorithm; None where it is
+      off.
 
     Raises:
       ValueError: naming the argument, the rule and the value.
+      RuntimeError: nothing connects the processes.
+
+    Communication: with several processes per node and several nodes one all-gather of the hosts'
+      names.
     """
     module = given["module"]
     if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
@@ -116,26 +70,31 @@ def settle(given: Mapping[str, Any]) -> tuple[Places, SlowMoBaseAlgorithm | None
     if given["overlap"]:
         raise ValueError(_OVERLAP)
     _check_numbers(given)
-    _check_place("process_rank", given["process_rank"], xr.global_ordinal())
-    _check_place("process_world_size", given["process_world_size"], xr.world_size())
     base = SlowMoBaseAlgorithm.of(given["slowmo_base_algorithm"])
-    places = Places(xr.global_ordinal(), xr.world_size(), given["nprocs_per_node"])
+    groups = {name: given[name] for name in ("global_group", "local_node_group", "comm_device")}
+    backend = choose(given["backend"], module, groups)
+    rank, world, size = backend.rank, backend.world_size, given["nprocs_per_node"]
+    _check_place("process_rank", given["process_rank"], rank, backend)
+    _check_place("process_world_size", given["process_world_size"], world, backend)
+    check_node_size(size, world)
+    places = Places(rank, world, size, backend.hosts() if 1 < size < world else None)
+    backend.join_nodes(places)
 
-    _mention_unused(given, places)
-    if places.world_size == 1:
+    _mention_unused(given, defaults, places, backend)
+    if world == 1:
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
     has_slow_momentum = given["slowmo_lr"] != 1 or given["slowmo_momentum"] != 0
-    if places.nprocs_per_node > 1 and places.num_nodes == 1:
+    if size > 1 and places.num_nodes == 1:
         _mention(
-            f"`nprocs_per_node`={places.nprocs_per_node} makes one node of all processes: LocalSGD "
-            "and SGP are off, since averaging gradients inside the node does all."
+            f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
+            "since averaging gradients inside the node does all."
         )
         if has_slow_momentum:
             _mention("SlowMo is used without LocalSGD and SGP.")
-        return places, None
+        return places, backend, None
     if has_slow_momentum and base == SlowMoBaseAlgorithm.LOCALSGD:
         _mention_schedule(given["slowmo_frequency"], given["localsgd_frequency"])
-    return places, base
+    return places, backend, base
 
 
 def _check_numbers(options: Mapping[str, Any]) -> None:
@@ -145,7 +104,7 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
       ValueError: naming the argument, the rule and the value.
     """
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
-        _check_count(name, options[name])
+        check_count(name, options[name])
     momentum, slow_lr = options["slowmo_momentum"], options["slowmo_lr"]
     if not (_is_number(momentum) and 0 <= momentum < 1):
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
@@ -153,36 +112,32 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
-
-
-def _check_place(name: str, given: int | None, actual: int) -> None:
-    """A rank or world size that the caller states is the one that torch_xla has.
+def _check_place(name: str, given: int | None, actual: int, backend: Backend) -> None:
+    """A rank or world size that the caller states is the one that the backend has.
 
     Raises:
       ValueError: it is another.
     """
     if given is not None and given != actual:
         raise ValueError(
-            f"`{name}` comes from torch_xla, where it is {actual}; leave it None or pass that, got "
-            f"{given!r}."
+            f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
+            f"that, got {given!r}."
         )
 
 
-def _mention_unused(given: Mapping[str, Any], places: Places) -> None:
-    """One warning that names the arguments without meaning on XLA that are not at their default."""
-    shards_differ = (
-        given["slowmo_memory_efficient"] and given["slowmo_num_shards"] < places.world_size
-    )
-    unused = {**_UNUSED, "slowmo_num_shards": 32} if shards_differ else _UNUSED
-    names = [f"`{name}`" for name, default in unused.items() if given[name] is not default]
-    if names:
+def _mention_unused(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], places: Places, backend: Backend
+) -> None:
+    """One warning that names the arguments without meaning here that are not at their default."""
+    names, reason = backend.unused
+    if given["slowmo_memory_efficient"] and given["slowmo_num_shards"] < places.world_size:
+        names = (*names, "slowmo_num_shards")
+    unused = [f"`{name}`" for name in names if given[name] is not defaults[name]]
+    if unused:
         _mention(
-            f"SlowMoDistributedDataParallel: {', '.join(names)} without effect on XLA: torch_xla "
-            "has neither process groups nor streams, gossip is part of the step, and slow momentum "
-            "is sharded over all processes.",
+            f"SlowMoDistributedDataParallel: {', '.join(unused)} without effect over "
+            f"{backend.name}: {reason}, gossip is part of the step, and slow momentum is sharded "
+            "over all processes.",
             stacklevel=5,
         )
 
@@ -204,3 +159,12 @@ def _mention(message: str, stacklevel: int = 4) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def show_log() -> None:
+    """Log what each step does; to stderr where the program has not said where to."""
+    LOG.setLevel(logging.DEBUG)
+    if not LOG.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        LOG.addHandler(handler)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import runtime
-from ._collectives import Collectives, own_graph, pack, times, unpack, write
+from ._collectives import Collectives, pack, times, unpack
 from ._gossip import Gossip
+from ._graphs import moved, own_graph, write
 from ._half import Parameters
 
 
@@ -34,7 +34,7 @@ class PushSum:
     def to(self, device: torch.device) -> None:
         """Move a weight that was made or loaded on the host to the device of the parameters."""
         if self.weight.device != device:
-            (self.weight,) = runtime.to_device([self.weight], device)
+            (self.weight,) = moved([self.weight], device)
 
     def reset(self) -> None:
         """The weight becomes 1, after an exact average."""
@@ -100,7 +100,7 @@ class Averaging:
             with own_graph(params.device):
                 sent = [share.float() * places.num_nodes for share in sent]
                 residuals = params.residuals(sent)
-        with own_graph(params.device):
+        with self._collectives.graph(params.device):
             sums = self._collectives.total(shares)
         with own_graph(params.device) as writes:
             means = sums[: len(numerators)]
@@ -122,7 +122,7 @@ class Averaging:
             numerators = push_sum.numerators(params.tensors)
             residuals = params.residuals(numerators)
             flats = pack(numerators)
-        with own_graph(params.device):
+        with self._collectives.graph(params.device):
             flats, push_sum.weight = self._gossip.exchange(self.exchanges, flats, push_sum.weight)
         with own_graph(params.device) as writes:
             new = unpack(params.tensors, flats)

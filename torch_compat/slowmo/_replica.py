@@ -1,16 +1,19 @@
 """What one process keeps for its module from step to step, and what is done to the module."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ._collectives import Collectives, average_gradients, broadcast, own_graph, times
+from ._collectives import Collectives, average_gradients, broadcast, times
 from ._gossip import Gossip, GossipPlan
+from ._graphs import own_graph
 from ._half import Parameters
-from ._options import Places
+from ._places import Places
 from ._push_sum import Averaging, PushSum
 from ._slow_momentum import SlowMomentum, SlowSteps
+from ._start import check_equal
+from .backends import Backend
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Replica:
 
     Args:
       places: which process this is.
+      backend: what connects it to the others.
       plan: of the exchanges with peers.
       is_sgp: whether the base algorithm is SGP.
       is_sharded: whether slow momentum is sharded over all processes.
@@ -69,10 +73,18 @@ class Replica:
       num_updates: calls of `perform_slowmo` so far.
     """
 
-    def __init__(self, places: Places, plan: GossipPlan, *, is_sgp: bool, is_sharded: bool) -> None:
+    def __init__(
+        self,
+        places: Places,
+        backend: Backend,
+        plan: GossipPlan,
+        *,
+        is_sgp: bool,
+        is_sharded: bool,
+    ) -> None:
         self.places = places
         self.num_updates = 0
-        self._collectives = Collectives(places)
+        self._collectives = Collectives(places, backend)
         self.push_sum = PushSum(is_sgp, plan.weight_moves)
         gossip = Gossip(plan, self._collectives)
         self._averaging = Averaging(self._collectives, gossip, self.push_sum)
@@ -81,12 +93,21 @@ class Replica:
     # Before and after the module.
 
     def broadcast(self, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
-        """All processes get rank 0's buffers.
+        """All processes get rank 0's `buffers`, or parameters.
 
         Communication: one all-reduce of their bytes; nothing without any.
         """
         if buffers and self.places.world_size > 1:
             broadcast(buffers, self._collectives, device)
+
+    def check_start(self, params: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """See `check_equal`; nothing in a run that goes on, where replicas may differ.
+
+        Communication: one all-gather of 16 bytes per process.
+        """
+        is_new = self.num_updates == 0 and self._averaging.exchanges == 0
+        if is_new and self.places.world_size > 1:
+            check_equal(params, self._collectives, device)
 
     @property
     def waits_for_backward(self) -> bool:
@@ -154,7 +175,7 @@ class Replica:
             shares = collectives.shares([*push_sum.numerators(params), *slow, push_sum.weight])
             shares = collectives.only_masters(shares)
             spoken = collectives.only_first(buffers)
-        with own_graph(device):
+        with collectives.graph(device):
             *means, weight = collectives.total(shares)
             spoken = collectives.total(spoken)
             if momentum is not None and self.slow.is_sharded:

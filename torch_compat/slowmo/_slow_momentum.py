@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import runtime
-from ._collectives import Collectives, device_data, flatten, own_graph, unflatten
+from ._collectives import Collectives, flatten, unflatten
+from ._graphs import device_data, launch, moved, own_graph
 from ._half import Parameters
 from ._push_sum import PushSum
 
@@ -52,7 +52,7 @@ class Groups:
             rate = group["lr"]
             if isinstance(rate, torch.Tensor) and rate.device.type == "xla":
                 # Reading a value that is not there yet would launch it unordered.
-                runtime.run_pending(device)
+                launch(device)
             found.append(float(rate))
         return found
 
@@ -138,7 +138,7 @@ class SlowMomentum:
     def to(self, device: torch.device) -> None:
         """Move what was loaded on the host to the device of the parameters."""
         if self.anchor.device != device:
-            self.anchor, self.velocity = runtime.to_device([self.anchor, self.velocity], device)
+            self.anchor, self.velocity = moved([self.anchor, self.velocity], device)
 
     def step(
         self,
@@ -152,7 +152,7 @@ class SlowMomentum:
     ) -> torch.Tensor:
         """Average, take the slow step.
 
-        To be called inside `own_graph`.
+        To be called inside `Collectives.graph`.
 
         Args:
           flat: all optimizer parameters, in the order of the groups, with zeros up to the end of
@@ -183,9 +183,7 @@ class SlowMomentum:
     def momentum_buffer(self) -> torch.Tensor:
         """m = v / gamma, as FairScale keeps it; where gamma was 0, v."""
         rates = [rate or 1.0 for rate in self.rates or [1.0] * len(self.span.ends)]
-        divisors = torch.tensor(rates, dtype=torch.float32)
-        if self.velocity.device.type == "xla":
-            divisors = device_data(rates, torch.float32, self.velocity.device)
+        divisors = device_data(rates, torch.float32, self.velocity.device)
         return self.velocity / self._per_element(divisors)
 
     def _carry(self, rates: Sequence[float], momentum: float) -> list[float]:
@@ -202,9 +200,7 @@ class SlowMomentum:
         if len(self.span.ends) == 1:
             return values
         length, device = self.span.length, values.device
-        start = torch.tensor([self.span.index * length])
-        if device.type == "xla":
-            start = device_data(start.tolist(), torch.int64, device)
+        start = device_data([self.span.index * length], torch.int64, device)
         position = torch.arange(length, device=device) + start
         result = values[:1].expand(length)
         for group, end in enumerate(self.span.ends[:-1], start=1):
@@ -327,7 +323,8 @@ class SlowSteps:
                 writes.extend(zip(params.tensors, present.values(), strict=True))
             values = [present.get(id(param), param.detach()) for param in groups.params]
             flat = flatten(values, slow.span.padded)
-        with own_graph(params.device):
+        exchange = self._collectives.graph if self.is_sharded else own_graph
+        with exchange(params.device):
             if weights:
                 scale = 1 / self._collectives.total(weights)[0]
                 push_sum.reset()

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._options import Places
+from ._places import Places
 from ._replica import Replica, State, Whole
 from ._slow_momentum import SlowMomentum, SlowSteps
 

@@ -1,30 +1,27 @@
-"""The module that keeps the processes of `xmp.spawn` together by SlowMo."""
+"""The module that keeps processes together by SlowMo."""
 
-import logging
+import inspect
 import warnings
 from typing import Any
 
 import torch
-import torch_xla
 
-from ..autograd_threads import ensure_autograd_threads
 from ._backward import AfterBackward
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters
-from ._options import SlowMoBaseAlgorithm, settle
+from ._options import LOG, SlowMoBaseAlgorithm, settle, show_log
 from ._replica import Replica
 from ._slow_momentum import Groups
 from ._state import consolidated, entries_of, take
-
-_log = logging.getLogger(__name__)
 
 
 class SlowMoDistributedDataParallel(torch.nn.Module):
     """Data parallelism with slow momentum over local SGD or stochastic gradient push.
 
-    For scripts under `torch_xla`'s `xmp.spawn`, with the constructor of FairScale's class of this
-    name. Every process holds a replica of `module` on its XLA device and trains it with its own
-    optimizer; `perform_slowmo(optimizer)` after `optimizer.step()` brings the replicas together:
+    With the constructor of FairScale's class of this name, for the processes of `torch.distributed`
+    and for scripts under torch_xla's `xmp.spawn`. Every process holds a replica of `module` on its
+    device and trains it with its own optimizer; `perform_slowmo(optimizer)` after
+    `optimizer.step()` brings the replicas together:
 
     - LOCALSGD: every `localsgd_frequency` steps the parameters become their mean over nodes.
     - SGP: in every step a node sends its parameters to a few peers and mixes in what arrives.
@@ -35,14 +32,15 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       training mode sees (`_init_global_momentum_buffers` takes those of the moment instead).
 
     A node is a group of `nprocs_per_node` processes whose gradients are averaged after every
-    backward pass and whose parameters stay equal. Nothing makes initial parameters equal: load the
-    same, or seed alike, in all processes. All processes must make the same calls in the same order:
-    forward passes too where there are buffers to broadcast, in evaluation as well.
+    backward pass and whose parameters stay equal. All processes must start from equal parameters,
+    which the first forward pass in training mode checks, and make the same calls in the same order:
+    forward passes too where there are buffers to broadcast, in evaluation as well. One that comes
+    late is waited for; after 30 s the others say so.
 
     Args:
-      module: to be trained; on its XLA device before the first forward pass.
-      nprocs_per_node: processes per node; a divisor of their number. With one node alone the base
-        algorithm is off.
+      module: to be trained; on its device before the first forward pass.
+      nprocs_per_node: processes per node; a divisor of their number. Nodes consist of processes of
+        one host where these are enough. With one node alone the base algorithm is off.
       broadcast_buffers: give all processes rank 0's buffers before every forward pass.
       slowmo_base_algorithm: a `SlowMoBaseAlgorithm` or its string.
       slowmo_momentum: in [0, 1).
@@ -63,14 +61,24 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       synch_freq: without effect.
       use_streams: without effect.
       slowmo_sgp_average_params: for SGP, slow steps start from the exact mean over nodes.
-      verbose: log what each step does, at level DEBUG of logger `torch_compat.slowmo`.
+      verbose: log what each step does, at level DEBUG of logger `torch_compat.slowmo`; to stderr
+        where the program has set up no logging.
       profile_mode: without effect.
-      process_rank: as torch_xla has it, or None.
-      process_world_size: as torch_xla has it, or None.
-      global_group: without effect.
+      process_rank: as the backend has it, or None.
+      process_world_size: as the backend has it, or None.
+      global_group: a process group of `torch.distributed` with the processes of the run, None for
+        all.
       master_group: without effect.
-      local_node_group: without effect.
-      comm_device: without effect.
+      local_node_group: the process group of this node, None to make one.
+      comm_device: where `torch.distributed` exchanges tensors, None for where the parameters are.
+        These last four are without effect over torch_xla.
+      broadcast_parameters: give all processes rank 0's parameters before the first of these: a
+        forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
+      check_start: before the first forward pass in training mode compare the parameters of all
+        processes, unless the run goes on from a `state_dict`. False where they shall differ.
+      backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
+        device, otherwise `torch.distributed` where its default process group is there, otherwise
+        torch_xla.
 
     Attributes:
       num_updates: calls of `perform_slowmo` so far.
@@ -82,31 +90,37 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
     Raises:
       ValueError: naming argument, rule and value: numbers out of range, a world that the node size
-        does not divide, a rank or world size that is not torch_xla's, overlap=True, a graph or
-        mixing that cannot work, a module without parameters.
-      UserWarning: arguments without effect on XLA, a base algorithm that is off, frequencies out
-        of step, half precision without masters.
+        does not divide, hosts that it would split, a rank or world size that is not the backend's,
+        overlap=True, a graph or mixing that cannot work, a module without parameters; in the first
+        forward pass processes that start unequal.
+      RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
+      PeerLostError: in an exchange, with gloo and on CPU devices: another process has ended.
+      UserWarning: arguments without effect, a base algorithm that is off, frequencies out of step,
+        half precision without masters.
 
-    Communication, N the bytes of the parameters, in graphs of their own, whose number is fixed:
-      local SGD: when due one all-reduce of N. SGP: per step one collective-permute of N for each
+    Communication, N the bytes of the parameters, over XLA in graphs of their own, whose number is
+      fixed: local SGD: when due one all-reduce of N. SGP: per step one collective-permute of N
+      (`torch.distributed`: an all-to-all in which each process sends N to one other) for each
       permutation of the round, and 4 bytes where weights can differ from 1; an all-reduce of N
       inside the nodes where they have several processes. Slow step: memory efficient one
       reduce-scatter and one all-gather of N, otherwise nothing (with SGP and
       slowmo_sgp_average_params one all-reduce of N). Gradients: one all-reduce of N inside the
       nodes per backward pass, with several processes per node. Buffers: one all-reduce of their
-      bytes per forward pass. Steps in which nothing is due trace and send nothing.
+      bytes per forward pass. Once: an all-gather of 16 bytes per process (check_start), an
+      all-reduce of N (broadcast_parameters), an all-gather of the hosts (several processes per
+      node). Steps in which nothing is due trace and send nothing.
 
     Source: Wang et al., "SlowMo", ICLR 2020 (arXiv:1910.00643), algorithm 1; Stich, "Local SGD
       Converges Fast and Communicates Little", ICLR 2019 (arXiv:1808.07217); Assran et al.,
       "Stochastic Gradient Push", ICML 2019 (arXiv:1811.10792); FairScale 0.4.13.
 
     Example:
-      >>> net = SlowMoDistributedDataParallel(model.to(torch_xla.device()), nprocs_per_node=1)
+      >>> net = SlowMoDistributedDataParallel(model.to(device), nprocs_per_node=1)
       >>> loss_fn(net(inputs), targets).backward()
       >>> optimizer.step()
       >>> net.zero_grad(set_to_none=True)
       >>> net.perform_slowmo(optimizer)
-      >>> torch_xla.sync()
+      >>> torch_xla.sync()  # over torch_xla
     """
 
     def __init__(
@@ -136,12 +150,18 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         master_group: Any = None,
         local_node_group: Any = None,
         comm_device: Any = None,
+        *,
+        broadcast_parameters: bool = False,
+        check_start: bool = True,
+        backend: str | None = None,
     ) -> None:
         given = dict(locals())
         super().__init__()
-        places, base = settle(given)
+        signature = inspect.signature(SlowMoDistributedDataParallel)
+        defaults = {name: p.default for name, p in signature.parameters.items()}
+        places, self._backend, base = settle(given, defaults)
         if verbose:
-            _log.setLevel(logging.DEBUG)
+            show_log()
 
         self.module = module
         self.broadcast_buffers = broadcast_buffers
@@ -163,8 +183,11 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
         num_nodes = places.num_nodes if self.sgp else 1
         plan = plan_gossip(graph, mixing, num_nodes, nprocs_per_node, push_sum=push_sum)
-        self._replica = Replica(places, plan, is_sgp=self.sgp, is_sharded=slowmo_memory_efficient)
+        self._replica = Replica(
+            places, self._backend, plan, is_sgp=self.sgp, is_sharded=slowmo_memory_efficient
+        )
         self._after_backward = AfterBackward(self._finish_backward)
+        self._must_broadcast, self._must_check = broadcast_parameters, check_start
 
     @property
     def gossip_enable(self) -> bool:
@@ -224,8 +247,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         if self.broadcast_buffers:
             replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
         params = list(self.module.parameters())
-        if self.slowmo and self.training and torch.is_grad_enabled():
-            replica.slow.remember(params, device)
+        if self.training and torch.is_grad_enabled():
+            self._start(device)
+            if self.slowmo:
+                replica.slow.remember(params, device)
         replica.push_sum.make_estimates(params)
         output = self.module(*inputs, **kwargs)
         if (
@@ -268,6 +293,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 stacklevel=2,
             )
         params = Parameters(tensors, masters, self._device())
+        self._start(params.device, may_check=False)  # they have taken a step each
         momentum = replica.slow.ready(groups, params) if self.slowmo else None
 
         update = self.num_updates + 1
@@ -284,7 +310,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             replica.exchange(params)
         if momentum is not None and slow:
             replica.slow.step(momentum, groups, params, self.slowmo_momentum, self.slowmo_lr)
-        _log.debug(
+        LOG.debug(
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
         )
@@ -319,20 +345,26 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
           ValueError: parameters in half precision.
         """
         if self.slowmo:
-            self._replica.slow.anchor_now(Groups(optimizer), self._device())
+            device = self._device()
+            self._start(device)
+            self._replica.slow.anchor_now(Groups(optimizer), device)
 
     def _device(self) -> torch.device:
         """The device of this process, on which all parameters must be."""
-        devices = {param.device for param in self.module.parameters()}
-        here = torch_xla.device()
-        if devices != {here}:
-            raise ValueError(
-                f"`module` must have all its parameters on the device of this process, {here}, "
-                f"found {', '.join(sorted(map(str, devices)))}."
-            )
-        ensure_autograd_threads(here)
-        self._replica.push_sum.to(here)
-        return here
+        device = self._backend.device_of(self.module)
+        self._replica.push_sum.to(device)
+        return device
+
+    def _start(self, device: torch.device, *, may_check: bool = True) -> None:
+        """Once: make the parameters of all processes equal, see that they are."""
+        if self._must_broadcast:
+            self._replica.broadcast(list(self.module.parameters()), device)
+        if self._must_check and may_check:
+            if self._backend.may_read():
+                self._replica.check_start(dict(self.module.named_parameters()), device)
+            else:
+                warnings.warn("check_start: values cannot be read in this graph.", stacklevel=3)
+        self._must_broadcast = self._must_check = False
 
     def _finish_backward(self, device: torch.device) -> None:
         self._replica.after_backward(list(self.module.parameters()), device)

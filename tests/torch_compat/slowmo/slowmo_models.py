@@ -2,9 +2,8 @@
 
 import numpy as np
 import torch
-import torch_xla
+import slowmo_here as here
 
-from torch_compat import runtime
 
 WIDTH, HIDDEN = 512, 1024  # a little more than a million parameters
 
@@ -39,16 +38,16 @@ def batch(step: int, rank: int, width: int = WIDTH) -> tuple[np.ndarray, np.ndar
 
 def train_step(net, optimizer, step: int, width: int = WIDTH, **options) -> None:
     """One step of this device on its own batch."""
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     x, y = (torch.tensor(part).to(device) for part in batch(step, rank, width))
     ((net(x) - y) ** 2).mean().backward()
     optimizer.step()
     net.zero_grad(set_to_none=True)
     net.perform_slowmo(optimizer, **options)
-    runtime.run_pending()
+    here.launch()
 
 
 def values(module) -> dict[str, np.ndarray]:
     """Parameters and buffers on the host."""
-    runtime.run_pending()
-    return {key: value.detach().cpu().numpy() for key, value in module.state_dict().items()}
+    here.launch()
+    return {key: value.detach().cpu().numpy().copy() for key, value in module.state_dict().items()}

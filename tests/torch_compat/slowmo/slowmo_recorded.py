@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch_xla
+import slowmo_here as here
 
 from jaxslowmo import topology
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
 FOLDER = Path(__file__).parents[3] / "tests" / "golden" / "fairscale"
@@ -94,7 +93,7 @@ def replay(name: str) -> dict[str, np.ndarray]:
     """The recorded run on this device: `params_i`, `ps_weight` and so on, `[steps, ...]`."""
     recording = Recording.load(name)
     config, args = recording.config, recording.config["constructor_args"]
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     dtype = torch.float16 if recording.is_half else torch.float32
     per_rank = config.get("init_per_rank")
     values = [v[rank] if per_rank else v for v in recording.of("init")]
@@ -104,6 +103,7 @@ def replay(name: str) -> dict[str, np.ndarray]:
         module,
         graph=recording.graph(),
         mixing=None if kept is None else topology.self_weighted(kept),
+        check_start=not per_rank,
         **args,
     )
     master = None
@@ -133,15 +133,15 @@ def replay(name: str) -> dict[str, np.ndarray]:
         if t == 0 and recording.takes_anchor_late:
             net._init_global_momentum_buffers(optimizer)
         net.perform_slowmo(optimizer, fp32_params=master)
-        runtime.run_pending()
+        here.launch()
         record = {f"params_{i}": p for i, p in enumerate(module.values)}
         record |= out["seen"]
         record["ps_weight"] = net.ps_weight.sum()
         if master is not None:
             record["fp32_flat"] = master
-        runtime.run_pending()
+        here.launch()
         for key, value in record.items():
-            history.setdefault(key, []).append(value.detach().cpu().numpy())
+            history.setdefault(key, []).append(value.detach().cpu().numpy().copy())
     return {key: np.stack(values) for key, values in history.items()}
 
 

@@ -1,5 +1,6 @@
-"""A function on every CPU device of a fresh process, and what it returned on each."""
+"""A function in every process of a run, and what it returned in each."""
 
+import multiprocessing as mp
 import pickle
 import tempfile
 import threading
@@ -7,45 +8,102 @@ import traceback
 import warnings
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch_xla.distributed.xla_multiprocessing as xmp
-import torch_xla.runtime as xr
-
-from torch_compat import runtime
+import torch
+import torch.distributed as dist
 
 _FILTERS = threading.Lock()
+# gloo everywhere, XLA's CPU devices where torch_xla is installed.
+BACKENDS = ["gloo", *(["torch_xla"] if find_spec("torch_xla") else [])]
 
 
-def spawned(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args)`, a module's function, returned on each of `world` devices.
+def spawned(world: int, function: Callable[..., Any], *args: Any, by: str = "gloo") -> list[Any]:
+    """What `function(*args)`, a module's function, returned in each of `world` processes.
+
+    Args:
+        world: how many.
+        function: of a module.
+        args: its arguments.
+        by: "gloo", one forked process each; or "torch_xla", threads of one that is forked, which
+            drive a CPU device each.
 
     Raises:
-        RuntimeError: the traceback of a device that raised while others waited for it in a
-            collective; XLA's CPU runtime aborts such a process after 15 s.
+        RuntimeError: the traceback of a process that raised, the first one's.
     """
-    runtime.configure_cpu_devices(world)
     with tempfile.TemporaryDirectory() as folder:
-        error = Path(folder) / "error"
-        try:
-            xmp.spawn(_run, args=(folder, world, function, args), start_method="fork")
-        except BrokenProcessPool as broken:
-            if error.exists():
-                raise RuntimeError(error.read_text()) from broken
-            raise
+        (_over_gloo if by == "gloo" else _over_xla)(world, Path(folder), function, args)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
 
 
-def _run(index: int, folder: str, world: int, function: Callable[..., Any], args: tuple) -> None:
+def _over_gloo(world: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
+    processes = start_gloo(world, folder, function, *args)
+    for process in processes:
+        process.join(120)
+    errors = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        raise RuntimeError(errors[0].read_text())
+    assert [process.exitcode for process in processes] == [0] * world
+
+
+def start_gloo(
+    world: int, folder: Path, function: Callable[..., Any], *args: Any
+) -> list[mp.Process]:
+    """Processes that leave what they return, or a traceback, in `folder`."""
+    context = mp.get_context("fork")
+    processes = [
+        context.Process(target=_in_gloo, args=(rank, world, folder, function, args), daemon=True)
+        for rank in range(world)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12: this process has threads
+        for process in processes:
+            process.start()
+    return processes
+
+
+def _in_gloo(rank: int, world: int, folder: Path, function: Callable, args: tuple) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    _run(rank, folder, function, args)
+    dist.destroy_process_group()
+
+
+def _over_xla(world: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    from torch_compat import runtime
+
+    runtime.configure_cpu_devices(world)
+    try:
+        xmp.spawn(_on_device, args=(folder, world, function, args), start_method="fork")
+    except BrokenProcessPool as broken:
+        errors = list(folder.glob("error*"))
+        if errors:
+            raise RuntimeError(errors[0].read_text()) from broken
+        raise
+
+
+def _on_device(index: int, folder: Path, world: int, function: Callable, args: tuple) -> None:
+    import torch_xla.runtime as xr
+
     del index
     with _FILTERS:
         warnings.simplefilter("ignore")  # pytest's filters came along, and threads share them
+    assert xr.world_size() == world
+    _run(xr.global_ordinal(), folder, function, args)
+
+
+def _run(rank: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
     try:
-        assert xr.world_size() == world
         result = function(*args)
     except BaseException:
-        # The other devices may wait for this one until XLA aborts the process.
-        (Path(folder) / "error").write_text(traceback.format_exc())
+        # Others may wait for this one; theirs come later.
+        (folder / f"error{rank}").write_text(traceback.format_exc())
         raise
-    (Path(folder) / str(xr.global_ordinal())).write_bytes(pickle.dumps(result))
+    (folder / str(rank)).write_bytes(pickle.dumps(result))

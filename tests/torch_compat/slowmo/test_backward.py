@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 from slowmo_spawned import spawned
 
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
 
@@ -49,12 +48,12 @@ class Shaped(torch.nn.Module):
 
 
 def gradients(form: str, passes: int):
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     module = Shaped(form, rank).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=2)
     for i in range(passes):
         GET[form](net(torch.full((2,), float(rank + 1 + i)).to(device))).backward()
-    runtime.run_pending()
+    here.launch()
     assert module.frozen.grad is None
     return module.always.grad.tolist(), module.sometimes.grad.tolist()
 
@@ -74,7 +73,7 @@ def test_accumulated_gradients():
 
 def two_forwards():
     """Two passes, one backward: gradients are exchanged once; a failed backward leaves no trace."""
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     module = Shaped("tensor", rank).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=2)
     x = torch.ones(2).to(device)
@@ -88,7 +87,7 @@ def two_forwards():
     hook.remove()
     net.zero_grad(set_to_none=True)
     (net(x) + net(2 * x)).backward()
-    runtime.run_pending()
+    here.launch()
     return len(counts), module.always.grad.tolist()
 
 

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 from slowmo_models import values
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 from torch_compat.slowmo._collectives import flatten, pack, times, unflatten, unpack
 
@@ -53,16 +52,16 @@ class Buffered(torch.nn.Module):
 
 
 def broadcast(training: bool, broadcast_buffers: bool):
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     net = SlowMoDistributedDataParallel(
         Buffered(rank).to(device), nprocs_per_node=1, broadcast_buffers=broadcast_buffers
     )
     net.train(training)
     with torch.no_grad():
         seen = net()
-    runtime.run_pending()
+    here.launch()
     state = {k: v.float() for k, v in net.module.state_dict().items() if k != "counts"}
-    runtime.run_pending()
+    here.launch()
     state = {k: v.cpu().numpy() for k, v in state.items()}
     return seen.cpu().numpy(), net.module.counts.tolist(), state
 
@@ -85,7 +84,7 @@ def test_buffers_stay_where_told_so():
 
 def batch_norm():
     """Also what the batches' own statistics make of the buffers."""
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, localsgd_frequency=1)
@@ -127,10 +126,10 @@ class Lopsided(torch.nn.Module):
 
 
 def lopsided(nprocs_per_node: int, options: dict):
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     options = dict(options)
     if "keep" in options:
-        nodes = torch_xla.runtime.world_size() // nprocs_per_node
+        nodes = here.world() // nprocs_per_node
         options["mixing"] = topology.self_weighted(options.pop("keep")[:nodes])
     net = SlowMoDistributedDataParallel(
         Lopsided(rank, device), nprocs_per_node, slowmo_frequency=4, **options

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 from slowmo_spawned import spawned
 
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 from torch_compat.slowmo._half import Masters
 
@@ -29,7 +28,7 @@ class Prescribed(torch.nn.Module):
 
 
 def trained(form: str, dtype: torch.dtype, options: dict) -> tuple[np.ndarray, np.ndarray]:
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     module = Prescribed(dtype).to(device)
     params = list(module.values)
     sizes = [p.numel() for p in params]
@@ -55,10 +54,10 @@ def trained(form: str, dtype: torch.dtype, options: dict) -> tuple[np.ndarray, n
         net.zero_grad()
         optimizer.zero_grad()
         net.perform_slowmo(optimizer, fp32_params=given)
-        runtime.run_pending()
+        here.launch()
     whole = torch.cat([m.detach().reshape(-1) for m in masters])
     half = torch.cat([p.detach().float().reshape(-1) for p in params])
-    runtime.run_pending()
+    here.launch()
     return whole.cpu().numpy(), half.cpu().numpy()
 
 

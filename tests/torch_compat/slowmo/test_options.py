@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from torch_compat.slowmo._options import Places
+from torch_compat.slowmo._places import Places
 
 ARGUMENTS = [
     "module",

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 from slowmo_recorded import Prescribed
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 from torch_compat.slowmo._push_sum import PushSum
 
@@ -41,8 +40,8 @@ def prescribed(t: int, rank: int) -> list[np.ndarray]:
 
 
 def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndarray]:
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
-    nodes = torch_xla.runtime.world_size() // nprocs_per_node
+    device, rank = here.device(), here.rank()
+    nodes = here.world() // nprocs_per_node
     net = SlowMoDistributedDataParallel(
         Prescribed(prescribed(0, 99), None, torch.float32).to(device),
         nprocs_per_node,
@@ -61,7 +60,7 @@ def push_sum_on_device(nprocs_per_node: int, options: dict) -> dict[str, np.ndar
         optimizer.step()
         net.zero_grad(set_to_none=True)
         net.perform_slowmo(optimizer)
-        runtime.run_pending()
+        here.launch()
         flat = np.concatenate([p.detach().cpu().numpy().ravel() for p in net.parameters()])
         history.append(np.append(flat, net.ps_weight.item()))
     return np.stack(history)

@@ -1,4 +1,4 @@
-"""Every adopted recorded run of FairScale, on 2, 4, 5 and 8 devices."""
+"""Every adopted recorded run of FairScale, with 2, 4, 5 and 8 processes."""
 
 import functools
 
@@ -20,9 +20,9 @@ def tolerance(recording: Recording) -> dict[str, float]:
 
 
 @functools.cache
-def replayed(world: int):
-    """All files of one number of processes in one start of the runtime."""
-    return spawned(world, replay_all, names(world))
+def replayed(by: str, world: int):
+    """All files of one number of processes in one start of them."""
+    return spawned(world, replay_all, names(world), by=by)
 
 
 def test_all_files_are_here():
@@ -30,9 +30,9 @@ def test_all_files_are_here():
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_trajectory(world, name):
+def test_trajectory(by, world, name):
     recording = Recording.load(name)
-    ranks = [result[name] for result in replayed(world)]
+    ranks = [result[name] for result in replayed(by, world)]
     ours = {key: np.stack([rank[key] for rank in ranks], axis=1) for key in ranks[0]}
     if recording.config["effective"]["sgp"]:
         weights = recording.arrays["ps_weight"]

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 from slowmo_models import HIDDEN, WIDTH, Perceptron, batch, perceptron, train_step, values
 from slowmo_spawned import spawned
 
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 from torch_compat.slowmo._slow_momentum import Groups, Span
 
@@ -39,7 +38,7 @@ def rate(t: int) -> float:
 
 def slowmo_on_device() -> dict[str, np.ndarray]:
     net = SlowMoDistributedDataParallel(
-        Perceptron().to(torch_xla.device()),
+        Perceptron().to(here.device()),
         nprocs_per_node=1,
         slowmo_momentum=MOMENTUM,
         slowmo_frequency=SLOW_EVERY,
@@ -50,9 +49,9 @@ def slowmo_on_device() -> dict[str, np.ndarray]:
     for t in range(STEPS):
         optimizer.param_groups[0]["lr"] = rate(t)
         train_step(net, optimizer, t)
-    runtime.run_pending()
+    here.launch()
     momentum = net.global_momentum_buffer
-    runtime.run_pending()
+    here.launch()
     return values(net.module) | {"momentum": momentum.cpu().numpy()}
 
 
@@ -104,7 +103,7 @@ def test_a_million_parameters_follow_the_oracle(world):
 
 def one_parameter(options: dict):
     """What is kept for slow momentum must survive in-place optimizers."""
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     module = torch.nn.Linear(5, 1, bias=False).to(device)
     torch.nn.init.constant_(module.weight, 1.0)
     net = SlowMoDistributedDataParallel(
@@ -116,7 +115,7 @@ def one_parameter(options: dict):
         optimizer.step()
         net.zero_grad()
         net.perform_slowmo(optimizer)
-        runtime.run_pending()
+        here.launch()
         if t % 2:
             anchor = net.old_params.cpu().numpy()
             assert np.isfinite(anchor).all()
@@ -135,7 +134,7 @@ def test_a_module_of_one_parameter(world, whole):
 
 def rates_of_zero():
     """Warm-up from 0 and decay to 0, at slow steps (FairScale divides by them)."""
-    device = torch_xla.device()
+    device = here.device()
     module = Perceptron(2, 2).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_frequency=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -146,7 +145,7 @@ def rates_of_zero():
         optimizer.step()
         net.zero_grad()
         net.perform_slowmo(optimizer)
-        runtime.run_pending()
+        here.launch()
         seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in net.parameters()]))
     assert torch.isfinite(net.global_momentum_buffer.cpu()).all()
     return torch.stack(seen).numpy()

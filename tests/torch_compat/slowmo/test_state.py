@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-import torch_xla
+import slowmo_here as here
 import torch_xla.core.xla_model as xm
 from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
@@ -39,11 +39,11 @@ class Outer(torch.nn.Module):
 
 def built(kind: str):
     options = dict(KINDS[kind])
-    if torch_xla.runtime.world_size() != 2:
+    if here.world() != 2:
         options.pop("mixing", None)
     module = Perceptron(WIDTH, 6)
     module.register_buffer("seen", torch.arange(3))
-    net = SlowMoDistributedDataParallel(module.to(torch_xla.device()), nprocs_per_node=1, **options)
+    net = SlowMoDistributedDataParallel(module.to(here.device()), nprocs_per_node=1, **options)
     optimizer = torch.optim.SGD(
         [{"params": [module.w1, module.b1]}, {"params": [module.w2, module.b2]}],
         lr=0.1,
@@ -116,7 +116,7 @@ def between_forward_and_first_step(kind: str):
     train(net, optimizer, range(6))
     undisturbed = everything(net)
     net, optimizer = built(kind)
-    net(torch.ones(2, WIDTH).to(torch_xla.device()))
+    net(torch.ones(2, WIDTH).to(here.device()))
     state = saved_and_loaded(net.state_dict(), "torch")
     assert "slowmo.initial" in state
     net, optimizer = built(kind)

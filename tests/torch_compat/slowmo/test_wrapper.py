@@ -4,12 +4,11 @@ import warnings
 
 import numpy as np
 import torch
-import torch_xla
+import slowmo_here as here
 import torch_xla.debug.metrics as met
 from slowmo_models import Perceptron, values
 from slowmo_spawned import spawned
 
-from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
 
@@ -24,7 +23,7 @@ def messages(call) -> list[str]:
 
 
 def one_device_troubles() -> dict[str, list[str]]:
-    device = torch_xla.device()
+    device = here.device()
 
     def built(module=None, **options):
         module = module or torch.nn.Linear(2, 2).to(device)
@@ -87,10 +86,10 @@ def test_troubles():
 
 def idle_forward():
     """Without buffers, masters or slow momentum a forward pass launches nothing of its own."""
-    device = torch_xla.device()
+    device = here.device()
     module = torch.nn.Linear(2, 2).to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1, slowmo_momentum=0.0)
-    runtime.run_pending()
+    here.launch()
     before = met.metric_data("ExecuteTime")
     net(torch.ones(1, 2).to(device))
     return met.metric_data("ExecuteTime") == before
@@ -102,7 +101,7 @@ def test_a_forward_pass_alone():
 
 def members():
     """With two levels processes of a node hold the same bits after every kind of step."""
-    device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
+    device, rank = here.device(), here.rank()
     net = SlowMoDistributedDataParallel(
         Perceptron(8, 6).to(device), 2, slowmo_base_algorithm="sgp", slowmo_frequency=4
     )

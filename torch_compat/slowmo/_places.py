@@ -1,0 +1,95 @@
+"""Where a process is among all."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Places:
+    """One process among all.
+
+    A node is `nprocs_per_node` processes, of one host where they fit into one; the first of them is
+    its master. Without `hosts`, and where ranks count host by host, node k consists of ranks
+    k * nprocs_per_node to (k + 1) * nprocs_per_node - 1.
+
+    Attributes:
+      rank: of this process, 0 or more.
+      world_size: number of processes.
+      nprocs_per_node: processes in each node.
+      hosts: the host of every rank; None where it does not matter.
+
+    Raises:
+      ValueError: nprocs_per_node is no positive int, no divisor of the world's size, or neither
+        divides the processes of every host nor is made up of whole hosts.
+    """
+
+    rank: int
+    world_size: int
+    nprocs_per_node: int = 1
+    hosts: tuple[Hashable, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_node_size(self.nprocs_per_node, self.world_size)
+        size, sizes = self.nprocs_per_node, [len(ranks) for ranks in self._by_host().values()]
+        inside, whole = all(n % size == 0 for n in sizes), all(size % n == 0 for n in sizes)
+        if not (inside or (whole and len(set(sizes)) == 1)):
+            raise ValueError(
+                "`nprocs_per_node` must divide the number of processes on every host, or be a "
+                f"multiple of it; {size} with hosts of {', '.join(map(str, sizes))} processes "
+                "would split one host over two nodes."
+            )
+
+    def _by_host(self) -> dict[Hashable, list[int]]:
+        """Ranks of every host, hosts in order of their first rank."""
+        groups: dict[Hashable, list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self.hosts[rank] if self.hosts else None, []).append(rank)
+        return groups
+
+    @cached_property
+    def node_groups(self) -> list[list[int]]:
+        """The ranks of every node; those of a host follow each other."""
+        order = [rank for ranks in self._by_host().values() for rank in ranks]
+        size = self.nprocs_per_node
+        return [order[k : k + size] for k in range(0, self.world_size, size)]
+
+    @cached_property
+    def node(self) -> int:
+        """The node of this process."""
+        return next(k for k, ranks in enumerate(self.node_groups) if self.rank in ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.nprocs_per_node
+
+    @property
+    def masters(self) -> list[int]:
+        """The rank of every node's master."""
+        return [ranks[0] for ranks in self.node_groups]
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this process speaks for its node."""
+        return self.rank in self.masters
+
+
+def check_node_size(nprocs_per_node: object, world_size: int) -> None:
+    """Raise `ValueError` unless nodes of that many processes can share them all."""
+    size = check_count("nprocs_per_node", nprocs_per_node)
+    if world_size % size:
+        raise ValueError(
+            f"`nprocs_per_node` must divide the number of processes, {world_size}, got {size}."
+        )
+
+
+def check_count(name: str, value: object) -> int:
+    """`value`, an int >= 1.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+    return value

@@ -1,0 +1,5 @@
+"""How the processes of a run reach each other: by torch_xla, or by `torch.distributed`."""
+
+from ._base import Backend as Backend
+from ._choose import BACKENDS as BACKENDS
+from ._choose import choose as choose

@@ -1,0 +1,140 @@
+"""The processes of `torch.distributed`: of torchrun, `torch.multiprocessing`, or any launcher.
+
+Tested with gloo. nccl, and torch_tpu's backend, are asked for the same collectives.
+"""
+
+import functools
+import socket
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._places import Places
+from ._base import Backend, check_devices
+from ._waiting import Waiting
+
+# gloo has no sums of these.
+_WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}
+# Their names from torch 2.13 on, and before.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class DistributedBackend(Backend):
+    """Collectives of a process group.
+
+    Args:
+      global_group: the processes of the run; None for all there are.
+      local_node_group: those of this process' node; None to make it.
+      comm_device: where exchanged tensors lie; None for where the parameters are, and the host for
+        parameters on a GPU whose group is gloo's.
+
+    Raises:
+      ValueError: a group without this process.
+      RuntimeError: `torch.distributed` is not initialised.
+    """
+
+    name = "torch.distributed"
+    unused = (
+        ("synch_freq", "use_streams", "profile_mode", "master_group"),
+        "the exchange is part of the step, in collectives over all processes",
+    )
+
+    def __init__(
+        self, global_group: Any = None, local_node_group: Any = None, comm_device: Any = None
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "backend='torch.distributed' needs its default process group: call "
+                "torch.distributed.init_process_group() first."
+            )
+        self._group = global_group or dist.group.WORLD
+        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if self.rank < 0:
+            raise ValueError("`global_group` must contain this process.")
+        self._node_group = local_node_group
+        self._comm_device = None if comm_device is None else torch.device(comm_device)
+        self._waiting = Waiting(self._group)
+
+    def device_of(self, module: torch.nn.Module) -> torch.device:
+        return check_devices(module, None)
+
+    def hosts(self) -> tuple[Hashable, ...]:
+        names: list[Any] = [None] * self.world_size
+        dist.all_gather_object(names, socket.gethostname(), group=self._group)
+        return tuple(names)
+
+    def join_nodes(self, places: Places) -> None:
+        if places.nprocs_per_node == 1:
+            return
+        ranks = dist.get_process_group_ranks(self._group)
+        members = [ranks[rank] for rank in places.node_groups[places.node]]
+        if self._node_group is None:
+            self._node_group = dist.new_group(members, use_local_synchronization=True)
+        given = dist.get_process_group_ranks(self._node_group)
+        if given != members:
+            raise ValueError(
+                f"`local_node_group` must hold the {places.nprocs_per_node} processes of this "
+                f"node, ranks {members}, got ranks {given}."
+            )
+
+    def meet(self) -> None:
+        pass  # a process may come late to a collective
+
+    def may_read(self) -> bool:
+        return True
+
+    def all_reduce(
+        self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
+    ) -> list[torch.Tensor]:
+        group = self._group if groups is None else self._node_group
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        wire = self._sent(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
+        self._wait(dist.all_reduce, wire, group=group)
+        sums = wire.to(flat.device, flat.dtype).split([tensor.numel() for tensor in tensors])
+        return [part.reshape(t.shape) for t, part in zip(tensors, sums, strict=True)]
+
+    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        wire = self._sent(flat)
+        part = wire.new_empty(len(flat) // self.world_size)
+        self._wait(_REDUCE_SCATTER, part, wire, group=self._group)
+        return part.to(flat.device)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        wire = self._sent(part)
+        whole = wire.new_empty(len(part) * self.world_size)
+        self._wait(_ALL_GATHER, whole, wire, group=self._group)
+        return whole.to(part.device)
+
+    def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """In one all-to-all, in which a process sends to one other at most."""
+        wire, nothing = self._sent(value), [0] * self.world_size
+        sends, receives = list(nothing), list(nothing)
+        for source, target in edges:
+            if source == self.rank:
+                sends[target] = value.numel()
+            if target == self.rank:
+                receives[source] = value.numel()
+        arrived = wire.new_zeros(sum(receives))
+        sent = wire.reshape(-1)[: sum(sends)]
+        exchange = functools.partial(
+            dist.all_to_all_single, output_split_sizes=receives, input_split_sizes=sends
+        )
+        self._wait(exchange, arrived, sent, group=self._group)
+        if not sum(receives):
+            return torch.zeros_like(value)
+        return arrived.reshape(value.shape).to(value.device)
+
+    def _sent(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
+        """`value`, contiguous, where it can be sent; `fresh`: to be overwritten."""
+        device = self._comm_device
+        if device is None:
+            by_gloo = dist.get_backend(self._group) == "gloo"
+            device = torch.device("cpu") if by_gloo else value.device
+        wire = value.detach().to(device).contiguous()
+        return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
+
+    def _wait(self, collective: Any, *tensors: torch.Tensor, group: Any) -> None:
+        self._waiting.until_done(lambda: collective(*tensors, group=group, async_op=True))

@@ -1,0 +1,116 @@
+"""Waiting for a collective of `torch.distributed` that says who is awaited, or gone."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ...errors import PeerLostError
+
+_log = logging.getLogger("torch_compat.slowmo")
+
+NOTICE_SECONDS = 30.0
+_POLL_SECONDS = 1.0
+# How long the living have to say so once a connection has broken.
+_ANSWER_SECONDS = 3.0
+# Wrappers are made in the same order everywhere, so that one's keys are found by its peers.
+_numbers = itertools.count()
+
+
+class Waiting:
+    """Waits for the collectives of one group; with gloo it knows who is missing.
+
+    A collective that is done within a second costs no more than its own wait. Then processes tell
+    each other through the store of `torch.distributed` that they wait, and in which collective. A
+    connection that breaks is told as well: all who wait answer, and who does not is gone. Other
+    backends wait on the device, with time limits and messages of their own.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._watches = dist.get_backend(group) == "gloo"
+        # torch has no public name for the store of the default group.
+        default = distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
+            f"torch_compat.slowmo/{next(_numbers)}", default
+        )
+        self._number = 0
+
+    def until_done(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for it.
+
+        Args:
+          begin: starts it, and returns its `Work`.
+
+        Raises:
+          PeerLostError: a process is gone; it is named.
+        """
+        self._number += 1
+        if not self._watches:
+            begin().wait()
+            return
+        try:
+            work = begin()
+            since = time.monotonic()
+            while not self._is_done(work):
+                self._wait_on(time.monotonic() - since)
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(self._verdict(str(error))) from error
+
+    def _is_done(self, work: Any) -> bool:
+        try:
+            work.wait(timedelta(seconds=_POLL_SECONDS))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def _wait_on(self, seconds: float) -> None:
+        """What a process does that waits: tell others, look for news, say who is awaited."""
+        self._store.set(f"waits/{self._rank}", str(self._number))
+        if self._store.check(["broken"]):
+            raise PeerLostError(self._verdict("another process has lost its connection"))
+        polls, per_notice = round(seconds / _POLL_SECONDS), round(NOTICE_SECONDS / _POLL_SECONDS)
+        if polls and polls % max(per_notice, 1) == 0:
+            missing = [rank for rank in range(self._size) if self._last(rank) < self._number]
+            _log.warning(
+                "process %d has waited %.0f s for process %s of %d to exchange; it may evaluate, "
+                "save or compile",
+                *(self._rank, seconds, ", ".join(map(str, missing)), self._size),
+            )
+
+    def _last(self, rank: int) -> int:
+        """The last collective in which a process has said that it waits."""
+        key = f"waits/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _verdict(self, reason: str) -> str:
+        """Who is gone: whoever does not answer while the others say that a connection broke."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            self._store.set("broken", str(self._rank))
+            self._store.set(f"answers/{self._rank}", "")
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            silent = others
+            while silent and time.monotonic() < deadline:
+                time.sleep(0.1)
+                silent = [rank for rank in silent if not self._store.check([f"answers/{rank}"])]
+        except (RuntimeError, OSError):
+            return (
+                "The store of torch.distributed cannot be reached, so the process that keeps it, "
+                f"in most programs process 0 of {self._size}, has ended ({reason})."
+            )
+        if not silent:
+            return f"The exchange of all {self._size} processes has failed: {reason}."
+        return (
+            f"Process {', '.join(map(str, silent))} of {self._size} has ended, or is stuck: it "
+            f"does not answer, and a connection has broken ({reason})."
+        )

@@ -1,0 +1,91 @@
+"""The processes of `xmp.spawn`: each drives one XLA device."""
+
+import socket
+import zlib
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ... import runtime
+from ...autograd_threads import ensure_autograd_threads
+from .._graphs import device_data, own_graph
+from .._places import Places
+from ._base import Backend, check_devices
+
+
+class XlaBackend(Backend):
+    """Collectives of torch_xla, traced into the graph of the moment."""
+
+    name = "torch_xla"
+    unused = (
+        (
+            "synch_freq",
+            "use_streams",
+            "profile_mode",
+            "global_group",
+            "master_group",
+            "local_node_group",
+            "comm_device",
+        ),
+        "torch_xla has neither process groups nor streams",
+    )
+
+    def __init__(self) -> None:
+        self.rank = xr.global_ordinal()
+        self.world_size = xr.world_size()
+
+    def device_of(self, module: torch.nn.Module) -> torch.device:
+        here = check_devices(module, runtime.bound())
+        runtime.introduce()
+        ensure_autograd_threads(here)
+        return here
+
+    def hosts(self) -> tuple[Hashable, ...]:
+        if runtime.on_cpu():  # several CPU devices are threads of one process
+            return (0,) * self.world_size
+        return self.told(zlib.crc32(socket.gethostname().encode()))
+
+    def told(self, number: int) -> tuple[int, ...]:
+        """The `number` of every process, of at most 32 bits."""
+        device = runtime.bound()
+        runtime.introduce()
+        with own_graph(device):
+            own = device_data([number], torch.int64, device)
+        self.meet()
+        with own_graph(device):
+            told = self.all_gather(own)
+        return tuple(map(int, told.cpu()))
+
+    def join_nodes(self, places: Places) -> None:
+        pass  # groups are named in every collective
+
+    def meet(self) -> None:
+        if runtime.may_launch():
+            runtime.meet()
+        elif runtime.shares_a_process():
+            raise RuntimeError(
+                "Processes exchange here inside of torch_xla.compile(full_graph=True), and several "
+                "CPU devices cannot: the graph with the collective must be launched by itself. Put "
+                "perform_slowmo() after the compiled function, and for buffers or several "
+                "processes per node leave full_graph out. On one device, and on TPUs, it works."
+            )
+
+    def may_read(self) -> bool:
+        return self.world_size == 1 or runtime.may_launch()
+
+    def all_reduce(
+        self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
+    ) -> list[torch.Tensor]:
+        xm.all_reduce("sum", tensors, groups=groups, pin_layout=False)
+        return tensors
+
+    def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
+        return xm.reduce_scatter("sum", flat, 1.0, 0, self.world_size, pin_layout=False)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        return xm.all_gather(part, 0, pin_layout=False)
+
+    def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        return xm.collective_permute(value, [[source, target] for source, target in edges])
