@@ -8,6 +8,7 @@ import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from .errors import PeerLostError as PeerLostError
 from .errors import TPUWorkerError as TPUWorkerError
 from .messages import StepStatistics as StepStatistics
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .manager import TPUManager as TPUManager
     from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
+    from .slowmo import broadcast_parameters as broadcast_parameters
     from .synchronizer import TPUSynchronizer as TPUSynchronizer
 else:
     # Name -> the module that has it; a module's own name stands for the module.
@@ -28,6 +30,7 @@ else:
         "TPUDataManager": "data",
         "TPUManager": "manager",
         "TPUSynchronizer": "synchronizer",
+        "broadcast_parameters": "slowmo",
         "runtime": "runtime",
     }
 

@@ -152,8 +152,19 @@ def run_pending(device: torch.device | None = None) -> None:
 
 
 def may_launch() -> bool:
-    """Whether graphs may be launched: not inside of `torch_xla.compile(full_graph=True)`."""
-    return _XLAC._get_allow_execution()
+    """Whether graphs may be launched: not inside of `torch_xla.compile(full_graph=True)`.
+
+    Raises:
+      RuntimeError: inside of it with several CPU devices, which torch_xla cannot compile so.
+    """
+    allowed = _XLAC._get_allow_execution()
+    if not allowed and shares_a_process():
+        raise RuntimeError(
+            "torch_xla.compile(full_graph=True) cannot be used on several CPU devices: it forbids "
+            "the whole process to launch graphs, whose other threads do. Leave full_graph out; on "
+            "one device per process it works."
+        )
+    return allowed
 
 
 def shares_a_process() -> bool:

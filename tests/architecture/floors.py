@@ -51,14 +51,15 @@ TORCH_FLOORS = {
     "errors": 0,
     "messages": 0,
     "samples": 0,
-    "runtime": 1,
-    "data": 2,
-    "slowmo": 2,
-    "synchronizer": 2,
-    "worker": 3,
-    "manager": 4,
-    TOP_LEVEL: 5,
-    "examples": 6,
+    "meeting": 1,
+    "runtime": 2,
+    "data": 3,
+    "slowmo": 3,
+    "synchronizer": 3,
+    "worker": 4,
+    "manager": 5,
+    TOP_LEVEL: 6,
+    "examples": 7,
 }
 TORCH_DEPENDENCIES = {"numpy", "torch", "torch_xla"}
 # `import jaxslowmo.topology` runs these and must work without jax.

@@ -142,6 +142,7 @@ def load_mean(model: nn.Module, replica: nn.Module) -> None:
     To be called for all devices; one all-reduce of the parameters.
     """
     runtime.run_pending()
+    runtime.meet()
     with torch.no_grad():
         means = [parameter.clone() for parameter in replica.parameters()]
         xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / xr.world_size(), pin_layout=False)

@@ -1,4 +1,5 @@
-"""SlowMo, local SGD and stochastic gradient push for scripts under torch_xla's `xmp.spawn`."""
+"""SlowMo, local SGD and stochastic gradient push for the processes of a torch program."""
 
 from ._options import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+from ._start import broadcast_parameters as broadcast_parameters
 from ._wrapper import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel

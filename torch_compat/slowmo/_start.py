@@ -1,16 +1,48 @@
-"""Whether the processes start from the same parameters."""
+"""That the processes start from the same parameters: made so, or looked at."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ._collectives import Collectives
-from ._graphs import own_graph
+from ._collectives import Collectives, broadcast
+from ._graphs import device_data, launch
+from ._places import Places
+from .backends import choose
 
-# Elements of one step where torch computes at once: its numbers of the positions take 8 bytes each.
+# Elements of one step: what is computed of them takes 8 bytes each.
 _CHUNK = 2**22
 _FACTOR = 0x1E3779B97F4A7C15  # odd, so that a product with it loses nothing modulo 2**64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def broadcast_parameters(
+    module: torch.nn.Module, *, global_group: Any = None, backend: str | None = None
+) -> None:
+    """Give all processes rank 0's parameters and buffers; call it in all of them.
+
+    It does what torch_xla's `xm.broadcast_master_param` does, which aborts several CPU devices.
+
+    Args:
+      module: on the device of this process; of the same shapes and dtypes everywhere.
+      global_group: with `torch.distributed` the processes; None for all there are.
+      backend: as in `SlowMoDistributedDataParallel`.
+
+    Raises:
+      ValueError: a module without parameters, or on several devices; an unknown backend.
+      RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
+      PeerLostError: another process has ended.
+
+    Communication: one all-reduce of the bytes of parameters and buffers per dtype; nothing with one
+      process.
+    """
+    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
+        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+    here = choose(backend, module, {"global_group": global_group})
+    device = here.device_of(module)
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
+    if here.world_size > 1:
+        broadcast(tensors, Collectives(Places(here.rank, here.world_size), here), device)
 
 
 def check_equal(
@@ -28,19 +60,18 @@ def check_equal(
         parameters.
 
     Communication: one all-gather of 16 bytes per process; where they differ, another of 8 bytes per
-      parameter and process.
+      parameter and process. On XLA devices the parameters are copied to the host once.
     """
-    tensors = list(params.values())
-    with own_graph(device):
-        prints = torch.stack([fingerprint(tensor) for tensor in tensors])
-        own = torch.stack([fingerprint(prints), torch.full_like(prints[0], len(tensors))])
+    launch(device)  # or reading a parameter would launch a graph of its own
+    prints = torch.stack([fingerprint(tensor).cpu() for tensor in params.values()])
+    own = [int(fingerprint(prints)), len(params)]
     totals = _gathered(own, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
     which = "their number is not the same"
     if all(total[1] == totals[0][1] for total in totals):
-        rows = _gathered(prints, collectives, device)
+        rows = _gathered(prints.tolist(), collectives, device)
         names = [name for name, row in zip(params, rows.T, strict=True) if (row != row[0]).any()]
         which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     raise ValueError(
@@ -53,20 +84,22 @@ def check_equal(
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A number () int64 that other bits at any place change; the same on every kind of device."""
-    value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = value.detach().reshape(-1)
+    # torch_xla cannot see a number's bits, and would copy and compile for every operation.
+    value = tensor.detach().cpu() if tensor.device.type == "xla" else tensor.detach()
+    bits = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
     bits = bits if bits.dtype == torch.int64 else bits.view(_INTEGERS[bits.element_size()])
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    size = max(len(bits), 1) if tensor.device.type == "xla" else _CHUNK
-    for begin in range(0, len(bits), size):
-        part = bits[begin : begin + size].to(torch.int64)
+    total = torch.full((), tensor.numel(), dtype=torch.int64, device=value.device)
+    for begin in range(0, len(bits), _CHUNK):
+        part = bits[begin : begin + _CHUNK].to(torch.int64)
         places = torch.arange(begin, begin + len(part), device=part.device)
         # Sums of integers modulo 2**64 do not depend on their order.
         total = total + (part * (2 * places + 1) * _FACTOR).sum()
     return total
 
 
-def _gathered(own: torch.Tensor, collectives: Collectives, device: torch.device) -> torch.Tensor:
+def _gathered(own: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
+    """`own` of every process, (world_size, len(own))."""
+    value = device_data(own, torch.int64, device)
     with collectives.graph(device):
-        rows = collectives.gather(own)
+        rows = collectives.gather(value)
     return rows.cpu().reshape(collectives.places.world_size, -1)

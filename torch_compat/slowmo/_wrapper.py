@@ -72,8 +72,8 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       local_node_group: the process group of this node, None to make one.
       comm_device: where `torch.distributed` exchanges tensors, None for where the parameters are.
         These last four are without effect over torch_xla.
-      broadcast_parameters: give all processes rank 0's parameters before the first of these: a
-        forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
+      broadcast_parameters: give all processes rank 0's parameters and buffers before the first of
+        these: a forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
       check_start: before the first forward pass in training mode compare the parameters of all
         processes, unless the run goes on from a `state_dict`. False where they shall differ.
       backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
@@ -358,7 +358,8 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
     def _start(self, device: torch.device, *, may_check: bool = True) -> None:
         """Once: make the parameters of all processes equal, see that they are."""
         if self._must_broadcast:
-            self._replica.broadcast(list(self.module.parameters()), device)
+            everything = (*self.module.parameters(), *self.module.buffers())
+            self._replica.broadcast([tensor for tensor in everything if tensor.numel()], device)
         if self._must_check and may_check:
             if self._backend.may_read():
                 self._replica.check_start(dict(self.module.named_parameters()), device)

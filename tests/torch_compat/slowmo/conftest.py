@@ -2,39 +2,10 @@
 
 import pytest
 import torch
+from slowmo_alone import Alone
 from slowmo_spawned import BACKENDS
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel, _options
-from torch_compat.slowmo._places import Places
-from torch_compat.slowmo.backends import Backend
-from torch_compat.slowmo.backends._base import check_devices
-
-
-class Alone(Backend):
-    """One rank of a world whose others are not there."""
-
-    name = "torch_xla"
-    unused = (("synch_freq", "use_streams", "profile_mode", "comm_device", "global_group"), "so")
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world_size = rank, world
-
-    def device_of(self, module):
-        return check_devices(module, None)
-
-    def hosts(self):
-        return ("here",) * self.world_size
-
-    def join_nodes(self, places: Places) -> None:
-        pass
-
-    def may_read(self) -> bool:
-        return True
-
-    def _nobody(self, *args, **kwargs):
-        raise AssertionError("nobody is there")
-
-    meet = all_reduce = reduce_scatter = all_gather = permute = _nobody
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Models, data and steps that several tests share."""
 
 import numpy as np
-import torch
 import slowmo_here as here
-
+import torch
 
 WIDTH, HIDDEN = 512, 1024  # a little more than a million parameters
 

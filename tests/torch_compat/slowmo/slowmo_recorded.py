@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import slowmo_here as here
+import torch
 
 from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoDistributedDataParallel

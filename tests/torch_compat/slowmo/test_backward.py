@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-import torch
 import slowmo_here as here
+import torch
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel
@@ -59,8 +59,8 @@ def gradients(form: str, passes: int):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_averaged_in_the_node(form):
-    results = spawned(4, gradients, form, 1)
+def test_gradients_are_averaged_in_the_node(by, form):
+    results = spawned(4, gradients, form, 1, by=by)
     assert [always for always, _ in results] == [[1.5] * 2] * 2 + [[3.5] * 2] * 2
     # In the second node one process has no gradient: it counts as zero, and nobody waits.
     assert [some for _, some in results] == [[3.0] * 2] * 2 + [[3.0] * 2] * 2
@@ -69,6 +69,31 @@ def test_gradients_are_averaged_in_the_node(form):
 def test_accumulated_gradients():
     results = spawned(2, gradients, "tensor", 3)
     assert [always for always, _ in results] == [[1.5 + 2.5 + 3.5] * 2] * 2
+
+
+class Returning(torch.nn.Module):
+    """Results that hold parameters: by themselves, and in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.inner = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> dict:
+        return {"loss": (self.inner(x) * self.weight).sum(), "weight": self.weight, "from": self}
+
+
+def hooks_after(passes: int) -> list[int]:
+    module = Returning().to(here.device())
+    net = SlowMoDistributedDataParallel(module, nprocs_per_node=2, broadcast_parameters=True)
+    for _ in range(passes):
+        out = net(torch.ones(3, 2).to(here.device()))
+        (out["loss"] + out["weight"].sum()).backward()
+    return [len(param._backward_hooks or ()) for param in module.parameters()]
+
+
+def test_hooks_do_not_pile_up(by):
+    assert spawned(2, hooks_after, 4, by=by) == [[1, 0, 0]] * 2
 
 
 def two_forwards():
@@ -95,5 +120,5 @@ def fail(gradient):
     raise RuntimeError("on purpose")
 
 
-def test_two_forwards_and_a_failed_backward():
-    assert spawned(2, two_forwards) == [(1, [3.0, 3.0])] * 2
+def test_two_forwards_and_a_failed_backward(by):
+    assert spawned(2, two_forwards, by=by) == [(1, [3.0, 3.0])] * 2

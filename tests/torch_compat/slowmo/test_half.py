@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 import slowmo_here as here
+import torch
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel

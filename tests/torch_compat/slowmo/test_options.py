@@ -1,13 +1,13 @@
 """What the constructor refuses, warns of, and sets; it needs no device."""
 
 import inspect
+import logging
 import warnings
 
 import pytest
 import torch
 
 from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from torch_compat.slowmo._places import Places
 
 ARGUMENTS = [
     "module",
@@ -36,14 +36,18 @@ ARGUMENTS = [
     "local_node_group",
     "comm_device",
 ]
+OURS = {"broadcast_parameters": False, "check_start": True, "backend": None}
 DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
 DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
 
 
 def test_arguments_order_and_defaults_are_fairscales():
     parameters = list(inspect.signature(SlowMoDistributedDataParallel).parameters.values())
+    parameters, ours = parameters[: -len(OURS)], parameters[-len(OURS) :]
     assert [p.name for p in parameters] == ARGUMENTS
     assert [p.default for p in parameters[2:]] == DEFAULTS
+    assert {p.name: p.default for p in ours} == OURS
+    assert {p.kind for p in ours} == {inspect.Parameter.KEYWORD_ONLY}
     assert [p.default for p in parameters[:2]] == [inspect.Parameter.empty] * 2
 
 
@@ -97,7 +101,7 @@ def test_refused(build, options, message):
 
 
 def test_one_warning_names_all_arguments_without_effect(build):
-    with pytest.warns(UserWarning, match="without effect on XLA") as caught:
+    with pytest.warns(UserWarning, match="without effect over torch_xla") as caught:
         build(
             synch_freq=2,
             use_streams=False,
@@ -151,9 +155,21 @@ def test_a_single_process(build):
         build(world=1, rank=0)
 
 
-def test_places_of_two_nodes_of_three():
-    places = [Places(rank, 6, 3) for rank in range(6)]
-    assert [place.node for place in places] == [0, 0, 0, 1, 1, 1]
-    assert [place.rank for place in places if place.is_master] == [0, 3]
-    assert places[4].num_nodes == 2
-    assert places[4].node_groups == [[0, 1, 2], [3, 4, 5]]
+def test_verbose_can_be_read(build, caplog):
+    """In a program that has set up no logging, and by the logging of one that has."""
+    logger = logging.getLogger("torch_compat.slowmo")
+    others = logging.root.handlers[:]
+    try:
+        logging.root.handlers[:] = []
+        build(verbose=True)
+        build(verbose=True)
+        assert len(logger.handlers) == 1
+        assert logger.isEnabledFor(logging.DEBUG)
+        logger.handlers[:] = []
+        logging.root.handlers[:] = others
+        build(verbose=True)
+        assert logger.handlers == []
+    finally:
+        logging.root.handlers[:] = others
+        logger.handlers[:] = []
+        logger.setLevel(logging.NOTSET)

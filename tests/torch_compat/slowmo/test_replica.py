@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from slowmo_alone import Alone
 
 from torch_compat.slowmo._gossip import plan_gossip
-from torch_compat.slowmo._options import Places
+from torch_compat.slowmo._places import Places
 from torch_compat.slowmo._replica import Replica, State
 from torch_compat.slowmo._slow_momentum import SlowMomentum
 
@@ -12,7 +13,7 @@ from torch_compat.slowmo._slow_momentum import SlowMomentum
 def replica(is_sgp: bool = True, nprocs_per_node: int = 1) -> Replica:
     places = Places(1, 4, nprocs_per_node)
     plan = plan_gossip("ring", None, 4 // nprocs_per_node, nprocs_per_node, push_sum=True)
-    return Replica(places, plan, is_sgp=is_sgp, is_sharded=True)
+    return Replica(places, Alone(1, 4), plan, is_sgp=is_sgp, is_sharded=True)
 
 
 def test_a_new_one_remembers_nothing():

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 import slowmo_here as here
+import torch
 from slowmo_models import HIDDEN, WIDTH, Perceptron, batch, perceptron, train_step, values
 from slowmo_spawned import spawned
 
@@ -85,9 +85,9 @@ def slowmo_in_numpy(world: int) -> tuple[list[dict[str, np.ndarray]], dict[str, 
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_million_parameters_follow_the_oracle(world):
+def test_a_million_parameters_follow_the_oracle(by, world):
     assert sum(v.size for v in perceptron(WIDTH, HIDDEN).values()) > 1_000_000
-    results = spawned(world, slowmo_on_device)
+    results = spawned(world, slowmo_on_device, by=by)
     all_expected, outer = slowmo_in_numpy(world)
     for ours, expected in zip(results, all_expected, strict=True):
         for key, value in expected.items():
@@ -117,7 +117,7 @@ def one_parameter(options: dict):
         net.perform_slowmo(optimizer)
         here.launch()
         if t % 2:
-            anchor = net.old_params.cpu().numpy()
+            anchor = net.old_params.cpu().numpy().copy()
             assert np.isfinite(anchor).all()
     return module.weight.detach().cpu().numpy().ravel(), anchor
 
@@ -151,8 +151,8 @@ def rates_of_zero():
     return torch.stack(seen).numpy()
 
 
-def test_a_rate_of_zero_at_a_slow_step():
-    for seen in spawned(2, rates_of_zero):
+def test_a_rate_of_zero_at_a_slow_step(by):
+    for seen in spawned(2, rates_of_zero, by=by):
         assert np.isfinite(seen).all()
         np.testing.assert_array_equal(seen[2], seen[1])
         np.testing.assert_array_equal(seen[3], seen[2])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .._places import Places
 from ._base import Backend, check_devices
@@ -70,9 +71,14 @@ class DistributedBackend(Backend):
         if places.nprocs_per_node == 1:
             return
         ranks = dist.get_process_group_ranks(self._group)
-        members = [ranks[rank] for rank in places.node_groups[places.node]]
-        if self._node_group is None:
-            self._node_group = dist.new_group(members, use_local_synchronization=True)
+        nodes = [[ranks[rank] for rank in node] for node in places.node_groups]
+        members = nodes[places.node]
+        if self._node_group is None and len(ranks) < dist.get_world_size():
+            # The processes outside of the run do not take part. torch_xla, once imported, puts a
+            # function without this option in the place of `dist.new_group`.
+            self._node_group = distributed_c10d.new_group(members, use_local_synchronization=True)
+        elif self._node_group is None:
+            self._node_group = [dist.new_group(node) for node in nodes][places.node]
         given = dist.get_process_group_ranks(self._node_group)
         if given != members:
             raise ValueError(

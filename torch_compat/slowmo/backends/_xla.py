@@ -35,10 +35,11 @@ class XlaBackend(Backend):
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
         self.world_size = xr.world_size()
+        runtime.introduce()
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
         here = check_devices(module, runtime.bound())
-        runtime.introduce()
+        runtime.may_launch()  # refuses what would end the process later
         ensure_autograd_threads(here)
         return here
 
@@ -50,7 +51,6 @@ class XlaBackend(Backend):
     def told(self, number: int) -> tuple[int, ...]:
         """The `number` of every process, of at most 32 bits."""
         device = runtime.bound()
-        runtime.introduce()
         with own_graph(device):
             own = device_data([number], torch.int64, device)
         self.meet()
@@ -64,13 +64,6 @@ class XlaBackend(Backend):
     def meet(self) -> None:
         if runtime.may_launch():
             runtime.meet()
-        elif runtime.shares_a_process():
-            raise RuntimeError(
-                "Processes exchange here inside of torch_xla.compile(full_graph=True), and several "
-                "CPU devices cannot: the graph with the collective must be launched by itself. Put "
-                "perform_slowmo() after the compiled function, and for buffers or several "
-                "processes per node leave full_graph out. On one device, and on TPUs, it works."
-            )
 
     def may_read(self) -> bool:
         return self.world_size == 1 or runtime.may_launch()

@@ -1,0 +1,141 @@
+"""Processes of gloo that die, fail, or come late to an exchange: who waits says who."""
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import slowmo_here as here
+import torch
+from slowmo_models import Perceptron, train_step, values
+from slowmo_spawned import spawned, start_gloo
+
+from torch_compat.errors import PeerLostError
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo.backends import _waiting
+
+WIDTH = 8
+
+
+def built(**options):
+    net = SlowMoDistributedDataParallel(
+        Perceptron(WIDTH, 6), nprocs_per_node=1, localsgd_frequency=1, **options
+    )
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def going(victim: int, how: str, options: dict):
+    """What a process says of the end of another, and after how long."""
+    net, optimizer = built(**options)
+    train_step(net, optimizer, 0, WIDTH)
+    if here.rank() == victim:
+        if how == "exception":
+            raise ValueError("bad sample")
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        for t in range(1, 4):
+            train_step(net, optimizer, t, WIDTH)
+    except PeerLostError as error:
+        return str(error), time.monotonic() - begin
+    return "nothing has happened", 0.0
+
+
+GOSSIP = {"slowmo_base_algorithm": "sgp"}
+
+
+@pytest.mark.parametrize("options", [{}, GOSSIP], ids=["local sgd", "sgp"])
+@pytest.mark.parametrize(("victim", "how"), [(2, "SIGKILL"), (1, "exception"), (0, "SIGKILL")])
+def test_who_ends_is_named_by_all(victim, how, options, tmp_path):
+    processes = start_gloo(4, tmp_path, going, victim, how, options)
+    for process in processes:
+        process.join(60)
+    assert [process.is_alive() for process in processes] == [False] * 4
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert not (tmp_path / f"error{rank}").exists(), (tmp_path / f"error{rank}").read_text()
+        message, seconds = torch_load(tmp_path / str(rank))
+        assert message.startswith(f"Process {victim} of 4 has ended"), (rank, message)
+        assert seconds < 15
+
+
+def torch_load(path):
+    import pickle
+
+    return pickle.loads(path.read_bytes())
+
+
+def without_store(address: str):
+    """The store is kept by process 0, as with init_method="env://" and no launcher."""
+    import torch.distributed as dist
+
+    rank, size = here.rank(), here.world()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    return going(0, "SIGKILL", {})
+
+
+def test_who_keeps_the_store_ends(tmp_path):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = start_gloo(3, tmp_path, without_store, f"tcp://127.0.0.1:{port}")
+    for process in processes:
+        process.join(60)
+    for rank in (1, 2):
+        message, seconds = torch_load(tmp_path / str(rank))
+        assert "has ended" in message
+        assert "process 0 of 3" in message
+        assert seconds < 15
+
+
+def late(seconds: float):
+    said = []
+    _waiting.NOTICE_SECONDS = 1.0
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("torch_compat.slowmo").addHandler(handler)
+    net, optimizer = built()
+    train_step(net, optimizer, 0, WIDTH)
+    if here.rank() == 1:
+        time.sleep(seconds)
+    train_step(net, optimizer, 1, WIDTH)
+    return said, values(net.module)["w1"].tolist()
+
+
+def test_who_is_late_is_waited_for_and_named():
+    results = spawned(3, late, 3.5)
+    assert len({str(parameters) for _, parameters in results}) == 1
+    for rank, (said, _) in enumerate(results):
+        if rank == 1:
+            assert said == []
+        else:
+            assert said, rank
+            assert f"process {rank} has waited" in said[-1]
+            assert "for process 1 of 3 to exchange" in said[-1]
+
+
+def out_of_time():
+    """The time limit of the group ends the wait for a process that never comes."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    net, optimizer = built(global_group=group)
+    train_step(net, optimizer, 0, WIDTH)
+    if here.rank() == 1:
+        time.sleep(12)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        train_step(net, optimizer, 1, WIDTH)
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_the_time_limit_of_the_group_holds():
+    (message, seconds), _ = spawned(2, out_of_time)
+    assert message.startswith("Process 1 of 2 has ended, or is stuck")
+    assert seconds < 11

@@ -1,0 +1,81 @@
+"""A device that comes late to an exchange, or never."""
+
+import time
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from slowmo_models import Perceptron, train_step, values
+from slowmo_spawned import spawned
+
+from torch_compat import meeting
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+from torch_compat.slowmo.backends._xla import XlaBackend
+
+WIDTH = 8
+
+
+def skewed(seconds: float):
+    """Process 0 evaluates, saves or compiles longer than XLA waits in a collective."""
+    net = SlowMoDistributedDataParallel(
+        Perceptron(WIDTH, 6).to(torch_xla.device()), nprocs_per_node=1, localsgd_frequency=1
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train_step(net, optimizer, 0, WIDTH)
+    if xr.global_ordinal() == 0:
+        time.sleep(seconds)
+    train_step(net, optimizer, 1, WIDTH)
+    return values(net.module)["w1"].tolist()
+
+
+def test_a_device_may_be_late():
+    # XLA's CPU runtime ends the process when one has waited for 15 s.
+    first, second = spawned(2, skewed, 17.0, by="torch_xla")
+    assert first == second
+
+
+def failing():
+    net = SlowMoDistributedDataParallel(
+        Perceptron(WIDTH, 6).to(torch_xla.device()), nprocs_per_node=1, localsgd_frequency=1
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train_step(net, optimizer, 0, WIDTH)
+    if xr.global_ordinal() == 1:
+        raise ValueError("bad sample in process 1")
+    train_step(net, optimizer, 1, WIDTH)
+
+
+def test_an_exception_ends_the_others_and_is_not_lost():
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    from torch_compat import runtime
+
+    runtime.configure_cpu_devices(2)
+    begin = time.monotonic()
+    with pytest.raises(Exception, match=r"Process 1 of 2 will not take part") as caught:
+        xmp.spawn(_quiet, start_method="fork")
+    assert time.monotonic() - begin < 15
+    # What the pool hands to the parent: the waiting process' error, and its cause.
+    assert "bad sample in process 1" in str(caught.value.__cause__)
+
+
+def _quiet(index):
+    import warnings
+
+    warnings.simplefilter("ignore")
+    meeting.NOTICE_SECONDS = 1000.0
+    failing()
+
+
+def hosts(number: int):
+    """What several hosts would tell each other; the devices stand for them."""
+    backend = XlaBackend()
+    return backend.told(number + backend.rank // 2), backend.hosts()
+
+
+def test_hosts_of_all_processes():
+    large = 2**32 - 2
+    for told, own in spawned(4, hosts, large, by="torch_xla"):
+        assert told == (large, large, large + 1, large + 1)
+        assert own == (0, 0, 0, 0)

@@ -1,0 +1,144 @@
+"""A barrier that knows who is missing, and whether it will come."""
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from torch_compat import meeting
+from torch_compat.errors import PeerLostError
+from torch_compat.meeting import Meeting
+
+
+def in_threads(functions) -> list:
+    """What the functions returned, or raised, in a pool as torch_xla has it."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = [pool.submit(function) for function in functions]
+        return [future.exception() or future.result() for future in futures]
+
+
+def test_all_come_again_and_again():
+    place, order = Meeting(3), []
+
+    def thread(index):
+        def run():
+            place.introduce(index)
+            for round_ in range(50):
+                order.append(round_)
+                place.wait(index)
+
+        return run
+
+    assert in_threads([thread(i) for i in range(3)]) == [None] * 3
+    # Nobody begins a round before all have ended the one before.
+    assert order == sorted(order)
+
+
+def test_who_is_late_is_waited_for_and_named(monkeypatch, caplog):
+    monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "_POLL_SECONDS", 0.05)
+    place, said = Meeting(2), threading.Event()
+
+    def late():
+        place.introduce(1)
+        assert said.wait(30)
+        place.wait(1)
+
+    def early():
+        place.introduce(0)
+        place.wait(0)
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            caplog.records.append(record)
+            said.set()
+
+    handler = Handler()
+    logging.getLogger(meeting.__name__).addHandler(handler)
+    try:
+        assert in_threads([early, late]) == [None, None]
+    finally:
+        logging.getLogger(meeting.__name__).removeHandler(handler)
+    assert "process 0 has waited" in caplog.records[0].getMessage()
+    assert "for process 1 of 2" in caplog.records[0].getMessage()
+
+
+def calling(module: str, function):
+    """`function`, called by a function of that module."""
+    space = {"__name__": module, "function": function}
+    exec("def call():\n    function()", space)
+    return space["call"]
+
+
+@pytest.mark.parametrize("introduced", [True, False])
+def test_who_has_raised_will_not_come(introduced):
+    place = Meeting(2)
+
+    def failing():
+        if introduced:
+            place.introduce(1)
+        raise ValueError("bad sample")
+
+    if not introduced:
+        failing = calling("torch_xla._internal.pjrt", failing)
+
+    def waiting():
+        place.introduce(0)
+        place.wait(0)
+
+    lost, error = in_threads([waiting, failing])
+    assert isinstance(lost, PeerLostError)
+    assert "Process 1 of 2 will not take part" in str(lost)
+    assert "ValueError('bad sample')" in str(lost)
+    assert lost.__cause__ is error
+
+
+def test_what_others_have_raised_says_nothing_of_who_is_late():
+    place, other = Meeting(2), []
+
+    def late():
+        # Kept, as by a pool of the program's own that nobody asks.
+        other.append(ThreadPoolExecutor(1).submit(lambda: 1 / 0))
+        time.sleep(3 * meeting._POLL_SECONDS)
+        place.introduce(1)
+        place.wait(1)
+
+    def early():
+        place.introduce(0)
+        place.wait(0)
+
+    assert in_threads([early, late]) == [None, None]
+    assert isinstance(other[0].exception(), ZeroDivisionError)
+
+
+def test_who_has_returned_will_not_come():
+    place = Meeting(2)
+
+    def waiting():
+        place.introduce(0)
+        place.wait(0)
+
+    lost, _ = in_threads([waiting, lambda: place.introduce(1)])
+    assert isinstance(lost, PeerLostError)
+    assert "its function has returned" in str(lost)
+
+
+def test_waiting_ends(monkeypatch):
+    monkeypatch.setattr(meeting, "LIMIT_SECONDS", 0.2)
+    place, over = Meeting(2), threading.Event()
+
+    def stuck():
+        place.introduce(1)
+        over.wait(30)
+
+    def waiting():
+        place.introduce(0)
+        try:
+            place.wait(0)
+        finally:
+            over.set()
+
+    lost, _ = in_threads([waiting, stuck])
+    assert "Process 1 of 2 has not come to this exchange for" in str(lost)
