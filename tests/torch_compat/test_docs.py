@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(), re.DOTALL)
 
@@ -21,6 +23,7 @@ def run(program: str, folder: Path) -> list[str]:
         env=environment,
         capture_output=True,
         text=True,
+        cwd=folder,
         timeout=120,
         check=False,
     )
@@ -28,8 +31,8 @@ def run(program: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_there_are_two_programs():
-    assert len(PROGRAMS) == 2
+def test_there_are_three_programs():
+    assert len(PROGRAMS) == 3
 
 
 def test_manager(tmp_path: Path):
@@ -39,8 +42,9 @@ def test_manager(tmp_path: Path):
     assert float(steps[-1][2]) < 0.05
 
 
-def test_slowmo(tmp_path: Path):
-    (program,) = (text for text in PROGRAMS if "xmp.spawn" in text)
-    (line,) = run(program, tmp_path)
+@pytest.mark.parametrize("start", ["xmp.spawn(", "mp.spawn(train, args=(2"])
+def test_slowmo(tmp_path: Path, start: str):
+    (program,) = (text for text in PROGRAMS if start in text)
+    line = run(program, tmp_path)[-1]
     assert line.startswith("loss of process 0 of 2: ")
     assert float(line.split()[-1]) < 0.1
