@@ -28,6 +28,10 @@ TORCH = {
     "PostLocalSGD(12)": 24,
     "PostLocalSGD(48)": 48,
     "FairScale SlowMo(12, 48)": 48,
+    "torch_compat LocalSGD(12)": 24,
+    "torch_compat SlowMo(12, 48)": 48,
+    "torch_compat SlowMo(48)": 48,
+    "torch_compat SGP": 6,
 }
 
 

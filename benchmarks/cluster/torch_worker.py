@@ -1,4 +1,4 @@
-"""One torch process of the cluster benchmark: DistributedDataParallel and PostLocalSGD."""
+"""One torch process of the cluster benchmark: torch's own, FairScale's, and `torch_compat`."""
 
 import os
 import platform
@@ -13,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as po
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from torch_compat import SlowMoDistributedDataParallel
 
 address, port, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 torch.set_num_threads(1)
@@ -63,6 +65,14 @@ def fairscale(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
+OURS = {
+    "torch_compat LocalSGD(12)": {"localsgd_frequency": 12, "slowmo_momentum": 0.0},
+    "torch_compat SlowMo(12, 48)": {"localsgd_frequency": 12, "slowmo_frequency": 48},
+    "torch_compat SlowMo(48)": {"localsgd_frequency": 48, "slowmo_frequency": 48},
+    "torch_compat SGP": {"slowmo_base_algorithm": "sgp", "slowmo_momentum": 0.0},
+}
+
+
 def prepare(name: str):
     model: torch.nn.Module = build()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -72,6 +82,8 @@ def prepare(name: str):
         model = DistributedDataParallel(model)
     elif name.startswith("FairScale"):
         model = fairscale(model)
+    elif name in OURS:
+        model = SlowMoDistributedDataParallel(model, nprocs_per_node=1, **OURS[name])
     elif name.startswith("PostLocalSGD"):
         # Gradients are averaged inside subgroups, here of one host each; parameters over all.
         period = int(name.partition("(")[2].rstrip(")"))
@@ -87,7 +99,7 @@ def prepare(name: str):
             loss = ((model(X) - Y) ** 2).mean()
             loss.backward()
             optimizer.step()
-            if name.startswith("FairScale"):
+            if name.startswith("FairScale") or name in OURS:
                 model.perform_slowmo(optimizer)
         return loss.item()
 

@@ -55,6 +55,7 @@ class DistributedBackend(Backend):
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:
             raise ValueError("`global_group` must contain this process.")
+        self._by_gloo = dist.get_backend(self._group) == "gloo"
         self._node_group = local_node_group
         self._comm_device = None if comm_device is None else torch.device(comm_device)
         self._waiting = Waiting(self._group)
@@ -104,8 +105,14 @@ class DistributedBackend(Backend):
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         wire = self._sent(flat)
-        part = wire.new_empty(len(flat) // self.world_size)
-        self._wait(_REDUCE_SCATTER, part, wire, group=self._group)
+        if self._by_gloo:
+            # gloo's own sends as much as an all-reduce, twice what is needed.
+            parts = torch.empty_like(wire)
+            self._wait(dist.all_to_all_single, parts, wire, group=self._group)
+            part = parts.reshape(self.world_size, -1).sum(0)
+        else:
+            part = wire.new_empty(len(flat) // self.world_size)
+            self._wait(_REDUCE_SCATTER, part, wire, group=self._group)
         return part.to(flat.device)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -137,8 +144,7 @@ class DistributedBackend(Backend):
         """`value`, contiguous, where it can be sent; `fresh`: to be overwritten."""
         device = self._comm_device
         if device is None:
-            by_gloo = dist.get_backend(self._group) == "gloo"
-            device = torch.device("cpu") if by_gloo else value.device
+            device = torch.device("cpu") if self._by_gloo else value.device
         wire = value.detach().to(device).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
 
