@@ -149,17 +149,20 @@ def average_gradients(
 ) -> None:
     """Gradients become their mean over the processes of the node.
 
-    Communication: one all-reduce inside every node, of the bytes of `trained`.
+    Communication: one all-reduce inside every node, of the bytes of `trained`; sparse gradients
+      are sent whole.
     """
     # Another process may have a gradient where this one has none, and all must send alike.
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        shares = [grad.detach() / collectives.places.nprocs_per_node for grad in grads]
-    del grads
+        sparse = [grad.sparse_dim() if grad.is_sparse else None for grad in grads]
+        dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        shares = [grad.detach() / collectives.places.nprocs_per_node for grad in dense]
+    del grads, dense
     with collectives.graph(device):
         means = collectives.total_in_node(shares)
-    for param, mean in zip(trained, means, strict=True):
-        param.grad = mean
+    for param, mean, rows in zip(trained, means, sparse, strict=True):
+        param.grad = mean if rows is None else mean.to_sparse(rows)
 
 
 def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """The wrapper in a script: calls in the wrong order, no backward pass, nodes of two."""
 
+import copy
 import warnings
 
 import numpy as np
 import slowmo_here as here
 import torch
-from slowmo_models import Perceptron, values
+from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel
@@ -108,3 +109,23 @@ def test_members_of_a_node_agree(by):
     assert all(map(np.array_equal, c, d))
     assert np.array_equal(a[3], c[3]), "a slow step makes all equal"
     assert np.isfinite(a[-1]).all()
+
+
+def copied():
+    """A copy trains on in the same run, by itself."""
+    net = SlowMoDistributedDataParallel(
+        Perceptron(8, 6).to(here.device()), nprocs_per_node=1, localsgd_frequency=1
+    )
+    first = values(net.module)["w1"]
+    again = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.5)
+    train_step(again, optimizer, 0, 8)
+    return first, values(net.module)["w1"], values(again.module)["w1"]
+
+
+def test_a_copy(by):
+    results = spawned(2, copied, by=by)
+    for before, kept, trained in results:
+        assert np.array_equal(before, kept)
+        assert not np.array_equal(kept, trained)
+    assert np.array_equal(results[0][2], results[1][2])

@@ -26,6 +26,10 @@ class Backend(ABC):
     world_size: int
     unused: tuple[tuple[str, ...], str]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Backend":
+        """Copies of a wrapper are in the same run."""
+        return self
+
     @abstractmethod
     def device_of(self, module: torch.nn.Module) -> torch.device:
         """The one device of this process, ready for use.

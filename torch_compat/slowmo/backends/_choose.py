@@ -40,6 +40,7 @@ def choose(name: str | None, module: torch.nn.Module, groups: dict[str, Any]) ->
                 "program that torchrun or torch.multiprocessing starts, or install torch_xla."
             )
     if name == "torch_xla":
+        # The error without torch_xla names the extra that has it.
         from ._xla import XlaBackend
 
         return XlaBackend()

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from .._places import Places
 from ._base import Backend, check_devices
-from ._waiting import Waiting
+from ._waiting import Waiting, backend_on
 
 # gloo has no sums of these.
 _WIDER = {torch.bool: torch.int32, torch.int16: torch.int32}
@@ -55,10 +55,15 @@ class DistributedBackend(Backend):
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:
             raise ValueError("`global_group` must contain this process.")
-        self._by_gloo = dist.get_backend(self._group) == "gloo"
         self._node_group = local_node_group
         self._comm_device = None if comm_device is None else torch.device(comm_device)
-        self._waiting = Waiting(self._group)
+        self._waiting = Waiting.of(self._group)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A wrapper over torch.distributed cannot be pickled, since process groups cannot: save "
+            "its state_dict() in every process, or one consolidated_state_dict() for all."
+        )
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
         return check_devices(module, None)
@@ -105,7 +110,7 @@ class DistributedBackend(Backend):
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
         wire = self._sent(flat)
-        if self._by_gloo:
+        if backend_on(self._group, wire.device) == "gloo":
             # gloo's own sends as much as an all-reduce, twice what is needed.
             parts = torch.empty_like(wire)
             self._wait(dist.all_to_all_single, parts, wire, group=self._group)
@@ -144,9 +149,12 @@ class DistributedBackend(Backend):
         """`value`, contiguous, where it can be sent; `fresh`: to be overwritten."""
         device = self._comm_device
         if device is None:
-            device = torch.device("cpu") if self._by_gloo else value.device
+            by_gloo = backend_on(self._group, value.device) == "gloo"
+            device = torch.device("cpu") if by_gloo else value.device
         wire = value.detach().to(device).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
 
     def _wait(self, collective: Any, *tensors: torch.Tensor, group: Any) -> None:
-        self._waiting.until_done(lambda: collective(*tensors, group=group, async_op=True))
+        self._waiting.until_done(
+            lambda: collective(*tensors, group=group, async_op=True), tensors[0].device
+        )

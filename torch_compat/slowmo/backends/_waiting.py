@@ -1,12 +1,12 @@
 """Waiting for a collective of `torch.distributed` that says who is awaited, or gone."""
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -18,8 +18,14 @@ NOTICE_SECONDS = 30.0
 _POLL_SECONDS = 1.0
 # How long the living have to say so once a connection has broken.
 _ANSWER_SECONDS = 3.0
-# Wrappers are made in the same order everywhere, so that one's keys are found by its peers.
-_numbers = itertools.count()
+# By the names of groups, of which every process of a group has the same.
+_of_groups: dict[tuple[str, int], "Waiting"] = {}
+
+
+def backend_on(group: Any, device: torch.device) -> str:
+    """The name of what a group uses for tensors of a device, such as "gloo"."""
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return dict(part.split(":", 1) for part in config.split(",")).get(device.type, "")
 
 
 class Waiting:
@@ -32,26 +38,34 @@ class Waiting:
     """
 
     def __init__(self, group: Any) -> None:
+        self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._watches = dist.get_backend(group) == "gloo"
-        # torch has no public name for the store of the default group.
-        default = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
-            f"torch_compat.slowmo/{next(_numbers)}", default
+            f"torch_compat.slowmo/{group.group_name}", distributed_c10d._get_default_store()
         )
         self._number = 0
 
-    def until_done(self, begin: Callable[[], Any]) -> None:
+    @classmethod
+    def of(cls, group: Any) -> "Waiting":
+        """That of a group, which all wrappers of the group share: they count together."""
+        # torch has no public name for the store of the default group.
+        key = group.group_name, id(distributed_c10d._get_default_store())
+        if key not in _of_groups or _of_groups[key]._group is not group:
+            _of_groups[key] = cls(group)
+        return _of_groups[key]
+
+    def until_done(self, begin: Callable[[], Any], device: torch.device) -> None:
         """Begin a collective and wait for it.
 
         Args:
           begin: starts it, and returns its `Work`.
+          device: of its tensors.
 
         Raises:
           PeerLostError: a process is gone; it is named.
         """
         self._number += 1
-        if not self._watches:
+        if backend_on(self._group, device) != "gloo":
             begin().wait()
             return
         try:

@@ -1,5 +1,7 @@
 """Groups, nodes and devices of `torch.distributed`."""
 
+import pickle
+
 import numpy as np
 import pytest
 import slowmo_here as here
@@ -10,6 +12,7 @@ from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 from torch_compat.slowmo.backends._distributed import DistributedBackend
+from torch_compat.slowmo.backends._waiting import backend_on
 
 WIDTH = 8
 
@@ -135,3 +138,57 @@ def test_collectives():
         assert chain == [[0.0], [0.0], [10.0]][rank]
         assert circle == [[10.0], [20.0], [0.0]][rank]
         assert flags == [True, True]
+
+
+class Rows(torch.nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(6, 3, sparse=sparse)
+        torch.nn.init.ones_(self.rows.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.rows(ids) * (1 + here.rank())).sum()
+
+
+def of_rows(sparse: bool):
+    net = SlowMoDistributedDataParallel(Rows(sparse), nprocs_per_node=2)
+    net(torch.tensor([here.rank(), 4])).backward()
+    gradient = net.module.rows.weight.grad
+    return gradient.is_sparse, gradient.to_dense().numpy()
+
+
+def test_sparse_gradients_stay_sparse_in_nodes_of_several():
+    for (is_sparse, ours), (_, dense) in zip(
+        spawned(2, of_rows, True), spawned(2, of_rows, False), strict=True
+    ):
+        assert is_sparse
+        assert np.array_equal(ours, dense)
+        assert dense[:, 0].tolist() == [0.5, 1.0, 0, 0, 1.5, 0]
+
+
+def not_pickled():
+    with pytest.raises(TypeError, match=r"save its state_dict\(\) in every process"):
+        pickle.dumps(trained())
+
+
+def test_what_cannot_be_pickled():
+    spawned(2, not_pickled)
+
+
+def by_two_wrappers(address: str):
+    """Two wrappers of one group, and a group that is made anew."""
+    rank, world = here.rank(), here.world()
+    found = [values(net.module)["w1"] for net in (trained(), trained())]
+    dist.destroy_process_group()
+    # Without a name, as init_process_group() has it: what fits the machine.
+    dist.init_process_group(init_method=f"file://{address}", rank=rank, world_size=world)
+    net = trained()
+    assert backend_on(dist.group.WORLD, torch.device("cpu")) == "gloo"
+    return [*found, values(net.module)["w1"]]
+
+
+def test_wrappers_and_groups_after_each_other(tmp_path):
+    first, second = spawned(2, by_two_wrappers, tmp_path / "again")
+    for ours, theirs in zip(first, second, strict=True):
+        assert np.array_equal(ours, first[0])
+        assert np.array_equal(theirs, second[0])

@@ -20,7 +20,7 @@ WIDTH = 8
 
 def built(**options):
     net = SlowMoDistributedDataParallel(
-        Perceptron(WIDTH, 6), nprocs_per_node=1, localsgd_frequency=1, **options
+        Perceptron(WIDTH, 6), **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options}
     )
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -45,8 +45,19 @@ def going(victim: int, how: str, options: dict):
 GOSSIP = {"slowmo_base_algorithm": "sgp"}
 
 
-@pytest.mark.parametrize("options", [{}, GOSSIP], ids=["local sgd", "sgp"])
-@pytest.mark.parametrize(("victim", "how"), [(2, "SIGKILL"), (1, "exception"), (0, "SIGKILL")])
+NODES = {"nprocs_per_node": 2}
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "options"),
+    [
+        (2, "SIGKILL", {}),
+        (0, "SIGKILL", GOSSIP),
+        (1, "exception", GOSSIP),
+        (3, "SIGKILL", NODES),
+        (0, "exception", NODES),
+    ],
+)
 def test_who_ends_is_named_by_all(victim, how, options, tmp_path):
     processes = start_gloo(4, tmp_path, going, victim, how, options)
     for process in processes:
@@ -123,11 +134,11 @@ def out_of_time():
 
     import torch.distributed as dist
 
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     net, optimizer = built(global_group=group)
     train_step(net, optimizer, 0, WIDTH)
     if here.rank() == 1:
-        time.sleep(12)
+        time.sleep(7)
         return None
     begin = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
@@ -138,4 +149,4 @@ def out_of_time():
 def test_the_time_limit_of_the_group_holds():
     (message, seconds), _ = spawned(2, out_of_time)
     assert message.startswith("Process 1 of 2 has ended, or is stuck")
-    assert seconds < 11
+    assert seconds < 7
