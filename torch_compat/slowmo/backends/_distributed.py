@@ -56,6 +56,7 @@ class DistributedBackend(Backend):
         if self.rank < 0:
             raise ValueError("`global_group` must contain this process.")
         self._node_group = local_node_group
+        self._node: list[int] = []
         self._comm_device = None if comm_device is None else torch.device(comm_device)
         self._waiting = Waiting.of(self._group)
 
@@ -76,6 +77,7 @@ class DistributedBackend(Backend):
     def join_nodes(self, places: Places) -> None:
         if places.nprocs_per_node == 1:
             return
+        self._node = places.node_groups[places.node]
         ranks = dist.get_process_group_ranks(self._group)
         nodes = [[ranks[rank] for rank in node] for node in places.node_groups]
         members = nodes[places.node]
@@ -101,10 +103,10 @@ class DistributedBackend(Backend):
     def all_reduce(
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
-        group = self._group if groups is None else self._node_group
+        in_node = groups is not None
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         wire = self._sent(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
-        self._wait(dist.all_reduce, wire, group=group)
+        self._wait(dist.all_reduce, wire, in_node=in_node)
         sums = wire.to(flat.device, flat.dtype).split([tensor.numel() for tensor in tensors])
         return [part.reshape(t.shape) for t, part in zip(tensors, sums, strict=True)]
 
@@ -113,17 +115,17 @@ class DistributedBackend(Backend):
         if backend_on(self._group, wire.device) == "gloo":
             # gloo's own sends as much as an all-reduce, twice what is needed.
             parts = torch.empty_like(wire)
-            self._wait(dist.all_to_all_single, parts, wire, group=self._group)
+            self._wait(dist.all_to_all_single, parts, wire)
             part = parts.reshape(self.world_size, -1).sum(0)
         else:
             part = wire.new_empty(len(flat) // self.world_size)
-            self._wait(_REDUCE_SCATTER, part, wire, group=self._group)
+            self._wait(_REDUCE_SCATTER, part, wire)
         return part.to(flat.device)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         wire = self._sent(part)
         whole = wire.new_empty(len(part) * self.world_size)
-        self._wait(_ALL_GATHER, whole, wire, group=self._group)
+        self._wait(_ALL_GATHER, whole, wire)
         return whole.to(part.device)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -140,7 +142,7 @@ class DistributedBackend(Backend):
         exchange = functools.partial(
             dist.all_to_all_single, output_split_sizes=receives, input_split_sizes=sends
         )
-        self._wait(exchange, arrived, sent, group=self._group)
+        self._wait(exchange, arrived, sent)
         if not sum(receives):
             return torch.zeros_like(value)
         return arrived.reshape(value.shape).to(value.device)
@@ -154,7 +156,8 @@ class DistributedBackend(Backend):
         wire = value.detach().to(device).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
 
-    def _wait(self, collective: Any, *tensors: torch.Tensor, group: Any) -> None:
+    def _wait(self, collective: Any, *tensors: torch.Tensor, in_node: bool = False) -> None:
+        group, ranks = (self._node_group, self._node) if in_node else (self._group, None)
         self._waiting.until_done(
-            lambda: collective(*tensors, group=group, async_op=True), tensors[0].device
+            lambda: collective(*tensors, group=group, async_op=True), tensors[0].device, ranks
         )

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -54,29 +54,36 @@ class Waiting:
             _of_groups[key] = cls(group)
         return _of_groups[key]
 
-    def until_done(self, begin: Callable[[], Any], device: torch.device) -> None:
+    def until_done(
+        self, begin: Callable[[], Any], device: torch.device, ranks: Sequence[int] | None = None
+    ) -> None:
         """Begin a collective and wait for it.
 
         Args:
           begin: starts it, and returns its `Work`.
           device: of its tensors.
+          ranks: who takes part; None for all.
 
         Raises:
           PeerLostError: a process is gone; it is named.
+          RuntimeError: what the backend itself refuses.
         """
         self._number += 1
         if backend_on(self._group, device) != "gloo":
             begin().wait()
             return
+        work = begin()
+        since = time.monotonic()
         try:
-            work = begin()
-            since = time.monotonic()
             while not self._is_done(work):
-                self._wait_on(time.monotonic() - since)
+                self._wait_on(time.monotonic() - since, ranks or range(self._size))
         except PeerLostError:
             raise
         except RuntimeError as error:
-            raise PeerLostError(self._verdict(str(error))) from error
+            gone = self._gone(str(error))
+            if gone is None:
+                raise
+            raise PeerLostError(gone) from error
 
     def _is_done(self, work: Any) -> bool:
         try:
@@ -87,14 +94,15 @@ class Waiting:
             return False
         return True
 
-    def _wait_on(self, seconds: float) -> None:
+    def _wait_on(self, seconds: float, ranks: Sequence[int]) -> None:
         """What a process does that waits: tell others, look for news, say who is awaited."""
         self._store.set(f"waits/{self._rank}", str(self._number))
         if self._store.check(["broken"]):
-            raise PeerLostError(self._verdict("another process has lost its connection"))
+            gone = self._gone("another process has lost its connection")
+            raise PeerLostError(gone or "The exchange has failed in another process.")
         polls, per_notice = round(seconds / _POLL_SECONDS), round(NOTICE_SECONDS / _POLL_SECONDS)
         if polls and polls % max(per_notice, 1) == 0:
-            missing = [rank for rank in range(self._size) if self._last(rank) < self._number]
+            missing = [rank for rank in ranks if self._last(rank) < self._number]
             _log.warning(
                 "process %d has waited %.0f s for process %s of %d to exchange; it may evaluate, "
                 "save or compile",
@@ -106,8 +114,12 @@ class Waiting:
         key = f"waits/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def _verdict(self, reason: str) -> str:
-        """Who is gone: whoever does not answer while the others say that a connection broke."""
+    def _gone(self, reason: str) -> str | None:
+        """Who is gone: whoever does not answer while the others say that a connection broke.
+
+        Returns:
+          A sentence; None where all have answered.
+        """
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
             self._store.set("broken", str(self._rank))
@@ -123,7 +135,7 @@ class Waiting:
                 f"in most programs process 0 of {self._size}, has ended ({reason})."
             )
         if not silent:
-            return f"The exchange of all {self._size} processes has failed: {reason}."
+            return None
         return (
             f"Process {', '.join(map(str, silent))} of {self._size} has ended, or is stuck: it "
             f"does not answer, and a connection has broken ({reason})."

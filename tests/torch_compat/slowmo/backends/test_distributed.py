@@ -140,6 +140,17 @@ def test_collectives():
         assert flags == [True, True]
 
 
+def of_a_type_that_gloo_lacks():
+    backend = DistributedBackend()
+    with pytest.raises(RuntimeError, match="Invalid scalar type") as caught:
+        backend.all_reduce([torch.ones(2, dtype=torch.float8_e4m3fn)])
+    return type(caught.value) is RuntimeError
+
+
+def test_what_gloo_refuses_is_told_as_it_is():
+    assert spawned(2, of_a_type_that_gloo_lacks) == [True, True]
+
+
 class Rows(torch.nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
