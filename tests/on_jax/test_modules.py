@@ -1,4 +1,4 @@
-"""Losses and gradients of many kinds of layers are torch's, and those that cannot be are refused."""
+"""Losses and gradients of many layers are torch's; those that cannot be are refused."""
 
 import warnings
 from collections.abc import Callable
@@ -114,7 +114,8 @@ CASES = {
     "Fourier": (linear(lambda m, x: torch.fft.rfft(m(x)).abs()), FLAT),
     "bfloat16 inside": (linear(lambda m, x: m(x).to(torch.bfloat16).float()), FLAT),
     "a loss with a mask": (
-        linear(lambda m, x: F.cross_entropy(m(x), torch.tensor([1, -100, 2, 3]))), FLAT
+        linear(lambda m, x: F.cross_entropy(m(x), torch.tensor([1, -100, 2, 3]))),
+        FLAT,
     ),
 }
 

@@ -32,7 +32,7 @@ def step_of(module, mesh, of_batch=models.loss, **options):
 
 def parts(batch):
     """Each replica's part of a batch."""
-    return [jax.tree.map(lambda x: np.split(x, REPLICAS)[i], batch) for i in range(REPLICAS)]
+    return [jax.tree.map(lambda x, i=i: np.split(x, REPLICAS)[i], batch) for i in range(REPLICAS)]
 
 
 def sgd(module, batch):
