@@ -100,7 +100,6 @@ def measure(size: str, batch_size: int, rounds: int, steps: int) -> dict:
     torch.manual_seed(0)
     model = LanguageModel(SIZES[size])
     variants = {name: make(deepcopy(model), batch_size) for name, make in VARIANTS.items()}
-    begin = time.perf_counter()
     warm = {}
     for name, step in variants.items():
         begin = time.perf_counter()
@@ -147,13 +146,13 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 def markdown(result: dict) -> str:
     machine = result["machine"]
+    load = ", ".join(map(str, result["load_averages"]))
     lines = [
         "# A torch module on jax's engine beside a plain torch loop",
         "",
         f"`{result['command']}`, {machine['processor']}, {machine['cores']} cores, torch "
         f"{machine['torch']}, torchax {machine['torchax']}, jax {machine['jax']}. Load averages "
-        f"(1 minute), before, and after each table: {', '.join(map(str, result['load_averages']))}; "
-        "the run itself is 1 to 2 of it.",
+        f"(1 minute), before, and after each table: {load}; the run itself is 1 to 2 of it.",
         "",
         "step: median of a step of training, data to optimizer (AdamW), one replica; between the "
         "quarter points in brackets. The ratio is of samples per second, the median over rounds: "
