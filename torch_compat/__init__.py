@@ -13,6 +13,7 @@ from .errors import TPUWorkerError as TPUWorkerError
 from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
+    from . import on_jax as on_jax
     from . import runtime as runtime
     from .data import QueueDataset as QueueDataset
     from .data import TPUDataManager as TPUDataManager
@@ -31,6 +32,7 @@ else:
         "TPUManager": "manager",
         "TPUSynchronizer": "synchronizer",
         "broadcast_parameters": "slowmo",
+        "on_jax": "on_jax",
         "runtime": "runtime",
     }
 
