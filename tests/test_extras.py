@@ -15,7 +15,7 @@ _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)
 # Say of an installed package how it gets an extra.
 _ADD_AN_EXTRA = {
     ROOT / "jaxslowmo/_extras.py",
-    ROOT / "torch_compat/runtime.py",
+    ROOT / "torch_compat/errors.py",
     ROOT / "torch_compat/on_jax/_torchax.py",
     ROOT / "tests/on_jax/test_torchax.py",
     ROOT / "docs/start.md",

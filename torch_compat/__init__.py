@@ -41,7 +41,14 @@ else:
         if name not in _HOMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=_sys.modules[__name__])
-        home = _import_module(f".{_HOMES[name]}", __name__)
+        try:
+            home = _import_module(f".{_HOMES[name]}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            from .errors import not_installed
+
+            raise not_installed("torch") from error
         value = home if name == _HOMES[name] else getattr(home, name)
         globals()[name] = value
         return value

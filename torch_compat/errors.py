@@ -19,6 +19,15 @@ class TPUWorkerError(RuntimeError):
         self.exitcode = exitcode
 
 
+def not_installed(package: str) -> ModuleNotFoundError:
+    """That a package is missing which the extra `torch` has."""
+    return ModuleNotFoundError(
+        f"torch_compat needs {package}, which is not installed; the extra `torch` has it: "
+        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')",
+        name=package,
+    )
+
+
 def describe(error: BaseException) -> str:
     """`repr(error)`, or the name of its type where its own representation fails."""
     try:

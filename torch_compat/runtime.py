@@ -10,7 +10,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-try:  # the package imports this module before all others
+from .errors import not_installed
+
+try:
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -18,11 +20,7 @@ try:  # the package imports this module before all others
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "torch_xla"):
         raise
-    raise ModuleNotFoundError(
-        f"torch_compat needs {error.name}, which is not installed; the extra `torch` has it: "
-        "pip install 'jaxslowmo[torch]' (in a checkout: '.[torch]')",
-        name=error.name,
-    ) from error
+    raise not_installed(error.name) from error
 
 from .autograd_threads import ensure_autograd_threads
 from .meeting import Meeting
