@@ -13,16 +13,16 @@ from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
     from . import runtime as runtime
-    from .data import QueueDataset as QueueDataset
     from .data import TPUDataManager as TPUDataManager
     from .manager import TPUManager as TPUManager
+    from .reader import QueueDataset as QueueDataset
     from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
     from .synchronizer import TPUSynchronizer as TPUSynchronizer
 else:
     # Name -> the module that has it; a module's own name stands for the module.
     _HOMES = {
-        "QueueDataset": "data",
+        "QueueDataset": "reader",
         "SlowMoBaseAlgorithm": "slowmo",
         "SlowMoDistributedDataParallel": "slowmo",
         "TPUDataManager": "data",
