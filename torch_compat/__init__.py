@@ -12,6 +12,7 @@ from .errors import TPUWorkerError as TPUWorkerError
 from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
+    from . import on_jax as on_jax
     from . import runtime as runtime
     from .data import TPUDataManager as TPUDataManager
     from .manager import TPUManager as TPUManager
@@ -28,6 +29,7 @@ else:
         "TPUDataManager": "data",
         "TPUManager": "manager",
         "TPUSynchronizer": "synchronizer",
+        "on_jax": "on_jax",
         "runtime": "runtime",
     }
 

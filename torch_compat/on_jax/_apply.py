@@ -1,0 +1,46 @@
+"""A torch module as a function of jax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from ._arrays import as_arrays, as_traced
+from ._environment import TracingEnvironment
+from ._functional import Arrays, Functional
+
+
+def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
+    """The forward pass of a torch module, to evaluate what `on_jax.as_loss` trains.
+
+        predict = jax.jit(on_jax.as_apply(module.eval()))
+        logits = predict(params, model_state, x)
+
+    Args:
+      module: as `on_jax.as_loss` takes it, in the mode, `train()` or `eval()`, that is meant.
+
+    Returns:
+      `apply(params, model_state, *args, rng=None, **kwargs)`: what `module(*args, **kwargs)`
+        returns with these arrays, one copy of each, as arrays; dataclasses become dicts. Changes of
+        buffers are dropped.
+
+    Raises:
+      ValueError: as `as_loss`; when traced, results of other types.
+    """
+    functional = Functional("as_apply", module)
+
+    def apply(
+        params: Arrays,
+        model_state: Arrays,
+        *args: Any,
+        rng: jax.Array | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def run(env: TracingEnvironment, module: torch.nn.Module) -> Any:
+            torch_args, torch_kwargs = as_traced(env, (args, kwargs))
+            return as_arrays(env, module(*torch_args, **torch_kwargs), "as_apply: the result")
+
+        return functional.call(run, params, model_state, rng)[0]
+
+    return apply

@@ -1,0 +1,114 @@
+"""What torch does while a module is traced: torchax, where it must mean what torch means."""
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+from torch.utils import _pytree as torch_tree
+from torch.utils._mode_utils import no_dispatch
+
+from . import _batch_norm
+from ._torchax import Environment, OperatorNotFound, Tensor, View
+
+# Tracing swaps tensors of the module, and filters warnings: one thread at a time.
+_TRACING = threading.RLock()
+
+
+class TracingEnvironment(Environment):
+    """torchax's environment with four differences.
+
+    Whatever is created inside is an array of jax, whichever device was asked for: the module's own
+    is the CPU, as it believes. Plain torch tensors beside traced ones are constants. `torch.no_grad`
+    stops gradients. Random numbers come from one key alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        _batch_norm.define(self)
+        self.seen: set[int] = set()  # ids of tensors that an operation was given
+
+    def _should_use_torchax_tensor(self, device: Any) -> bool:
+        del device
+        return True
+
+    def get_and_rotate_prng_key(self, generator: torch.Generator | None = None) -> jax.Array:
+        """A key for one operation; `ValueError` where there is none to take it from."""
+        if generator is not None:
+            raise ValueError(
+                "The module draws from a torch.Generator, which would give the same numbers in "
+                "every step: leave `generator` out, and numbers come from the step's key."
+            )
+        if self.param.prng is None:
+            raise ValueError(
+                "The module draws random numbers (dropout in training, torch.rand), and was given "
+                "no key: pass `rng`, as js.make_train_step does, or call module.eval() before."
+            )
+        return super().get_and_rotate_prng_key()
+
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """As torchax; with constants, and without gradients where torch has none."""
+        tensors = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.seen.update(map(id, tensors))
+        if any(isinstance(x, Tensor | View) for x in tensors):
+            args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except OperatorNotFound:
+            if tensors or not _is_fixed(func):
+                raise
+            with no_dispatch():  # such as torch.promote_types, or a window
+                return func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        return torch_tree.tree_map_only(Tensor, _without_gradient, result)
+
+    def constant(self, x: torch.Tensor) -> Any:
+        """A tensor as one that can be traced."""
+        return x if isinstance(x, Tensor | View) else self.to_xla(x.detach())
+
+
+def _is_fixed(func: Any) -> bool:
+    """Whether an operation without tensors, below torch's functions, gives the same every time."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+
+
+def _without_gradient(x: Any) -> Any:
+    x._elem = jax.lax.stop_gradient(x._elem)
+    return x
+
+
+@functools.cache
+def environment() -> TracingEnvironment:
+    """The one of this process, apart from `torchax.default_env()` and its settings."""
+    with torch.random.fork_rng(devices=[]):
+        return TracingEnvironment()
+
+
+@contextlib.contextmanager
+def tracing(rng: jax.Array | None) -> Iterator[TracingEnvironment]:
+    """Inside, torch's operations on torchax's tensors are jax's.
+
+    Args:
+      rng: the PRNG key that random numbers are drawn from; None: drawing raises `ValueError`.
+    """
+    env = environment()
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    with _TRACING, warnings.catch_warnings(), env.override_property(prng=rng):
+        # torch's integers have 64 bits by default, jax's 32: it says so at every one.
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype u?int64")
+        torch.backends.mha.set_fastpath_enabled(False)  # it has no gradient and no lowering
+        seen, env.seen = env.seen, set()
+        try:
+            with env:
+                yield env
+        finally:
+            env.seen = seen
+            torch.backends.mha.set_fastpath_enabled(fast_attention)

@@ -1,0 +1,102 @@
+"""A module as a function of its parameters and of what else it holds."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from . import _batch_norm
+from ._arrays import as_traced, to_jax
+from ._checks import check_module
+from ._environment import TracingEnvironment, tracing
+from ._plain_tensors import plain_tensors_kept
+
+Arrays = dict[str, jax.Array]
+
+
+class Functional:
+    """A module whose tensors are given at every call, in the mode that it was in when made.
+
+    Attributes:
+      trained: names of the parameters that are trained; tied ones once.
+      carried: names of the other parameters and of the buffers.
+    """
+
+    def __init__(self, owner: str, module: torch.nn.Module) -> None:
+        check_module(owner, module)
+        self._owner, self._module = owner, module
+        self._modes = [(m, m.training) for m in module.modules()]
+        self._kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.trained = [n for n, p in module.named_parameters() if p.requires_grad]
+        self.carried = [n for n in self._kept if n not in set(self.trained)]
+
+    def values(self) -> tuple[Arrays, Arrays]:
+        """Copies of what the module holds: parameters that are trained, and everything else."""
+        arrays = {name: to_jax(tensor) for name, tensor in self._kept.items()}
+        return {n: arrays[n] for n in self.trained}, {n: arrays[n] for n in self.carried}
+
+    def call(
+        self,
+        run: Callable[[TracingEnvironment, torch.nn.Module], Any],
+        params: Arrays,
+        model_state: Arrays,
+        rng: jax.Array | None,
+    ) -> tuple[Any, Arrays]:
+        """What `run` returns of the module with these tensors, and what is carried after it.
+
+        Raises:
+          ValueError: arrays of other names; a module that keeps traced tensors.
+        """
+        self._check_names("params", self.trained, params)
+        self._check_names("model_state", self.carried, model_state)
+        with tracing(rng) as env, self._in_its_mode():
+            tensors = as_traced(env, {**params, **model_state})
+            with plain_tensors_kept(self._owner, self._module, env):
+                out, after = torch.func.functional_call(
+                    _Around(self._module, lambda module: run(env, module)),
+                    {f"module.{name}": tensor for name, tensor in tensors.items()},
+                    (self.carried,),
+                )
+            return out, {name: tensor.jax() for name, tensor in after.items()}
+
+    def _check_names(self, argument: str, names: list[str], given: Any) -> None:
+        if not isinstance(given, dict):
+            raise ValueError(
+                f"{self._owner}: `{argument}` must be a dict of arrays by name, got "
+                f"{type(given).__name__}."
+            )
+        if given.keys() != set(names):
+            missing, unknown = sorted(set(names) - given.keys()), sorted(given.keys() - set(names))
+            raise ValueError(
+                f"{self._owner}: `{argument}` must have the names of the module's tensors; missing "
+                f"{missing}, unknown {unknown}."
+            )
+
+    @contextlib.contextmanager
+    def _in_its_mode(self) -> Iterator[None]:
+        """Inside, every part is in training or evaluation as when this was made."""
+        now = [(m, m.training) for m, _ in self._modes]
+        try:
+            for part, training in self._modes:
+                part.training = training
+            with _batch_norm.cumulative_averages(self._module):
+                yield
+        finally:
+            for part, training in now:
+                part.training = training
+
+
+class _Around(torch.nn.Module):
+    """Calls a function of a module while `functional_call` has exchanged its tensors."""
+
+    def __init__(self, module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]) -> None:
+        super().__init__()
+        self.module, self._run = module, run
+
+    def forward(self, carried: list[str]) -> tuple[Any, dict[str, Any]]:
+        """The result, and the tensors of these names, which may be other objects than before."""
+        out = self._run(self.module)
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return out, {name: held[name] for name in carried}

@@ -1,0 +1,54 @@
+"""Tensors of a module that are neither parameters nor buffers: constants."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ._torchax import Tensor, View
+
+
+@contextlib.contextmanager
+def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterator[None]:
+    """Inside, attributes that are plain tensors can be traced; after it they are as before.
+
+    What a call sets and reads again, such as an auxiliary loss, may be an attribute. What it would
+    carry to the next call may not: that would be lost.
+
+    Raises:
+      ValueError: an attribute that was read and then changed.
+    """
+    before = [(m, dict(vars(m))) for m in module.modules()]
+    constants: dict[tuple[int, str], tuple[Any, Any]] = {}
+    for part, attributes in before:
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                constant = env.constant(value)
+                constants[id(part), name] = (constant, constant._elem)
+                part.__dict__[name] = constant
+    lost: list[str] = []
+    try:
+        yield
+        names = {id(part): name for name, part in module.named_modules()}
+        for part, attributes in before:
+            for name in attributes:
+                if (id(part), name) not in constants:
+                    continue
+                constant, array = constants[id(part), name]
+                changed = part.__dict__.get(name) is not constant and id(constant) in env.seen
+                if changed or constant._elem is not array:
+                    lost.append(".".join(filter(None, [names.get(id(part), ""), name])))
+    finally:
+        for part, attributes in before:
+            for name, value in list(part.__dict__.items()):
+                if name in attributes:
+                    part.__dict__[name] = attributes[name]
+                elif isinstance(value, Tensor | View):
+                    del part.__dict__[name]
+    if lost:
+        raise ValueError(
+            f"{owner}: the module changes {', '.join(lost)}, tensors that are neither parameters nor "
+            "buffers, and the change would be lost: register them as buffers "
+            "(module.register_buffer)."
+        )
