@@ -5,6 +5,7 @@ import multiprocessing as mp
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -42,7 +43,8 @@ class StepExchange:
     """
 
     def __init__(self, process: mp.Process, step_timeout: float | None):
-        self._process = process
+        # The manager has this object, and all its memory goes with its last reference.
+        self._process = weakref.proxy(process)
         self.step_timeout = step_timeout
         self.lock = threading.RLock()
         self.failure: TPUWorkerError | None = None

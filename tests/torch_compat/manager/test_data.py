@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from torch_compat import QueueDataset, TPUDataManager, samples
-from torch_compat.data import DataError, EndOfData, send_to_device
+from torch_compat.data import send_to_device
+from torch_compat.reader import DataError, EndOfData
 
 
 def test_sample_i_goes_to_device_i_modulo_nprocs():
