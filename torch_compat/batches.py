@@ -8,23 +8,23 @@ import torch
 from torch import nn
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """`tree` with `function(tensor)` in the place of every tensor.
+def map_tensors(tree: Any, function: Callable[[Any], Any], kind: type[Any] = torch.Tensor) -> Any:
+    """`tree` with `function(tensor)` in the place of every tensor, or other leaf of that kind.
 
     Mappings (as dicts), tuples, named tuples, lists and dataclasses are searched for tensors; what
     is none of these stays as it is.
     """
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, kind):
         return function(tree)
     if hasattr(tree, "items"):  # dicts, and such as the BatchEncoding of transformers
-        return {key: map_tensors(value, function) for key, value in tree.items()}
+        return {key: map_tensors(value, function, kind) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, function) for value in tree))
+        return type(tree)(*(map_tensors(value, function, kind) for value in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(value, function) for value in tree)
+        return type(tree)(map_tensors(value, function, kind) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if f.init}
-        return dataclasses.replace(tree, **map_tensors(fields, function))
+        return dataclasses.replace(tree, **map_tensors(fields, function, kind))
     return tree
 
 

@@ -133,6 +133,10 @@ class MasterModel:
             )
         return named
 
+    def host_tensors(self) -> list[torch.Tensor]:
+        """The shared parameters, then the shared buffers, in the order of a replica's."""
+        return [*self._parameters, *self._buffers.values()]
+
     def finish_replica(self, replica: nn.Module) -> None:
         """Call `post_init`, or else `tie_weights()`, of a copy of the master on its device.
 

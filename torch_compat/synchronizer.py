@@ -51,8 +51,7 @@ class TPUSynchronizer(MasterModel):
         """
         with torch.no_grad():
             targets = [*replica.parameters(), *replica.buffers()]
-            hosts = [*self._parameters, *self._buffers.values()]
-            sources = runtime.to_device(hosts, targets[0].device)
+            sources = runtime.to_device(self.host_tensors(), targets[0].device)
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source)
 

@@ -25,7 +25,11 @@ def manager_of(model: nn.Module, **kwargs) -> TPUManager:
 
 def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", "import torch, torch_xla\nfrom torch_compat import TPUManager\n" + code],
+        [
+            sys.executable,
+            "-c",
+            "import torch, torch_xla\nfrom torch_compat import TPUManager\n" + code,
+        ],
         cwd=ROOT,
         env={**os.environ, "PJRT_DEVICE": "CPU"},
         capture_output=True,
