@@ -1,4 +1,4 @@
-"""Batch normalisation whose running statistics go on: torchax leaves them as they are."""
+"""Normalisation whose running statistics go on: torchax leaves them as they are."""
 
 import contextlib
 import functools
@@ -13,6 +13,7 @@ def define(env: Any) -> None:
     """Give an environment of torchax the operations of this module."""
     aten = torch.ops.aten
     env.override_op_definition(torch.batch_norm, _batch_norm)
+    env.override_op_definition(torch.nn.functional.instance_norm, _instance_norm)
     env.override_op_definition(aten.native_batch_norm, _native)
     env.override_op_definition(aten._native_batch_norm_legit, _native)
 
@@ -31,6 +32,31 @@ def _batch_norm(
     """`torch.batch_norm`; `momentum` may be a tensor."""
     del cudnn_enabled
     return _native(x, weight, bias, mean, variance, training, momentum, eps)[0]
+
+
+def _instance_norm(
+    x: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`F.instance_norm`: examples by their own statistics, of which the running ones are means."""
+    if not use_input_stats:
+        return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)[0]
+    size = x[0, 0].numel()
+    flat = x.reshape(1, -1, size)
+    y, center, inverse = _native(flat, None, None, None, None, True, 0.0, eps)
+    y = y.reshape(x.shape)
+    with torch.no_grad():
+        spread = (inverse**-2 - eps) * (size / max(size - 1, 1))
+        _move(running_mean, center.reshape(x.shape[:2]).mean(0), momentum)
+        _move(running_var, spread.reshape(x.shape[:2]).mean(0), momentum)
+    y = y if weight is None else y * _along(weight, x)
+    return (y if bias is None else y + _along(bias, x)).to(x.dtype)
 
 
 def _native(

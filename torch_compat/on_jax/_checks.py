@@ -26,8 +26,8 @@ def check_module(owner: str, module: Any) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"{owner}: `module` is compiled by TorchScript, whose operations are not seen: give the "
-            "module that it was made of."
+            f"{owner}: `module` is compiled by TorchScript, whose operations are not seen: give "
+            "the module that it was made of."
         )
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     found = [

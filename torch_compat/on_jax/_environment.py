@@ -13,6 +13,7 @@ from torch.utils import _pytree as torch_tree
 from torch.utils._mode_utils import no_dispatch
 
 from . import _batch_norm
+from ._gradients import functions_refused, without_gradient
 from ._torchax import Environment, OperatorNotFound, Tensor, View
 
 # Tracing swaps tensors of the module, and filters warnings: one thread at a time.
@@ -23,8 +24,8 @@ class TracingEnvironment(Environment):
     """torchax's environment with four differences.
 
     Whatever is created inside is an array of jax, whichever device was asked for: the module's own
-    is the CPU, as it believes. Plain torch tensors beside traced ones are constants. `torch.no_grad`
-    stops gradients. Random numbers come from one key alone.
+    is the CPU, as it believes. Plain torch tensors beside traced ones are constants. Gradients stop
+    where torch's do. Random numbers come from one key alone.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,16 @@ class TracingEnvironment(Environment):
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """As torchax; with constants, and without gradients where torch has none."""
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise ValueError(
+                "torch.autocast would have no effect on arrays of jax: leave it out, and give "
+                'js.make_train_step `policy=js.Policy("bfloat16")`.'
+            )
         tensors = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.seen.update(map(id, tensors))
         if any(isinstance(x, Tensor | View) for x in tensors):
             args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
+        before = [(x, x._elem) for x in tensors if isinstance(x, Tensor)]
         try:
             result = super().dispatch(func, types, args, kwargs)
         except OperatorNotFound:
@@ -63,9 +70,7 @@ class TracingEnvironment(Environment):
                 raise
             with no_dispatch():  # such as torch.promote_types, or a window
                 return func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled():
-            return result
-        return torch_tree.tree_map_only(Tensor, _without_gradient, result)
+        return result if torch.is_grad_enabled() else without_gradient(result, before)
 
     def constant(self, x: torch.Tensor) -> Any:
         """A tensor as one that can be traced."""
@@ -78,11 +83,6 @@ def _is_fixed(func: Any) -> bool:
         isinstance(func, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded not in func.tags
     )
-
-
-def _without_gradient(x: Any) -> Any:
-    x._elem = jax.lax.stop_gradient(x._elem)
-    return x
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def tracing(rng: jax.Array | None) -> Iterator[TracingEnvironment]:
         torch.backends.mha.set_fastpath_enabled(False)  # it has no gradient and no lowering
         seen, env.seen = env.seen, set()
         try:
-            with env:
+            with env, functions_refused():
                 yield env
         finally:
             env.seen = seen

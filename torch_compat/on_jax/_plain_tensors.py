@@ -48,7 +48,7 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
                     del part.__dict__[name]
     if lost:
         raise ValueError(
-            f"{owner}: the module changes {', '.join(lost)}, tensors that are neither parameters nor "
-            "buffers, and the change would be lost: register them as buffers "
+            f"{owner}: the module changes {', '.join(lost)}, tensors that are neither parameters "
+            "nor buffers, and the change would be lost: register them as buffers "
             "(module.register_buffer)."
         )

@@ -1,0 +1,149 @@
+"""Modules that train, data for them, and how torch trains them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOLERANCE = 1e-5
+VOCABULARY = 11
+
+
+class Convolutions(nn.Module):
+    """Both kinds of running statistics: by momentum and as plain means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.mean = nn.BatchNorm2d(8, momentum=None)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(F.relu(self.mean(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.out = nn.Linear(8, VOCABULARY, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.hidden(self.embed(x))))
+
+
+class Counting(nn.Module):
+    """Buffers of integers, booleans and bytes; some are read, some change, one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("order", torch.randperm(8))
+        self.register_buffer("mask", torch.arange(8) % 3 > 0, persistent=False)
+        self.register_buffer("bytes", torch.arange(8, dtype=torch.uint8))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        x = (x * self.mask)[:, self.order] * (self.bytes.float() / 8 + 1) / self.calls
+        y = self.linear(x)
+        self.seen = 0.9 * self.seen + 0.1 * y.detach().mean(0)  # another tensor, not in place
+        return y + self.seen
+
+
+class Dropping(nn.Module):
+    """Two layers of dropout, which may be told what to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.drops = nn.ModuleList([nn.Dropout(0.25), nn.Dropout(0.5)])
+
+    def masks(self) -> tuple[torch.Tensor, ...]:
+        shapes = ((BATCH, 8), (BATCH, 16))
+        return tuple(drop(torch.ones(s)) for drop, s in zip(self.drops, shapes, strict=True))
+
+    def forward(self, x, masks=None):
+        x = x * masks[0] if masks else self.drops[0](x)
+        x = F.relu(self.first(x))
+        return self.second(x * masks[1] if masks else self.drops[1](x))
+
+
+BATCH = 8
+
+
+def images(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "x": rng.normal(size=(size, 3, 5, 5)).astype(np.float32),
+            "y": rng.integers(0, 4, size).astype(np.int32),
+        }
+        for _ in range(steps)
+    ]
+
+
+def rows(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    batches = []
+    for _ in range(steps):
+        x = rng.normal(size=(size, 8)).astype(np.float32)
+        batches.append({"x": x, "y": x[:, :4].argmax(-1).astype(np.int32)})
+    return batches
+
+
+def tokens(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(2)
+    x = [rng.integers(0, VOCABULARY, (size, 5)).astype(np.int32) for _ in range(steps)]
+    return [{"x": t, "y": (t + 1) % VOCABULARY} for t in x]
+
+
+def loss(module, batch):
+    """Cross-entropy, and how many were right."""
+    logits = module(batch["x"])
+    right = (logits.argmax(-1) == batch["y"]).float().mean()
+    return F.cross_entropy(logits.flatten(0, -2), batch["y"].flatten().long()), {"right": right}
+
+
+def in_torch(batch: Any) -> Any:
+    return jax.tree.map(torch.from_numpy, batch)
+
+
+def trained_by_torch(
+    module: nn.Module,
+    batches: Iterable[Any],
+    rate: float = 0.1,
+    of_batch: Callable[..., Any] = loss,
+) -> list[float]:
+    """Train in place by SGD with momentum; the losses."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value, _ = of_batch(module, in_torch(batch))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def held(module: nn.Module) -> dict[str, np.ndarray]:
+    """All that a module holds, by name."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: x.detach().numpy().copy() for name, x in tensors.items()}
+
+
+def assert_close(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLERANCE):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            np.asarray(found[name], np.float64), value, atol=tolerance, err_msg=name
+        )

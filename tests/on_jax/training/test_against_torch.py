@@ -1,0 +1,94 @@
+"""Twenty steps by jax end where twenty steps by torch do, to 1e-5: all that the module holds."""
+
+import copy
+
+import jax
+import numpy as np
+import optax
+import pytest
+from torch import nn
+
+import models
+from torch_compat import on_jax
+
+STEPS = 20
+CASES = {
+    "BatchNorm": (models.Convolutions, models.images),
+    "tied weights": (models.TiedLanguageModel, models.tokens),
+    "integer buffers": (models.Counting, models.rows),
+}
+
+
+def trained_by_jax(module, batches, of_batch=models.loss, masks=None):
+    """Losses, parameters and model state after SGD with momentum, jitted."""
+    loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    @jax.jit
+    def step(params, opt_state, model_state, batch, key):
+        (loss, (_, model_state)), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, batch, rng=key, model_state=model_state
+        )
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, model_state, loss
+
+    opt_state, losses = optimizer.init(params), []
+    for number, batch in enumerate(batches):
+        key = jax.random.key(number)
+        params, opt_state, model_state, loss = step(params, opt_state, model_state, batch, key)
+        losses.append(float(loss))
+    return losses, params, model_state
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_ends_where_torch_does(case):
+    make, data = CASES[case]
+    module, batches = make(), data(STEPS)
+    losses, params, model_state = trained_by_jax(module, batches)
+    wanted = models.trained_by_torch(module, batches)
+    np.testing.assert_allclose(losses, wanted, atol=models.TOLERANCE)
+    assert abs(wanted[-1] - wanted[0]) > 0.01
+    models.assert_close({**params, **model_state}, models.held(module))
+
+
+def test_dropout_of_the_same_masks():
+    module, batches = models.Dropping(), models.rows(STEPS)
+    losses, params, _ = trained_by_jax(module, batches)
+
+    class Masks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self):
+            return self.inner.masks()
+
+    draw = jax.jit(on_jax.as_apply(Masks()))
+    of_inner = {f"inner.{name}": x for name, x in params.items()}
+    keys = [jax.random.key(number) for number in range(STEPS)]
+    masks = [jax.tree.map(np.array, draw(of_inner, {}, rng=key)) for key in keys]
+    kept = [[float((m > 0).mean()) for m in pair] for pair in masks]
+    np.testing.assert_allclose(np.mean(kept, 0), [0.75, 0.5], atol=0.04)
+
+    def told(module, batch):
+        output = module(batch["x"], batch["masks"])
+        return nn.functional.cross_entropy(output, batch["y"].long()), {}
+
+    with_masks = [{**b, "masks": m} for b, m in zip(batches, masks, strict=True)]
+    wanted = models.trained_by_torch(module, with_masks, of_batch=told)
+    np.testing.assert_allclose(losses, wanted, atol=models.TOLERANCE)
+    models.assert_close(params, models.held(module))
+
+
+def test_what_is_frozen_stays():
+    module = models.Convolutions()
+    module.conv.requires_grad_(False)
+    module.norm.weight.requires_grad_(False)
+    before = models.held(copy.deepcopy(module))
+    _, params, model_state = trained_by_jax(module, models.images(5))
+    frozen = {"conv.weight", "conv.bias", "norm.weight"}
+    assert frozen <= model_state.keys()
+    assert not frozen & params.keys()
+    models.assert_close({n: model_state[n] for n in frozen}, {n: before[n] for n in frozen}, 0)
+    models.trained_by_torch(module, models.images(5))
+    models.assert_close({**params, **model_state}, models.held(module))
