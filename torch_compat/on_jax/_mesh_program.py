@@ -180,8 +180,12 @@ class MeshProgram:
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:
         """Buffers of device 0, on the host."""
-        arrays = {name: self._carried[name].addressable_data(0) for name in names}
-        return [to_torch(array[0], self._likes[name]) for name, array in _on_host(arrays).items()]
+        names = list(names)
+        arrays = jax.device_get([self._carried[name].addressable_data(0) for name in names])
+        return [
+            to_torch(array[0], self._likes[name])
+            for name, array in zip(names, arrays, strict=True)
+        ]
 
     def _groups(self) -> dict[np.dtype, list[str]]:
         """Trained parameters by the dtype that their gradients are summed in."""
@@ -285,10 +289,6 @@ def _take_apart(batch: Any) -> _Batch:
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda array: array[0], tree)
-
-
-def _on_host(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    return jax.device_get(arrays)
 
 
 def _wide(dtype: Any) -> np.dtype:
