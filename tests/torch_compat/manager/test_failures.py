@@ -187,7 +187,7 @@ BAD_BACKWARD = "_BadBackward" if TRACED_ONCE else r"ListError\('no derivative'\)
     ("trouble", "match"),
     [
         (_raise, r"ListError\('nan'\)"),
-        (_BadBackward.apply, BAD_BACKWARD),
+        (lambda loss: _BadBackward.apply(loss), BAD_BACKWARD),
         (lambda loss: None, "must return its loss.* got None in a dict"),
         (lambda loss: loss.expand(3), r"one element.* got shape \(3,\) in a dict"),
     ],
