@@ -7,6 +7,9 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # torch_compat has an environment of its own: torch_xla and the torch it was built for, pinned.
 TORCH_VENV ?= .venv-torch$(patsubst .venv%,%,$(VENV))
 TORCH_PY := $(TORCH_VENV)/bin/python
+# And torch_compat.on_jax one with a newer torch, torchax and jax.
+TORCHAX_VENV ?= .venv-torchax$(patsubst .venv%,%,$(VENV))
+TORCHAX_PY := $(TORCHAX_VENV)/bin/python
 
 DLRM ?=
 DEMO ?= compare --preset demo --out runs/demo --overwrite
@@ -15,7 +18,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dlrm test test-jax test-all test-torch test-cluster test-failures torch-env lint lint-torch format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-jax test-all test-torch test-torchax test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -40,6 +43,9 @@ test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make 
 test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
 
+test-torchax: torchax-env ## Run the tests of torch_compat.on_jax on 8 CPU devices, in .venv-torchax.
+	cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest $(TEST_ARGS)
+
 test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
 	@$(PYTHON) tests/cluster/namespaces.py
 	@$(MAKE) --no-print-directory $(VENV)/.stamp-test
@@ -52,13 +58,18 @@ torch-env: ## Set up .venv-torch: torch 2.9.0 and torch_xla 2.9.0, without what 
 	@$(TORCH_WHEELS) || { echo "test-torch: not run, and not passed: $(NO_TORCH_WHEELS)"; exit 1; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.stamp
 
+torchax-env: $(TORCHAX_VENV)/.stamp ## Set up .venv-torchax: torch 2.13, torchax and jax.
+
 lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY)
 
 lint-torch: $(VENV)/.stamp-dev torch-env ## Check the types of torch_compat.
-	$(PY) -m pyright --pythonpath $(TORCH_PY) torch_compat
+	$(PY) -m pyright --pythonpath $(TORCH_PY) $(filter-out torch_compat/on_jax%,$(wildcard torch_compat/*))
+
+lint-torchax: $(VENV)/.stamp-dev torchax-env ## Check the types of torch_compat.on_jax.
+	$(PY) -m pyright --pythonpath $(TORCHAX_PY) torch_compat/on_jax
 
 format: $(VENV)/.stamp-dev ## Format the code and mend what ruff can mend.
 	$(PY) -m ruff check --fix .
@@ -101,6 +112,13 @@ $(TORCH_VENV)/.stamp: requirements/torch.txt requirements/torch-test.txt pyproje
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torch-test.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/torch.txt
 	$(TORCH_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(TORCHAX_VENV)/.stamp: requirements/torchax.txt requirements/torchax-test.txt pyproject.toml
+	@echo "Setting up $(TORCHAX_VENV) ..."
+	$(PYTHON) -m venv $(TORCHAX_VENV)
+	$(TORCHAX_PY) -m pip install --quiet --disable-pip-version-check -r requirements/torchax-test.txt
+	$(TORCHAX_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(VENV)/.stamp-train: $(VENV)/.stamp-venv pyproject.toml

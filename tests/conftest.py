@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from support.quick import QUICK_CODE, QUICK_COMPILER
 
-# These suites have a configuration of their own: `make test-torch`, in an environment of its own,
-# and `make test-cluster`, which needs root.
-collect_ignore = ["torch_compat", "cluster"]
+# These suites have a configuration of their own: `make test-torch` and `make test-torchax`, in
+# environments of their own, and `make test-cluster`, which needs root.
+collect_ignore = ["torch_compat", "on_jax", "cluster"]
 NUM_DEVICES = 8
 # Set it (for example to "cuda") to run the tests marked `hardware` on that backend.
 PLATFORM = os.environ.get("JAXSLOWMO_TEST_PLATFORM", "cpu")

@@ -59,6 +59,7 @@ def public_names() -> dict[str, list[PublicName]]:
     for topic, folder in TOPICS.items():
         groups[f"jaxslowmo.{topic}"] = _names_in(package / folder, f"jaxslowmo.{topic}")
     groups["torch_compat"] = _names_in(ROOT / "torch_compat", "torch_compat")
+    groups["torch_compat.on_jax"] = _names_in(ROOT / "torch_compat/on_jax", "torch_compat.on_jax")
     return {group: sorted(names, key=_is_class) for group, names in groups.items()}
 
 

@@ -42,6 +42,13 @@ def test_a_clean_tree_has_no_violations(tmp_path):
     assert violations(make_tree(tmp_path, {})) == []
 
 
+def test_on_jax_may_need_jax_and_the_package(tmp_path):
+    text = "import jax\nimport torchax.tensor\nimport jaxslowmo as js\nfrom ._b import f\n"
+    lazy = "if TYPE_CHECKING:\n    from . import on_jax as on_jax\n"
+    files = {"torch_compat/on_jax/_a.py": text, "torch_compat/__init__.py": lazy}
+    assert violations(make_tree(tmp_path, files)) == []
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -72,6 +79,12 @@ def test_a_clean_tree_has_no_violations(tmp_path):
         ("torch_compat/slowmo/_a.py", "from ..data import f", "slowmo must not import"),
         ("torch_compat/worker.py", "from torch_compat import TPUManager", "worker must not import"),
         ("torch_compat/_a.py", "", "_a has no floor"),
+        ("torch_compat/on_jax/_a.py", "import torch_xla", "torch_compat.on_jax has no torch_xla"),
+        ("torch_compat/on_jax/_a.py", "import flax", "torch_compat.on_jax has no flax"),
+        ("torch_compat/on_jax/_a.py", "from .. import data", "on_jax must not import"),
+        ("torch_compat/worker.py", "from . import on_jax", "loads on_jax before it is used"),
+        ("torch_compat/__init__.py", "from .on_jax import f", "loads on_jax before it is used"),
+        ("torch_compat/data.py", "import torchax", "has no torchax"),
     ],
 )
 def test_a_violation_is_found(tmp_path, name, text, message):

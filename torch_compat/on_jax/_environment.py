@@ -62,9 +62,10 @@ class TracingEnvironment(Environment):
         self.seen.update(map(id, tensors))
         if any(isinstance(x, Tensor | View) for x in tensors):
             args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
-        before = [(x, x._elem) for x in tensors if isinstance(x, Tensor)]
+        sources = [_source(x) for x in tensors if isinstance(x, Tensor | View)]
+        before = [(x, x._elem) for x in sources]
         try:
-            result = super().dispatch(func, types, args, kwargs)
+            result = self._written(func, types, args, kwargs)
         except OperatorNotFound:
             if tensors or not _is_fixed(func):
                 raise
@@ -72,9 +73,27 @@ class TracingEnvironment(Environment):
                 return func(*args, **(kwargs or {}))
         return result if torch.is_grad_enabled() else without_gradient(result, before)
 
+    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """As torchax; what changes a view changes what it is a view of, whichever operation."""
+        view = args[0] if args else None
+        is_change = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+        if not (is_change and isinstance(view, View)) or self._get_op_or_decomp(func).is_view_op:
+            return super().dispatch(func, types, args, kwargs)
+        part = view.torch()
+        super().dispatch(func, types, (part, *args[1:]), kwargs)
+        view.update(part._elem)
+        return view
+
     def constant(self, x: torch.Tensor) -> Any:
         """A tensor as one that can be traced."""
         return x if isinstance(x, Tensor | View) else self.to_xla(x.detach())
+
+
+def _source(x: Any) -> Any:
+    """The tensor that a view is of, itself for others."""
+    while isinstance(x, View):
+        x = x.parent
+    return x
 
 
 def _is_fixed(func: Any) -> bool:

@@ -46,7 +46,7 @@ def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -
     Raises:
       ValueError: as `load_back`.
     """
-    check_module("load_back", module)
+    check_module("load_arrays", module)
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
     tensors.update(module.named_buffers())
     arrays = {**params, **(model_state or {})}
@@ -60,7 +60,7 @@ def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -
                 problems.append(f"{name} is {dtype}{shape}, in the module {wanted[1]}{wanted[0]}")
     if problems:
         raise ValueError(
-            "load_back: the arrays do not fit the module, which stays as it is (stacked replicas "
+            "load_arrays: the arrays do not fit the module, which stays as it is (stacked replicas "
             f"need js.consensus): {'; '.join(problems)}."
         )
     host = jax.device_get(arrays)

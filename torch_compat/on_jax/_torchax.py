@@ -12,12 +12,13 @@ try:
     import torchax.tensor as torchax_tensor
     import torchax.view as torchax_view
 except ModuleNotFoundError as error:
-    if error.name not in ("jax", "jaxlib", "torch", "torchax"):
+    missing = (error.name or "").partition(".")[0]
+    if missing not in ("jax", "jaxlib", "torch", "torchax"):
         raise
     raise ModuleNotFoundError(
-        f"torch_compat.on_jax needs {error.name}, which is not installed; the extra `torchax` has "
+        f"torch_compat.on_jax needs {missing}, which is not installed; the extra `torchax` has "
         "it: pip install 'jaxslowmo[torchax]' (in a checkout: '.[torchax]')",
-        name=error.name,
+        name=missing,
     ) from error
 
 torch.backends.mha.set_fastpath_enabled(_FAST_ATTENTION)

@@ -1,0 +1,145 @@
+"""Random numbers come from the key, and plain torch in the same process stays as it was."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torch_compat import on_jax
+from torch_compat.on_jax._environment import environment
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        like = torch.zeros(64)
+        return {
+            "rand": torch.rand(64),
+            "rand_like": torch.rand_like(like),
+            "randn": torch.randn(64),
+            "normal": torch.empty(64).normal_(),
+            "uniform": torch.empty(64).uniform_(),
+            "randint": torch.randint(0, 1000, (64,)),
+            "randperm": torch.randperm(64),
+            "bernoulli": torch.bernoulli(like + 0.5),
+            "dropout": F.dropout(like + 1),
+            "feature_dropout": F.dropout2d((like + 1).reshape(1, 64, 1, 1)),
+            "alpha_dropout": F.alpha_dropout(like + 1, training=True),
+            "multinomial": torch.multinomial(like + 1, 32, replacement=True),
+            "again": torch.rand(64),
+        }
+
+
+def test_every_kind_of_random_number_follows_the_key():
+    draw = jax.jit(on_jax.as_apply(Draws()))
+    first, other, again = (draw({}, {}, 0.0, rng=jax.random.key(i)) for i in (0, 1, 0))
+    assert len(first) == 13
+    for name in first:
+        assert not np.array_equal(first[name], other[name]), name
+        np.testing.assert_array_equal(first[name], again[name])
+    assert not np.array_equal(first["rand"], first["again"])
+
+
+def state_of_torch():
+    return {
+        "seed": torch.random.get_rng_state().tolist(),
+        "fast attention": torch.backends.mha.get_fastpath_enabled(),
+        "device": str(torch.get_default_device()),
+        "dtype": torch.get_default_dtype(),
+        "kind": type(torch.ones(2)),
+        "gradients": torch.is_grad_enabled(),
+        "apply": torch.autograd.Function.__dict__["apply"],
+        "filters": list(warnings.filters),
+    }
+
+
+def test_torch_is_as_it_was():
+    before = state_of_torch()
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    tensors = [*module.parameters(), *module.buffers()]
+    before["seed"] = torch.random.get_rng_state().tolist()
+    loss_fn, params, state = on_jax.as_loss(module, lambda m, x: m(x).mean())
+    options = {"rng": jax.random.key(0), "model_state": state}
+    jax.jit(jax.grad(loss_fn, has_aux=True))(params, jnp.ones((3, 2)), **options)
+    assert state_of_torch() == before
+    after = [*module.parameters(), *module.buffers()]
+    assert all(a is b for a, b in zip(after, tensors, strict=True))
+    assert module[1].num_batches_tracked == 0
+
+
+def test_torch_is_as_it_was_after_an_error():
+    before = state_of_torch()
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    before["seed"] = torch.random.get_rng_state().tolist()
+    loss_fn, params, _ = on_jax.as_loss(module, lambda m, x: m(x).no_such_thing())
+    with pytest.raises(AttributeError):
+        loss_fn(params, jnp.ones((3, 2)))
+    assert state_of_torch() == before
+    assert module.weight is weight
+
+
+def test_importing_it_changes_nothing():
+    program = """
+import os, torch
+before = torch.backends.mha.get_fastpath_enabled(), dict(os.environ)
+from torch_compat import on_jax
+import torch_compat
+assert torch_compat.on_jax is on_jax
+assert (torch.backends.mha.get_fastpath_enabled(), dict(os.environ)) == before
+assert before[0]
+"""
+    environment = {k: v for k, v in os.environ.items() if "TELEMETRY" not in k}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("change", ["fill_", "add_", "masked_fill_", "zero_", "clamp_"])
+def test_what_changes_a_slice_changes_its_source(change):
+    arguments = {
+        "fill_": (5.0,),
+        "add_": (5.0,),
+        "masked_fill_": (torch.tensor([True, False]), 5.0),
+        "zero_": (),
+        "clamp_": (0.0, 0.5),
+    }[change]
+
+    class Changes(nn.Module):
+        def forward(self, x):
+            y = x + 0
+            getattr(y[1:3][:, 0], change)(*arguments)
+            return y
+
+    x = torch.arange(8.0).reshape(4, 2) / 8
+    found = on_jax.as_apply(Changes())({}, {}, x.numpy())
+    np.testing.assert_array_equal(found, Changes()(x))
+
+
+def test_the_mode_is_that_of_the_time():
+    module = nn.Dropout(0.5)
+    trains = jax.jit(on_jax.as_apply(module))
+    evaluates = jax.jit(on_jax.as_apply(module.eval()))
+    x = jnp.ones(64)
+    assert (trains({}, {}, x, rng=jax.random.key(0)) == 0).any()
+    np.testing.assert_array_equal(evaluates({}, {}, x), x)
+    assert not module.training
+
+
+def test_settings_of_torchax_are_its_own():
+    import torchax
+
+    assert environment() is not torchax.default_env()
+    assert not torchax.default_env().enabled
+    module, x = nn.Linear(2, 2), jnp.ones((1, 2))
+    _, params, _ = on_jax.as_loss(module, lambda m, x: m(x).mean())
+    wanted = on_jax.as_apply(module)(params, {}, x)
+    with torchax.default_env():  # as a user of torchax has it
+        np.testing.assert_array_equal(on_jax.as_apply(module)(params, {}, x), wanted)
