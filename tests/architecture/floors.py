@@ -52,7 +52,6 @@ TORCH_FLOORS = {
     "errors": 0,
     "master": 0,
     "messages": 0,
-    "on_jax": 0,
     "samples": 0,
     "reader": 1,
     "runtime": 1,

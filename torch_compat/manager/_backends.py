@@ -102,7 +102,7 @@ class Torchax:
     def check_untouched(self) -> None:
         """Whether a jax that the program has imported has started."""
         if "jax" in sys.modules:
-            from ..on_jax._device_process import is_started
+            from ..on_jax.device_process import is_started
 
             if is_started():
                 raise RuntimeError(
@@ -127,7 +127,7 @@ class Torchax:
 
     def open_group(self, master: Any, reader: Any, options: WorkerOptions) -> Group:
         """All devices of jax's platform."""
-        from ..on_jax._device_process import MeshGroup
+        from ..on_jax.device_process import MeshGroup
 
         return MeshGroup(master, reader, options)
 
