@@ -183,8 +183,7 @@ class MeshProgram:
         names = list(names)
         arrays = jax.device_get([self._carried[name].addressable_data(0) for name in names])
         return [
-            to_torch(array[0], self._likes[name])
-            for name, array in zip(names, arrays, strict=True)
+            to_torch(array[0], self._likes[name]) for name, array in zip(names, arrays, strict=True)
         ]
 
     def _groups(self) -> dict[np.dtype, list[str]]:
