@@ -42,7 +42,7 @@ class TorchXla:
     """torch_xla: a replica and a thread for each device."""
 
     def __init__(self):
-        from .. import runtime  # says how to install torch_xla
+        from .. import runtime
 
         self._runtime = runtime
 
@@ -133,6 +133,8 @@ class Torchax:
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
+# torch_xla brings a torchax of its own along, but no jax.
+_NEEDS = {"torch_xla": ("torch_xla",), "torchax": ("torchax", "jax")}
 
 
 def choose_backend(name: str | None) -> tuple[str, Backend]:
@@ -142,20 +144,27 @@ def choose_backend(name: str | None) -> tuple[str, Backend]:
       ValueError: for any other name.
       ModuleNotFoundError: if it is not installed, or none is.
     """
-    if name is None:
-        name = next((module for module in BACKENDS if find_spec(module) is not None), None)
-        if name is None:
-            raise ModuleNotFoundError(
-                "TPUManager needs torch_xla, or torchax and jax, and none of them is installed; "
-                "the extra `torch` has torch_xla: pip install 'jaxslowmo[torch]' (in a checkout: "
-                "'.[torch]')",
-                name="torch_xla",
-            )
-    if name not in BACKENDS:
+    if name not in (None, *BACKENDS):
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"`backend` must be one of {names}, or None, got {name!r}.")
-    if find_spec(name) is None and name == "torchax":
+    missing = {
+        backend: [module for module in modules if find_spec(module) is None]
+        for backend, modules in _NEEDS.items()
+    }
+    wanted = name or next((backend for backend in BACKENDS if not missing[backend]), None)
+    if wanted is None:
         raise ModuleNotFoundError(
-            "TPUManager(backend='torchax') needs torchax, which is not installed.", name="torchax"
+            "TPUManager needs torch_xla, or torchax and jax, and neither is installed; the extras "
+            "`torch` and `torchax` have them: pip install 'jaxslowmo[torch]' (in a checkout: "
+            "'.[torch]')",
+            name="torch_xla",
         )
-    return name, BACKENDS[name]()
+    if missing[wanted]:
+        extra = {"torch_xla": "torch", "torchax": "torchax"}[wanted]
+        raise ModuleNotFoundError(
+            f"TPUManager(backend={wanted!r}) needs {' and '.join(missing[wanted])}, which is not "
+            f"installed; the extra `{extra}` has it: pip install 'jaxslowmo[{extra}]' (in a "
+            f"checkout: '.[{extra}]')",
+            name=missing[wanted][0],
+        )
+    return wanted, BACKENDS[wanted]()

@@ -139,16 +139,18 @@ class MeshProgram:
         self._carried, self._sums, self._losses, self._keys = after
 
     def _add_apart(self, batches: Sequence[_Batch]) -> Any:
-        own = self._carried, self._sums, self._losses, self._keys
+        everything = self._params, self._carried, self._sums, self._losses, self._keys
+        # All of them before any program runs, which uses up what it was given.
+        shards = [
+            jax.tree.map(lambda array, there=device: _on(array, there), everything)
+            for device in self._devices
+        ]
         parts = []
-        for index, (device, batch) in enumerate(zip(self._devices, batches, strict=True)):
+        for shard, device, batch in zip(shards, self._devices, batches, strict=True):
             _, single = self._compile(batch.structure)
-            here = jax.tree.map(
-                lambda array, i=index: array.addressable_data(i), (self._params, *own)
-            )
             tensors = [array[None] for array in batch.tensors]
             self.bytes_to_device += sum(array.nbytes for array in tensors)
-            parts.append(single(*here, jax.device_put(tensors, device)))
+            parts.append(single(*shard, jax.device_put(tensors, device)))
 
         def join(*shards: jax.Array) -> jax.Array:
             shape = (len(shards), *shards[0].shape[1:])
@@ -284,6 +286,11 @@ def _take_apart(batch: Any) -> _Batch:
 
     structure = map_tensors(batch, take)
     return _Batch(tensors, samples.dumps(structure))
+
+
+def _on(array: jax.Array, device: Any) -> jax.Array:
+    """What a device has of an array."""
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
 def _first(tree: Any) -> Any:

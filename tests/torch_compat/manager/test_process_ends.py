@@ -54,6 +54,8 @@ class Model(torch.nn.Linear):
 manager = TPUManager(Model(2, 2), data(), nprocs=2, start=True)
 manager.step()
 print("pid", manager.pid, flush=True)
+import sys
+assert "jax" not in sys.modules  # it is the device process' alone
 """
     )
     begin = time.perf_counter()
