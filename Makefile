@@ -68,7 +68,7 @@ lint: $(VENV)/.stamp-dev ## Check formatting, lint rules and types.
 	$(PY) -m pyright --pythonpath $(PY)
 
 lint-torch: $(VENV)/.stamp-dev torch-env ## Check the types of torch_compat.
-	$(PY) -m pyright --pythonpath $(TORCH_PY) $(filter-out torch_compat/on_jax%,$(wildcard torch_compat/*))
+	$(PY) -m pyright --pythonpath $(TORCH_PY) torch_compat
 
 lint-torchax: $(VENV)/.stamp-dev torchax-env ## Check the types of torch_compat.on_jax.
 	$(PY) -m pyright --pythonpath $(TORCHAX_PY) torch_compat/on_jax

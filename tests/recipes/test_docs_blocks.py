@@ -20,9 +20,11 @@ PAGES = [
     "accumulation", "checkpoints", "choosing", "ddp", "embeddings", "graphs", "index",
     "input-pipeline", "mixed-precision", "model-parallel", "reading-state", "start", "your-data",
 ]  # fmt: skip
-# tests/torch_compat runs what needs torch, in an environment of its own; one mesh has 64 chips.
+# tests/torch_compat and tests/on_jax run what needs torch, in environments of their own; one mesh
+# has 64 chips.
 ELSEWHERE = {
     "torch": None,
+    "torch-on-jax": None,
     "tpu": "Several slices",
     "your-data": "DataLoader of torch",
     "input-pipeline": "DataLoader of torch",
