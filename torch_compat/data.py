@@ -13,9 +13,17 @@ from .reader import SampleReader
 
 
 class TPUDataManager(SampleReader):
-    """A `SampleReader` whose batches go to XLA devices.
+    """Reads `dataset` in the main process and deals its samples out to XLA devices.
 
-    Its arguments and errors are those of `SampleReader`.
+    Args:
+      dataset: any iterable of samples that can be pickled; sample i goes to device i % nprocs.
+      nprocs: number of devices; None where only the process that drives them all knows it, which
+        sets it before its first sample.
+      master_prefetch: samples per device read ahead of the step that needs them.
+      start: begin to read now; else call `start()`, after the devices' process has been forked.
+
+    Raises:
+      ValueError: naming the argument, for what is not iterable and numbers below 1.
     """
 
     def get_device_dataloader(

@@ -16,7 +16,15 @@ from .master import MasterModel
 class TPUSynchronizer(MasterModel):
     """The master model in shared memory, and transfers between it and its replicas.
 
-    Its arguments and errors are those of `MasterModel`.
+    Args:
+      model: on the CPU; becomes the master.
+      post_init: called with every replica once it is on its device, in the place of the replica's
+        `tie_weights()`.
+      compress_grads: gradients, once summed, travel to the host as bfloat16.
+
+    Raises:
+      ValueError: if the model has no parameters, or a tensor that is not on the CPU.
+      OSError: if shared memory, or the number of open files, runs out.
     """
 
     def get_device_model_replica(self, device: torch.device, tie_weights: bool = True) -> nn.Module:

@@ -74,30 +74,23 @@ class MeshProgram:
         parameters = dict(module.named_parameters())
         self._parameters = [name for name in parameters if name in set(self._functional.trained)]
         self._names = [*parameters, *dict(module.named_buffers())]
-        self._trained_of = [name in set(self._parameters) for name in parameters]
+        self._all_parameters = list(parameters)
         self._likes = {**parameters, **dict(module.named_buffers())}
         self.bytes_to_device = 0
         self.load(self._likes.values())
+        seeds = [np.uint32((seed_base + i) % 2**32) for i in range(len(devices))]
         self._keys = self._spread(
-            np.stack(
-                [
-                    jax.random.key_data(jax.random.key(np.uint32((seed_base + i) % 2**32)))
-                    for i in range(len(devices))
-                ]
-            )
+            np.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds])
         )
         self._compile = lru_cache(maxsize=32)(self._programs)
         self._exchange = _exchange_program(mesh, self._groups(), compress)
         self._sums, self._losses = self._spread(self._zeros())
-        width = 2 if compress else None
-        self.gradient_bytes = (
-            sum(
-                self._likes[name].numel() * (width or dtype.itemsize)
-                for dtype, names in self._groups().items()
-                for name in names
-            )
-            + self._loss_dtype().itemsize
-        )
+        sizes = [
+            self._likes[name].numel() * (2 if compress else dtype.itemsize)
+            for dtype, names in self._groups().items()
+            for name in names
+        ]
+        self.gradient_bytes = sum(sizes) + self._loss_dtype().itemsize
 
     def load(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take these parameters, then buffers; they have been read when this returns."""
@@ -174,10 +167,8 @@ class MeshProgram:
             sizes = [self._likes[name].numel() for name in names]
             for name, part in zip(names, host.split(sizes), strict=True):
                 found[name] = part.view(self._likes[name].shape)
-        names = iter(self._parameters)
-        gradients = [
-            found[next(names)] if trained else torch.zeros(()) for trained in self._trained_of
-        ]
+        frozen = torch.zeros(())
+        gradients = [found.get(name, frozen) for name in self._all_parameters]
         return float(loss.addressable_data(0)), gradients
 
     def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:

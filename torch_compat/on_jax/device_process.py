@@ -41,7 +41,7 @@ def open_devices(num_devices: int | None) -> list[Any]:
       ValueError: if there are not exactly `num_devices` devices.
     """
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if num_devices is not None and not told and jax.config.jax_num_cpu_devices < 0:
+    if num_devices is not None and not told and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", num_devices)
     devices = jax.local_devices()
     if num_devices not in (None, len(devices)):
