@@ -43,8 +43,10 @@ test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make 
 test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
 	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
 
+# TEST_ARGS goes to tests/on_jax; without it those of TPUManager run, too, as they do on torch_xla.
 test-torchax: torchax-env ## Run the tests of torch_compat.on_jax on 8 CPU devices, in .venv-torchax.
 	cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest $(TEST_ARGS)
+	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest manager)
 
 test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
 	@$(PYTHON) tests/cluster/namespaces.py

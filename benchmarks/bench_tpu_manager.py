@@ -1,8 +1,11 @@
-"""Samples per second of TPUManager on CPU devices, beside a plain torch loop, in one run.
+r"""Samples per second of TPUManager on CPU devices, beside a plain torch loop, in one run.
 
-    python benchmarks/bench_tpu_manager.py --out benchmarks/results/bench_tpu_manager
+    python benchmarks/bench_tpu_manager.py --also .venv-torchax/bin/python \
+      --out benchmarks/results/bench_tpu_manager
 
-In the environment of the tests of torch_compat (`make test-torch`). All variants train the same
+In the environment of the tests of torch_compat (`make torch-env`), and, with `--also`, in that of
+torch_compat.on_jax (`make torchax-env`): each measures the backend that it has beside the plain
+torch that it has, one after the other for each setting. All variants of one train the same
 model on the same samples with the same AdamW, with as many threads as there are cores, and take
 turns, so that what else the machine does falls on all alike; a ratio is the median over rounds of
 two times of the same round. CPU devices share the cores of the machine: what is measured is what
@@ -10,6 +13,7 @@ the manager adds, not what more devices would gain.
 """
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import multiprocessing as mp
@@ -21,17 +25,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import nn
 
-from torch_compat import TPUManager, runtime
+from torch_compat import TPUManager
 from torch_compat.examples.model import LanguageModel, LanguageModelConfig
 from torch_compat.examples.text import TextStream, standard_library
 
+HAS_XLA = find_spec("torch_xla") is not None
 LENGTH = 128  # tokens per sample
 SIZES = {
     "1M": LanguageModelConfig(),
@@ -53,6 +57,9 @@ def parse() -> argparse.Namespace:
         "--patience", type=float, default=20, help="seconds a round may wait for a quiet machine"
     )
     parser.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
+    parser.add_argument(
+        "--also", action="append", default=[], help="python of another environment to measure in"
+    )
     parser.add_argument("--one", action="store_true", help="one setting, its rows to stdout")
     return parser.parse_args()
 
@@ -98,6 +105,11 @@ class PlainXla:
 
     @staticmethod
     def serve(pipe, model: nn.Module, samples: TextStream, batch_size: int) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        from torch_compat import runtime
+
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; XLA has its own
         (device,) = runtime.open_devices(1)
         model = model.to(device)
@@ -192,7 +204,8 @@ def measure(size: str, batch_size: int, rounds: int, steps: int, patience: float
         for n in (1, 2, 4)
         if batch_size % n == 0
     }
-    variants["xla"] = PlainXla(deepcopy(model), samples, batch_size)
+    if HAS_XLA:
+        variants["xla"] = PlainXla(deepcopy(model), samples, batch_size)
     variants["torch"] = PlainTorch(model, samples, batch_size)
     try:
         # As many steps as until nothing is compiled any more, for all variants.
@@ -215,7 +228,7 @@ def measure(size: str, batch_size: int, rounds: int, steps: int, patience: float
         row = {"variant": name, "step_ms": quartiles(milliseconds[name])}
         row["fastest_ms"] = round(min(milliseconds[name]), 3)
         row["samples_per_second"] = round(1000 * batch_size / row["step_ms"]["median"], 2)
-        for other in ("torch", "xla"):
+        for other in [name for name in ("torch", "xla") if name in variants]:
             pairs = zip(milliseconds[other], milliseconds[name], strict=True)
             row[f"speed_ratio_to_{other}"] = quartiles([a / b for a, b in pairs])
             fastest = min(milliseconds[other]) / min(milliseconds[name])
@@ -238,6 +251,7 @@ def measure(size: str, batch_size: int, rounds: int, steps: int, patience: float
         "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "batch_size": batch_size,
+        "versions": versions(),
         "busy_before_rounds": quartiles(busy),
         "rows": rows,
     }
@@ -262,9 +276,54 @@ def describe() -> dict[str, str | int]:
         "processor": name,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_xla": torch_xla.__version__,
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what this environment drives the devices with."""
+    names = ["torch", "torch_xla"] if HAS_XLA else ["torch", "torchax", "jax"]
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def table(setting: str, backend: str, found: dict) -> list[str]:
+    """One setting in one environment."""
+    told = ", ".join(" ".join(pair) for pair in found["versions"].items())
+    lines = [
+        "",
+        f"## {setting}, {backend}: {found['parameters'] / 1e6:.2f} M parameters "
+        f"({found['parameter_bytes'] / 1e6:.2f} MB), {found['batch_size']} samples of {LENGTH} "
+        "tokens per step",
+        "",
+        f"{told}.",
+        "",
+        "| | step ms | samples/s | / torch | / torch_xla | samples ms | devices ms | AdamW ms "
+        "| MB to devices | MB to host | compiled |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        step = row["step_ms"]
+        ratios = [
+            f"{row[f'speed_ratio_to_{other}']['median']:.2f} "
+            f"({row[f'fastest_ratio_to_{other}']:.2f})"
+            if f"speed_ratio_to_{other}" in row
+            else ""
+            for other in ("torch", "xla")
+        ]
+        cells = [
+            ABOUT[row["variant"]],
+            f"{step['median']:.1f} ({step['low']:.1f} to {step['high']:.1f})",
+            f"{row['samples_per_second']:.1f}",
+            *ratios,
+        ]
+        if "data_ms" in row:
+            waits = ("data_ms", "barrier_ms", "optimizer_ms")
+            cells += [f"{row[key]['median']:.1f}" for key in waits]
+            cells += [f"{row[f'bytes_to_{end}'] / 1e6:.2f}" for end in ("device", "host")]
+            cells.append(str(row["compilations"]))
+        else:
+            cells += [""] * 6
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def markdown(result: dict) -> str:
@@ -272,50 +331,23 @@ def markdown(result: dict) -> str:
     lines = [
         "# TPUManager on CPU devices beside a plain torch loop",
         "",
-        f"`{result['command']}`, {machine['processor']}, {machine['cores']} cores, torch "
-        f"{machine['torch']}, torch_xla {machine['torch_xla']}. Load averages (1 minute), before, "
-        f"and after each table: {', '.join(map(str, result['load_averages']))}; the run itself "
-        "is 1 to 2 of it.",
+        f"`{result['command']}`, {machine['processor']}, {machine['cores']} cores. Load averages "
+        f"(1 minute), before, and after each setting: "
+        f"{', '.join(map(str, result['load_averages']))}; the run itself is 1 to 2 of it.",
         "",
         "step: median of a step of training, forward to optimizer; between the quarter points in "
         "brackets. The ratios are of samples per second, medians over rounds: 1.00 is as fast, "
         "0.50 half as fast; those in brackets are of the fastest turns, which company on the "
         "machine disturbs least. Plain torch_xla has model and optimizer on the device and copies "
         "samples only; TPUManager's optimizer is on the host. Of a step of the manager: waiting "
-        "of device 0 for samples, and for the other devices; AdamW on the host; MB copied to all "
-        "devices and back; programs compiled in any step measured. CPU devices share the cores.",
+        "of device 0 for samples, and for the other devices (0 where one program drives all); "
+        "AdamW on the host; MB copied to all devices and back; programs compiled in any step "
+        "measured. CPU devices share the cores. Each backend has the torch of its environment "
+        "beside it.",
     ]
     for setting, found in result["settings"].items():
-        lines += [
-            "",
-            f"## {setting}: {found['parameters'] / 1e6:.2f} M parameters "
-            f"({found['parameter_bytes'] / 1e6:.2f} MB), {found['batch_size']} samples of {LENGTH} "
-            "tokens per step",
-            "",
-            "| | step ms | samples/s | / torch | / torch_xla | samples ms | devices ms | AdamW ms "
-            "| MB to devices | MB to host | compiled |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        for row in found["rows"]:
-            step = row["step_ms"]
-            cells = [
-                ABOUT[row["variant"]],
-                f"{step['median']:.1f} ({step['low']:.1f} to {step['high']:.1f})",
-                f"{row['samples_per_second']:.1f}",
-                *(
-                    f"{row[f'speed_ratio_to_{other}']['median']:.2f} "
-                    f"({row[f'fastest_ratio_to_{other}']:.2f})"
-                    for other in ("torch", "xla")
-                ),
-            ]
-            if "data_ms" in row:
-                waits = ("data_ms", "barrier_ms", "optimizer_ms")
-                cells += [f"{row[key]['median']:.1f}" for key in waits]
-                cells += [f"{row[f'bytes_to_{end}'] / 1e6:.2f}" for end in ("device", "host")]
-                cells.append(str(row["compilations"]))
-            else:
-                cells += [""] * 6
-            lines.append(f"| {' | '.join(cells)} |")
+        for backend, measured in found.items():
+            lines += table(setting, backend, measured)
     return "\n".join(lines) + "\n"
 
 
@@ -329,7 +361,7 @@ def main() -> None:
     begin, load = time.time(), [round(os.getloadavg()[0], 1)]
     result: dict = {
         "command": shlex.join(["python", "benchmarks/bench_tpu_manager.py", *sys.argv[1:]]),
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "one")},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "one", "also")},
         "machine": describe(),
         "load_averages": load,
         "settings": {},
@@ -338,9 +370,12 @@ def main() -> None:
         # A process of its own: device processes are forked before torch has threads.
         numbers = ["--rounds", str(args.rounds), "--steps", str(args.steps)]
         numbers += ["--patience", str(args.patience)]
-        command = [sys.executable, __file__, "--one", "--settings", setting, *numbers]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        result["settings"][setting.replace(":", ", batch ")] = json.loads(output.splitlines()[-1])
+        found = result["settings"].setdefault(setting.replace(":", ", batch "), {})
+        for python in [sys.executable, *args.also]:
+            command = [python, __file__, "--one", "--settings", setting, *numbers]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            measured = json.loads(output.splitlines()[-1])
+            found["torch_xla" if "torch_xla" in measured["versions"] else "torchax"] = measured
         load.append(round(os.getloadavg()[0], 1))
         result["minutes"] = round((time.time() - begin) / 60, 1)
         if args.out:  # after every setting: a run takes long

@@ -16,7 +16,8 @@ _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)
 _ADD_AN_EXTRA = {
     ROOT / "jaxslowmo/_extras.py",
     ROOT / "torch_compat/errors.py",
-    ROOT / "torch_compat/on_jax/_torchax.py",
+    ROOT / "torch_compat/manager/_backends.py",
+    ROOT / "torch_compat/on_jax/tracing/_torchax.py",
     ROOT / "tests/on_jax/test_torchax.py",
     ROOT / "docs/start.md",
 }

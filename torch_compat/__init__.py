@@ -15,9 +15,9 @@ from .messages import StepStatistics as StepStatistics
 if TYPE_CHECKING:
     from . import on_jax as on_jax
     from . import runtime as runtime
-    from .data import QueueDataset as QueueDataset
     from .data import TPUDataManager as TPUDataManager
     from .manager import TPUManager as TPUManager
+    from .reader import QueueDataset as QueueDataset
     from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
     from .slowmo import broadcast_parameters as broadcast_parameters
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
     # Name -> the module that has it; a module's own name stands for the module.
     _HOMES = {
-        "QueueDataset": "data",
+        "QueueDataset": "reader",
         "SlowMoBaseAlgorithm": "slowmo",
         "SlowMoDistributedDataParallel": "slowmo",
         "TPUDataManager": "data",

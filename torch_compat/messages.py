@@ -10,6 +10,12 @@ class Step(NamedTuple):
     load_parameters: bool
 
 
+class Commit(NamedTuple):
+    """Let a step that was `Computed` write into shared memory."""
+
+    number: int
+
+
 class Stop(NamedTuple):
     """Ask the device process to end."""
 
@@ -18,6 +24,18 @@ class Ready(NamedTuple):
     """The replicas are on their devices."""
 
     num_devices: int
+
+
+class Loaded(NamedTuple):
+    """The devices have the master's parameters, which may change again."""
+
+    number: int
+
+
+class Computed(NamedTuple):
+    """The gradients of a step are there and wait for a `Commit` to be added to the master's."""
+
+    number: int
 
 
 class StepStatistics(NamedTuple):

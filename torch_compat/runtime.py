@@ -216,3 +216,8 @@ def to_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[tor
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of a device on the CPU, in one transfer; what they wait for should have run."""
     return _XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+
+
+def wait(device: torch.device) -> None:
+    """Wait until `device` has run what was launched on it."""
+    xm.wait_device_ops([_real_name(device)])

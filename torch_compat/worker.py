@@ -1,26 +1,17 @@
-"""What the device process of a `TPUManager` runs: one thread per device, and one that answers."""
+"""What the device process of a `TPUManager` does, whatever drives its devices."""
 
 import os
-import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Protocol
 
-import torch
-import torch_xla
-import torch_xla.debug.metrics as met
-from torch import nn
-
-from . import runtime
-from .data import DataError, TPUDataManager
 from .errors import describe
-from .messages import Failed, Ready, Step, StepDone, StepStatistics, Stop
-from .synchronizer import TPUSynchronizer
+from .messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
 
 
 @dataclass(frozen=True)
@@ -34,250 +25,94 @@ class WorkerOptions:
     seed_base: int
 
 
-def serve(
-    connection: Connection,
-    synchronizer: TPUSynchronizer,
-    data_manager: TPUDataManager,
-    options: WorkerOptions,
-) -> None:
-    """Answer `Step` requests on `connection` until `Stop`, or until the other side is gone.
-
-    A failure is reported once; from then on the process only waits to be stopped.
-    """
-    host = os.getppid()
-    try:
-        group = DeviceGroup(synchronizer, data_manager, options, host)
-        connection.send(Ready(len(group.devices)))
-        while isinstance(request := _next_request(connection, host), Step):
-            connection.send(group.step(request))
-    except GroupFailed as failed:
-        _report(connection, failed.report)
-        _wait_for_stop(connection, host)
-    except BaseException as error:
-        message = f"The device process failed: {describe(error)}"
-        _report(connection, Failed(message, traceback.format_exc()))
-        _wait_for_stop(connection, host)
-
-
-def _next_request(connection: Connection, host: int) -> Step | Stop:
-    # Forks of the host may hold its end of the connection open, so its end is not enough to go by.
-    while not connection.poll(0.5):
-        if os.getppid() != host:
-            return Stop()
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        return Stop()
-
-
-def _wait_for_stop(connection: Connection, host: int) -> None:
-    while not isinstance(_next_request(connection, host), Stop):
-        pass
-
-
-def _report(connection: Connection, failed: Failed) -> None:
-    with suppress(OSError):  # nobody is left to tell
-        connection.send(failed)
-
-
 class GroupFailed(Exception):
-    """One of the device threads has failed; its report says which and how."""
+    """One of the devices has failed; its report says which and how."""
 
     def __init__(self, report: Failed):
         super().__init__(report.message)
         self.report = report
 
 
-@dataclass
-class _Clock:
-    """Seconds that one device spent waiting, in the current step."""
-
-    data: float = 0.0
-    barrier: float = 0.0
+class Stopped(Exception):
+    """The host wants no more, in the middle of a step."""
 
 
-@dataclass
-class _Shared:
-    """What the threads of a group share."""
+class Link:
+    """The device process' end of the connection to the host."""
 
-    barrier: threading.Barrier
-    outcomes: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    def __init__(self, connection: Connection):
+        self._connection = connection
 
-
-class DeviceGroup:
-    """All devices of this process, each with a replica and a thread that drives it."""
-
-    def __init__(
-        self,
-        synchronizer: TPUSynchronizer,
-        data_manager: TPUDataManager,
-        options: WorkerOptions,
-        host: int,
-    ):
-        self._host = host
-        self.devices = runtime.open_devices(options.nprocs)
-        data_manager.nprocs = len(self.devices)
-        self._shared = _Shared(threading.Barrier(len(self.devices)))
-        self._requests = [queue.SimpleQueue() for _ in self.devices]
-        for index, device in enumerate(self.devices):
-            worker = _DeviceWorker(index, device, self._shared, synchronizer, data_manager, options)
-            threading.Thread(
-                target=worker.run,
-                args=(self._requests[index],),
-                name=f"TPUManager-device-{index}",
-                daemon=True,  # a thread that hangs in a device must not keep the process alive
-            ).start()
-            # One after the other: the host holds what one replica needs on its way, not all.
-            self._outcome()
-
-    def step(self, request: Step) -> StepDone:
-        """Let all devices take a step; raise `GroupFailed` with the first failure."""
-        begin, before = time.perf_counter(), _counters()
-        for requests in self._requests:
-            requests.put(request)
-        parts = [self._outcome() for _ in self.devices]
-        loss, num_samples, clock = next(part for part in parts if part is not None)
-        used = {key: value - before[key] for key, value in _counters().items()}
-        statistics = StepStatistics(
-            seconds=time.perf_counter() - begin,
-            data_seconds=clock.data,
-            barrier_seconds=clock.barrier,
-            **used,
-        )
-        return StepDone(request.number, loss, num_samples, statistics)
-
-    def _outcome(self) -> Any:
-        while True:
-            try:
-                outcome = self._shared.outcomes.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if os.getppid() != self._host:
-                    raise RuntimeError("The main process is gone.") from None
-        if isinstance(outcome, Failed):
-            raise GroupFailed(outcome)
-        return outcome
-
-
-class _DeviceWorker:
-    """One device: its replica, its batches, its part of every step."""
-
-    def __init__(
-        self,
-        index: int,
-        device: torch.device,
-        shared: _Shared,
-        synchronizer: TPUSynchronizer,
-        data_manager: TPUDataManager,
-        options: WorkerOptions,
-    ):
-        self.index, self.device, self.options = index, device, options
-        self._shared, self._synchronizer, self._data_manager = shared, synchronizer, data_manager
-        self._clock = _Clock()
-
-    def run(self, requests: queue.SimpleQueue) -> None:
-        """Take steps as they are asked for, until one fails."""
+    def next_request(self) -> Step | Commit | Stop:
+        """Wait for what the host asks for."""
         try:
-            with torch.enable_grad():
-                self._replica, self._batches = self._initialise()
-                self._shared.outcomes.put(None)
-                while True:
-                    self._shared.outcomes.put(self._step(requests.get()))
-        except threading.BrokenBarrierError:
-            return  # another device failed first, and has said so
-        except DataError as error:
-            message = f"Device {self.index} of {self._shared.barrier.parties}: {error}"
-            self._shared.outcomes.put(Failed(message, error.end.traceback))
-        except BaseException as error:
-            message = (
-                f"Device {self.index} of {self._shared.barrier.parties} failed: {describe(error)}"
-            )
-            self._shared.outcomes.put(Failed(message, traceback.format_exc()))
-        # The others wait for this one before every collective; they need not enter it.
-        self._shared.barrier.abort()
+            return self._connection.recv()
+        except (EOFError, OSError):
+            return Stop()
 
-    def _initialise(self) -> tuple[nn.Module, Iterator[Any]]:
-        runtime.bind(self.device)
-        torch_xla.manual_seed(self.options.seed_base + self.index, self.device)
-        replica = self._synchronizer.get_device_model_replica(self.device)
-        runtime.run_pending(self.device)
-        double = any(p.dtype == torch.float64 for p in replica.parameters())
-        self._loss_dtype = torch.float64 if double else torch.float32
-        batches = self._data_manager.get_device_dataloader(
-            index=self.index,
-            device=self.device,
-            batch_size=self.options.batch_size_per_device,
-            collate_fn=self.options.collate_fn,
-        )
-        return replica, batches
+    def loaded(self, number: int) -> None:
+        """Tell that all devices have the master's parameters."""
+        self._connection.send(Loaded(number))
 
-    def _step(self, request: Step) -> tuple[float, int, _Clock] | None:
-        self._clock = _Clock()
-        if request.load_parameters:
-            self._synchronizer.send_params_to_device(self._replica)
-            runtime.run_pending(self.device)
-        steps, devices = self.options.grad_accumulation_steps, self._shared.barrier.parties
-        total = torch.zeros((), device=self.device, dtype=self._loss_dtype)
-        runtime.run_pending(self.device)
-        for _ in range(steps):
-            begin = time.perf_counter()
-            batch = next(self._batches)
-            self._clock.data += time.perf_counter() - begin
-            loss = _loss(_call(self._replica, batch)) / steps
-            loss.backward()
-            # In place, so that all micro-batches trace the same graph.
-            total += loss.detach()
-            del batch, loss
-            runtime.run_pending(self.device)
-        begin = time.perf_counter()
-        # A device that entered the collective alone could not be called back.
-        self._shared.barrier.wait()
-        self._clock.barrier += time.perf_counter() - begin
-        losses = self._synchronizer.aggregate_grads_on_host(
-            self._replica, add=True, scale=1.0 / devices, extra=[total]
-        )
-        if self.index != 0:
-            return None
-        self._synchronizer.fetch_buffers(self._replica)
-        samples = self.options.batch_size_per_device * devices * steps
-        return float(losses[0]), samples, self._clock
+    def wait_to_commit(self, number: int) -> None:
+        """Tell that a step's gradients are there, and wait until they may be written.
+
+        Raises:
+          Stopped: if the host wants to end instead.
+        """
+        self._connection.send(Computed(number))
+        if not isinstance(self.next_request(), Commit):
+            raise Stopped
+
+    def send(self, answer: Ready | StepDone | Failed) -> None:
+        """Send to the host."""
+        self._connection.send(answer)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, list | tuple):
-        return model(*batch)
-    return model(batch)
+class Group(Protocol):
+    """All devices of the process."""
+
+    num_devices: int
+
+    def step(self, request: Step, link: Link) -> StepDone:
+        """Take a step, which calls `link.loaded`, if it loads, and `link.wait_to_commit`."""
+        ...
 
 
-def _loss(outputs: Any) -> torch.Tensor:
-    """What to differentiate: `outputs["loss"]`, `outputs.loss`, the first of a tuple, itself."""
-    if isinstance(outputs, torch.Tensor):
-        loss = outputs
-    elif isinstance(outputs, dict):
-        loss = outputs.get("loss")
-    elif isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        loss = outputs.loss
-    else:
-        loss = outputs[0] if isinstance(outputs, list | tuple) and outputs else None
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ValueError(
-            "The model must return its loss, a tensor with one element, by itself, as the first of "
-            f'a tuple, as outputs["loss"] or outputs.loss; got {found} in a '
-            f"{type(outputs).__name__}."
-        )
-    return loss.reshape(())
+def serve(connection: Connection, open_group: Callable[[], Group]) -> None:
+    """Answer `Step` requests on `connection` until `Stop`, or until the other side is gone.
+
+    A failure is reported once; from then on the process only waits to be stopped.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    link = Link(connection)
+    try:
+        group = open_group()
+        link.send(Ready(group.num_devices))
+        while isinstance(request := link.next_request(), Step):
+            link.send(group.step(request, link))
+    except Stopped:
+        pass
+    except GroupFailed as failed:
+        _report(link, failed.report)
+    except BaseException as error:
+        message = f"The device process failed: {describe(error)}"
+        _report(link, Failed(message, traceback.format_exc()))
 
 
-def _counters() -> dict[Literal["compilations", "bytes_to_device", "bytes_to_host"], int]:
-    def total(metric: str) -> int:
-        data = met.metric_data(metric)
-        return 0 if data is None else int(data[1])
+def _report(link: Link, failed: Failed) -> None:
+    with suppress(OSError):  # nobody is left to tell
+        link.send(failed)
+        while not isinstance(link.next_request(), Stop):
+            pass
 
-    return {
-        "compilations": int(met.counter_value("UncachedCompile") or 0),
-        "bytes_to_device": total("OutboundData"),
-        "bytes_to_host": total("InboundData"),
-    }
+
+def _end_with(host: int) -> None:
+    """End this process when the host is gone.
+
+    Forks of the host may hold its end of the connection open, and a thread inside a device cannot
+    be called back, so neither is enough to go by.
+    """
+    while os.getppid() == host:
+        time.sleep(0.5)
+    os._exit(1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_compat import on_jax
-from torch_compat.on_jax._environment import environment
+from torch_compat.on_jax.tracing import environment
 
 
 class Draws(nn.Module):

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from torch_compat.on_jax._environment import tracing
-from torch_compat.on_jax._torchax import Tensor
+from torch_compat.on_jax.tracing import Tensor, tracing
 
 
 def gradient(function, x=2.0):

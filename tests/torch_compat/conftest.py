@@ -1,11 +1,18 @@
-"""The process that runs these tests never touches an XLA device: devices live in its children."""
+"""The process that runs these tests never touches a device: devices live in its children."""
 
 import os
+from importlib import import_module
 
 import pytest
 
+from models import TRACED_ONCE
+
 # Before torch_xla is imported, which would otherwise choose, and warn about it.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if TRACED_ONCE:
+    # Not started, but read: each device process would do it anew.
+    import_module("torch_compat.on_jax.device_process")
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,15 @@
 """Models and samples for the tests, and what plain torch makes of them."""
 
 import copy
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+# torchax calls a model's Python code once for each shape of batches, torch_xla in every step.
+TRACED_ONCE = importlib.util.find_spec("torch_xla") is None
 
 Sample = dict[str, torch.Tensor]
 

@@ -3,7 +3,7 @@
 The one part of `torch_compat` that needs jax, jaxslowmo and torchax (extra `torchax`).
 """
 
-from . import _torchax as _torchax  # first: says what is missing
+from . import tracing as tracing  # first: says what is missing
 from ._apply import as_apply as as_apply
 from ._load import load_arrays as load_arrays
 from ._load import load_back as load_back

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ._torchax import Tensor
+from .tracing import Tensor
 
 # NumPy has no name for these in torch; float32 holds each of their values.
 _NARROW = {
@@ -49,11 +49,16 @@ def keeps_values(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 or bool((tensor.min() >= limits.min) & (tensor.max() <= limits.max))
 
 
-def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """A copy, which later changes of the tensor do not reach."""
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy, which later changes of the tensor do not reach, of the dtype that jax has for it."""
     tensor = tensor.detach().cpu()
     values = tensor.float() if tensor.dtype in _NARROW else tensor
-    return jnp.asarray(np.array(values.numpy(), dtype=jax_dtype(tensor.dtype)))
+    return np.array(values.numpy(), dtype=jax_dtype(tensor.dtype))
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """A copy, which later changes of the tensor do not reach."""
+    return jnp.asarray(to_numpy(tensor))
 
 
 def to_torch(array: Any, like: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import torch
 
-from . import _batch_norm
 from ._arrays import as_traced, to_jax
 from ._checks import check_module
-from ._environment import TracingEnvironment, tracing
 from ._plain_tensors import plain_tensors_kept
+from .tracing import TracingEnvironment, cumulative_averages, tracing
 
 Arrays = dict[str, jax.Array]
 
@@ -81,7 +80,7 @@ class Functional:
         try:
             for part, training in self._modes:
                 part.training = training
-            with _batch_norm.cumulative_averages(self._module):
+            with cumulative_averages(self._module):
                 yield
         finally:
             for part, training in now:

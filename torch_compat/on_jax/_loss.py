@@ -7,8 +7,8 @@ import jax
 import torch
 
 from ._arrays import as_arrays, as_traced
-from ._environment import TracingEnvironment
 from ._functional import Arrays, Functional
+from .tracing import TracingEnvironment
 
 TorchLoss = Callable[[torch.nn.Module, Any], Any]
 LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, Any], Arrays]]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._torchax import Tensor, View
+from .tracing import Tensor, View
 
 
 @contextlib.contextmanager

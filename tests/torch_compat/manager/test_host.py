@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from models import PlainTorch, largest_difference, regressor, samples
-from torch_compat import TPUManager, TPUSynchronizer, TPUWorkerError
+from torch_compat import TPUManager, TPUWorkerError
+from torch_compat.master import MasterModel
 
 DATA = samples(32)
 
@@ -85,8 +86,8 @@ def test_zero_grad_of_an_optimizer_zeroes_and_a_replaced_gradient_counts():
 def test_parameters_are_copied_from_the_argument_into_the_master():
     model = regressor(width=32)
     new = [torch.full_like(p, 0.5) for p in model.parameters()]
-    synchronizer = TPUSynchronizer(model)
-    synchronizer.set_host_parameters(new)
+    master = MasterModel(model)
+    master.set_host_parameters(new)
     assert all((p == 0.5).all() for p in model.parameters())
     assert all((p == 0.5).all() for p in new)
 
@@ -133,11 +134,11 @@ class Square(nn.Module):
 def test_parameters_may_be_views_of_each_other():
     model = Square()
     before = model.a.detach().clone()
-    synchronizer = TPUSynchronizer(model)
-    synchronizer.set_host_parameters([model.b, model.a])
+    master = MasterModel(model)
+    master.set_host_parameters([model.b, model.a])
     assert not model.a.any()
     assert torch.equal(model.b, before)
-    synchronizer.set_host_parameters([model.a, model.b.t()])
+    master.set_host_parameters([model.a, model.b.t()])
     assert torch.equal(model.b, before.t())
 
 
@@ -154,7 +155,7 @@ def test_parameters_may_be_views_of_each_other():
 def test_what_is_no_list_of_parameters(new, match: str):
     model = Square()
     with pytest.raises(ValueError, match=match):
-        TPUSynchronizer(model).set_host_parameters(new(model))
+        MasterModel(model).set_host_parameters(new(model))
 
 
 def test_a_model_that_changes_its_structure_is_told_so():
@@ -195,9 +196,9 @@ def test_many_parameters_take_one_open_file_each():
             self.all = nn.ParameterList([torch.ones(2) for _ in range(200)])
 
     before = len(os.listdir("/proc/self/fd"))
-    synchronizer = TPUSynchronizer(Many())
+    master = MasterModel(Many())
     assert len(os.listdir("/proc/self/fd")) - before <= 202
-    assert len(synchronizer.get_aggregated_gradients()) == 200
+    assert len(master.get_aggregated_gradients()) == 200
 
 
 def test_start_twice_is_refused_and_harmless():
@@ -234,7 +235,7 @@ def test_parameters_that_do_not_fit_change_nothing(change, match: str):
     before = [p.detach().clone() for p in model.parameters()]
     new = [torch.zeros_like(p) for p in model.parameters()]
     with pytest.raises(ValueError, match=match):
-        TPUSynchronizer(model).set_host_parameters(change(new))
+        MasterModel(model).set_host_parameters(change(new))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -245,7 +246,6 @@ def test_parameters_that_do_not_fit_change_nothing(change, match: str):
         ({"batch_size_per_device": 0}, "`batch_size_per_device` must be >= 1, got 0"),
         ({"grad_accumulation_steps": 1.5}, "`grad_accumulation_steps` must be an int, got 1.5"),
         ({"nprocs": -1}, "`nprocs` must be >= 1, got -1"),
-        ({"nprocs": 65}, "`num_devices` must be between 1 and 64"),
         ({"nprocs": True}, "`nprocs` must be an int"),
         ({"step_timeout": 0}, "`step_timeout` must be a number of seconds > 0, or None, got 0"),
         ({"step_timeout": "5"}, "`step_timeout` must be a number of seconds > 0, or None, got '5'"),
@@ -267,18 +267,6 @@ def test_bad_arguments(arguments: dict, match: str):
 def test_start_is_required():
     with pytest.raises(TypeError, match="start"):
         TPUManager(regressor(width=32), DATA)
-
-
-def test_nprocs_of_old_scripts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    with pytest.raises(ValueError, match=r"there are, 2 CPU devices \(CPU_NUM_DEVICES\), got 8"):
-        manager_of(regressor(width=32), nprocs=8)
-    with manager_of(regressor(width=32), nprocs=None) as manager:
-        assert manager.step()[1] == 2
-        assert manager.nprocs == 2
-    monkeypatch.setenv("CPU_NUM_DEVICES", "8")
-    with manager_of(regressor(width=32), nprocs=8) as manager:
-        assert manager.step()[1] == 8
 
 
 def test_other_threads_may_read_gradients_while_a_step_runs():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from models import samples
+from models import TRACED_ONCE, samples
 from torch_compat import TPUManager
 
 DATA = samples(8)
@@ -25,7 +25,11 @@ def manager_of(model: nn.Module, **kwargs) -> TPUManager:
 
 def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", "import torch, torch_xla\nfrom torch_compat import *\n" + code],
+        [
+            sys.executable,
+            "-c",
+            "import torch\nfrom torch_compat import TPUManager\n" + code,
+        ],
         cwd=ROOT,
         env={**os.environ, "PJRT_DEVICE": "CPU"},
         capture_output=True,
@@ -33,12 +37,6 @@ def run(code: str) -> subprocess.CompletedProcess:
         timeout=60,
         check=False,
     )
-
-
-def test_a_parent_that_has_touched_a_device_is_told_so():
-    done = run("torch_xla.device()\nTPUManager(torch.nn.Linear(2, 2), [], start=True)")
-    assert done.returncode == 1
-    assert "RuntimeError: This process has touched an XLA device" in done.stderr
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: None)"])
@@ -56,6 +54,8 @@ class Model(torch.nn.Linear):
 manager = TPUManager(Model(2, 2), data(), nprocs=2, start=True)
 manager.step()
 print("pid", manager.pid, flush=True)
+import sys
+assert "jax" not in sys.modules  # it is the device process' alone
 """
     )
     begin = time.perf_counter()
@@ -66,8 +66,11 @@ print("pid", manager.pid, flush=True)
     assert not Path(f"/proc/{pid}").exists()
 
 
+SLEEPS_AT = 1 if TRACED_ONCE else 2
+
+
 class Sleeps(nn.Linear):
-    """Its second forward pass does not return."""
+    """A forward pass does not return: the second one where there is one."""
 
     def __init__(self):
         super().__init__(64, 1)
@@ -75,14 +78,15 @@ class Sleeps(nn.Linear):
 
     def forward(self, x, y):
         self.calls += 1
-        if self.calls == 2:
+        if self.calls == SLEEPS_AT:
             time.sleep(120)
         return (super().forward(x).sum(),)
 
 
 def _hold_manager(connection, in_a_step: bool) -> None:
     manager = manager_of(Sleeps())
-    manager.step()
+    for _ in range(SLEEPS_AT - 1):
+        manager.step()
     connection.send(manager.pid)
     if in_a_step:
         manager.step()

@@ -3,19 +3,17 @@
 import multiprocessing as mp
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from torch_compat import QueueDataset, TPUDataManager, samples
-from torch_compat.data import DataError, EndOfData, send_to_device
+from torch_compat import QueueDataset, samples
+from torch_compat.reader import DataError, EndOfData, SampleReader
 
 
 def test_sample_i_goes_to_device_i_modulo_nprocs():
-    manager = TPUDataManager(range(9), nprocs=3)
+    manager = SampleReader(range(9), nprocs=3)
     queues = manager.device_queues
     taken = [[queues[device].get(timeout=5) for _ in range(3)] for device in range(3)]
     assert taken == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
@@ -24,7 +22,7 @@ def test_sample_i_goes_to_device_i_modulo_nprocs():
 
 
 def test_a_queue_dataset_ends_for_good():
-    manager = TPUDataManager("ab", nprocs=1)
+    manager = SampleReader("ab", nprocs=1)
     iterator = iter(QueueDataset(manager.device_queues[0]))
     assert [next(iterator), next(iterator)] == ["a", "b"]
     for _ in range(2):
@@ -40,7 +38,7 @@ def test_no_more_is_read_than_prefetch_and_what_is_on_its_way():
             read.append(len(read))
             yield torch.zeros(2**18)  # 1 MiB: a pipe holds less than one
 
-    manager = TPUDataManager(endless(), nprocs=2, master_prefetch=3)
+    manager = SampleReader(endless(), nprocs=2, master_prefetch=3)
     for device_queue in manager.device_queues:
         device_queue.get(timeout=5)
     time.sleep(0.5)
@@ -51,12 +49,6 @@ def test_no_more_is_read_than_prefetch_and_what_is_on_its_way():
 class Pair(NamedTuple):
     a: torch.Tensor
     b: int
-
-
-@dataclass
-class Item:
-    a: torch.Tensor
-    b: str
 
 
 @pytest.mark.parametrize(
@@ -87,27 +79,6 @@ def test_samples_survive_the_pipe(sample):
         assert str(again) == str(sample)
 
 
-def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
-    transfers = []
-
-    def transfer(tensors, device):
-        transfers.append(len(tensors))
-        return [tensor + 1 for tensor in tensors]
-
-    monkeypatch.setattr("torch_compat.runtime.to_device", transfer)
-    zero, one = torch.zeros(1), torch.ones(1)
-    batch = OrderedDict(a=zero, b=[zero, "x", (zero, 3)], c=Pair(zero, 5), d=Item(zero, "y"))
-    moved = send_to_device(batch, torch.device("xla"))
-    assert moved == {
-        "a": one,
-        "b": [one, "x", (one, 3)],
-        "c": Pair(one, 5),
-        "d": Item(one, "y"),
-    }
-    assert transfers == [5]
-    assert send_to_device("text", torch.device("xla")) == "text"
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -118,29 +89,29 @@ def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
 )
 def test_bad_arguments(arguments: dict, match: str):
     with pytest.raises(ValueError, match=match):
-        TPUDataManager(**{"nprocs": 1, **arguments})
+        SampleReader(**{"nprocs": 1, **arguments})
 
 
 def test_nprocs_must_be_known_before_samples_are():
     with pytest.raises(ValueError, match="`nprocs` is not known yet"):
-        _ = TPUDataManager([]).device_queues
+        _ = SampleReader([]).device_queues
 
 
 def test_one_process_may_deal_to_a_number_of_devices_that_only_it_knows():
-    manager = TPUDataManager(range(6))
+    manager = SampleReader(range(6))
     manager.nprocs = 2
     queues = manager.device_queues
     assert [queues[1].get(timeout=5) for _ in range(3)] == [1, 3, 5]
     assert [queues[0].get(timeout=5) for _ in range(3)] == [0, 2, 4]
 
 
-def _take(manager: TPUDataManager, index: int, count: int, connection) -> None:
+def _take(manager: SampleReader, index: int, count: int, connection) -> None:
     iterator = iter(QueueDataset(manager.device_queues[index]))
     connection.send([next(iterator) for _ in range(count)])
 
 
 def test_one_process_per_device():
-    manager = TPUDataManager(range(40), nprocs=4, master_prefetch=2)
+    manager = SampleReader(range(40), nprocs=4, master_prefetch=2)
     context = mp.get_context("fork")
     pipes = [context.Pipe() for _ in range(4)]
     for index, (_, theirs) in enumerate(pipes):
@@ -152,7 +123,7 @@ def test_one_process_per_device():
 
 def test_all_threads_may_ask_at_once():
     for _ in range(30):
-        manager = TPUDataManager(range(8), nprocs=4, master_prefetch=1)
+        manager = SampleReader(range(8), nprocs=4, master_prefetch=1)
         barrier, taken = threading.Barrier(4), {}
 
         def take(index: int, manager=manager, barrier=barrier, taken=taken) -> None:
@@ -169,11 +140,11 @@ def test_all_threads_may_ask_at_once():
 
 
 def test_workers_of_a_data_loader_are_refused():
-    manager = TPUDataManager([], nprocs=1)
+    manager = SampleReader([], nprocs=1)
     with pytest.raises(ValueError, match="`num_workers` must be 0"):
-        manager.get_device_dataloader(index=0, device=torch.device("cpu"), num_workers=2)
+        manager.get_batches(0, num_workers=2)
     with pytest.raises(ValueError, match="`index` must be one of the 1 devices, got 1"):
-        manager.get_device_dataloader(index=1, device=torch.device("cpu"))
+        manager.get_batches(1)
 
 
 def test_a_queue_dataset_has_no_end():

@@ -1,0 +1,214 @@
+"""Threads of the host while a step runs: they see what was before it or after it, and wait little.
+
+The device process waits in the model's forward pass until a test opens a gate.
+"""
+
+import itertools
+import multiprocessing as mp
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from models import PlainTorch, Regressor, largest_difference, regressor, samples
+from torch_compat import TPUManager
+
+DATA = samples(16)
+FORK = mp.get_context("fork")
+ENTERED, GATE = FORK.Event(), FORK.Event()
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    ENTERED.clear()
+    GATE.clear()
+
+
+class Gated(Regressor):
+    def forward(self, x, y):
+        ENTERED.set()
+        GATE.wait(5)  # a host that waits for the step gets on too late, but gets on
+        return super().forward(x, y)
+
+
+def gated() -> Gated:
+    torch.manual_seed(0)
+    return Gated(width=32)
+
+
+def manager_of(model: nn.Module, **kwargs) -> TPUManager:
+    return TPUManager(model, itertools.cycle(DATA), **{"nprocs": 1, "start": True, **kwargs})
+
+
+@contextmanager
+def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
+    """A thread that ends inside."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    yield thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_everything_but_a_step_goes_on_while_the_devices_compute(load: bool):
+    model = gated()
+    plain = PlainTorch(regressor(width=32))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with manager_of(model) as manager:
+        if load:
+            manager.update_model_parameters(model.parameters())
+        with running(manager.step) as stepper:
+            assert ENTERED.wait(20)
+            assert all((g == 1).all() for g in manager.get_aggregated_gradients())
+            manager.zero_grad()
+            assert not any(g.any() for g in manager.get_aggregated_gradients())
+            manager.update_model_parameters([torch.zeros_like(p) for p in model.parameters()])
+            assert stepper.is_alive()
+            GATE.set()
+        # The step had the parameters from before it, and its gradient came after the zeros.
+        plain.step(DATA[:1])
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
+        loss, _ = manager.step()
+        assert loss == pytest.approx(DATA[1]["y"].square().mean().item(), abs=1e-6)
+
+
+def test_gradients_that_are_dropped_while_the_devices_compute_are_zeroed_before_the_steps_come():
+    model = gated()
+    plain = PlainTorch(regressor(width=32))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with manager_of(model) as manager:
+        with running(manager.step):
+            assert ENTERED.wait(20)
+            model.zero_grad()  # set_to_none
+            GATE.set()
+        plain.step(DATA[:1])
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
+        assert all(g is p.grad for g, p in _live(manager, model))
+
+
+def _live(manager: TPUManager, model: nn.Module):
+    return zip(manager.get_aggregated_gradients(copy=False), model.parameters(), strict=True)
+
+
+class Sums(nn.Module):
+    """Every gradient is 1; the loss says how far its parameters are apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = nn.ParameterList([torch.zeros(100_000) for _ in range(20)])
+
+    def forward(self, x, y):
+        everything = torch.cat(list(self.all))
+        apart = (everything.max() - everything.min()).detach()
+        return (everything.sum() - everything.sum().detach() + apart,)
+
+
+def test_no_thread_sees_gradients_that_are_half_added():
+    seen, stop = [], threading.Event()
+    model = Sums()
+    with manager_of(model) as manager:
+
+        def read() -> None:
+            while not stop.is_set():
+                gradients = manager.get_aggregated_gradients()
+                seen.append({value for g in gradients for value in (g.min(), g.max())})
+
+        manager.step()
+        with running(read):
+            for _ in range(30):
+                manager.step()
+            stop.set()
+        assert (model.all[-1].grad == 31).all()
+    assert all(len({value.item() for value in values}) == 1 for values in seen)
+    assert len(seen) > 1
+
+
+def test_the_devices_load_no_parameters_that_are_half_written():
+    model, stop = Sums(), threading.Event()
+    with manager_of(model) as manager:
+
+        def write() -> None:
+            for number in itertools.cycle(range(1, 1000)):
+                if stop.is_set():
+                    return
+                manager.update_model_parameters(
+                    [torch.full_like(p, float(number)) for p in model.parameters()]
+                )
+
+        manager.step()
+        with running(write):
+            apart = [manager.step()[0] for _ in range(20)]
+            stop.set()
+    assert apart == [0.0] * 20
+
+
+def test_steps_of_two_threads_come_one_after_the_other():
+    model = regressor(width=32)
+    plain = PlainTorch(model)
+    results = []
+    with manager_of(model) as manager:
+        with (
+            running(lambda: results.append(manager.step())),
+            running(lambda: results.append(manager.step())),
+        ):
+            pass
+        losses = sorted(loss for loss, _ in results)
+        assert losses == pytest.approx(sorted(plain.step([d]) for d in DATA[:2]), abs=1e-6)
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
+
+
+@contextmanager
+def on_signal(handler: Callable[[], object]) -> Iterator[threading.Thread]:
+    """Calls `handler` in the main thread when the device process is in a forward pass."""
+
+    def send() -> None:
+        assert ENTERED.wait(20)
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        with running(send) as thread:
+            yield thread
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_step_inside_of_a_step_is_refused():
+    model = gated()
+    plain = PlainTorch(regressor(width=32))
+    with manager_of(model) as manager:
+        with (
+            on_signal(manager.step),
+            pytest.raises(RuntimeError, match=r"step\(\) was called inside of step\(\)"),
+        ):
+            manager.step()
+        GATE.set()
+        # The step that was interrupted ends, and its gradient counts.
+        loss, _ = manager.step()
+        plain.step(DATA[:1])
+        assert loss == pytest.approx(plain.step(DATA[1:2]), abs=1e-6)
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
+
+
+def test_a_handler_may_zero_gradients_while_the_devices_compute():
+    model = gated()
+    plain = PlainTorch(regressor(width=32))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def handle() -> None:
+        manager.zero_grad()
+        GATE.set()
+
+    with manager_of(model) as manager:
+        with on_signal(handle):
+            manager.step()
+        plain.step(DATA[:1])
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6

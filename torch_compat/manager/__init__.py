@@ -1,0 +1,3 @@
+"""A model in shared host memory, trained by the devices of another process."""
+
+from ._manager import TPUManager as TPUManager

@@ -1,0 +1,221 @@
+"""The host's side of a step: whose turn it is, and who may touch the shared memory."""
+
+import enum
+import multiprocessing as mp
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ..errors import TPUWorkerError
+from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
+
+
+class _Phase(enum.Enum):
+    """How far the last step has come."""
+
+    OVER = enum.auto()
+    LOADING = enum.auto()  # the devices read the master's parameters
+    COMPUTING = enum.auto()
+    COMPUTED = enum.auto()
+    COMMITTING = enum.auto()  # the device process writes into the master's gradients
+
+
+class StepExchange:
+    """What a `TPUManager` says to its device process, from any of the host's threads.
+
+    One thread at a time has the turn and takes a step. It holds `lock` only while the device
+    process is in the shared memory; so does every other thread that touches it. A thread may be
+    interrupted anywhere (Ctrl-C); whoever comes next finishes what it has left.
+
+    Args:
+      process: the device process, before its start.
+
+    Attributes:
+      lock: of the host's threads alone: one shared with a process that dies would stay held.
+      failure: the first one, which stays.
+      step_timeout: seconds that a step may take, or None.
+      num_devices: as the device process counts them; None before the first step.
+    """
+
+    def __init__(self, process: mp.Process, step_timeout: float | None):
+        # The manager has this object, and all its memory goes with its last reference.
+        self._process = weakref.proxy(process)
+        self.step_timeout = step_timeout
+        self.lock = threading.RLock()
+        self.failure: TPUWorkerError | None = None
+        self.num_devices: int | None = None
+        self._turn = threading.Lock()
+        self._stepping: int | None = None  # the thread that has the turn for a step
+        self._number = 0
+        self._phase = _Phase.OVER
+        self._answer: StepDone | None = None
+
+    def open(self, connection: Connection) -> None:
+        """Begin, with this end of a connection to the process, which has just been started."""
+        self._connection = connection
+        self._start_time = time.monotonic()
+
+    def check_running(self) -> None:
+        """Raise the failure there has been, or `RuntimeError` before the start."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if self._process.pid is None:
+            raise RuntimeError("This TPUManager has not been started: call start().")
+
+    def fail(self, failure: TPUWorkerError) -> TPUWorkerError:
+        """The first failure stays, for all later calls."""
+        self.failure = self.failure or failure
+        return self.failure
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """For a step: one at a time, after what an interrupted one has left."""
+        if self._stepping == threading.get_ident():
+            raise RuntimeError("step() was called inside of step(), as by a signal's handler.")
+        with self._turn:
+            self._stepping = threading.get_ident()
+            try:
+                self.check_running()
+                self._settle()
+                yield
+            finally:
+                self._stepping = None
+
+    def wait_until_ready(self, limit: float | None) -> None:
+        """With the turn: wait for the devices, at most `limit` seconds from the start."""
+        if self.num_devices is None:
+            deadline = None if limit is None else self._start_time + limit
+            answer = self._receive(deadline, f"`init_timeout` = {limit} s")
+            assert isinstance(answer, Ready)
+            self.num_devices = answer.num_devices
+
+    def step(self, prepare: Callable[[], bool], before_commit: Callable[[], object]) -> StepDone:
+        """With the turn: one step.
+
+        Args:
+          prepare: called with the lock, before; whether to load the master's parameters.
+          before_commit: called with the lock, when the devices have computed.
+        """
+        deadline = self._deadline()
+        with self.memory():
+            load = prepare()
+            self._number += 1
+            self._send(Step(self._number, load))
+            self._phase = _Phase.LOADING if load else _Phase.COMPUTING
+            self._before_commit = before_commit
+            self._finish_transfer(deadline)
+        return self._finish_step(deadline)
+
+    def _settle(self) -> None:
+        """With the turn: finish a step that was interrupted; it still adds gradients."""
+        if self._phase is not _Phase.OVER and self.failure is None:
+            self._finish_step(self._deadline())
+
+    def _finish_step(self, deadline: float | None) -> StepDone:
+        """With the turn: wait for the devices without the lock, then let them write under it."""
+        if self._phase is _Phase.LOADING:
+            with self.memory():
+                pass
+        if self._phase is _Phase.COMPUTING:
+            self._expect(Computed, deadline)
+            self._phase = _Phase.COMPUTED
+        with self.memory():
+            if self._phase is _Phase.COMPUTED:
+                self._before_commit()
+                self._send(Commit(self._number))
+                self._phase = _Phase.COMMITTING
+                self._finish_transfer(deadline)
+        assert self._answer is not None
+        return self._answer
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """The lock, when the device process is not in the shared memory."""
+        with self.lock:
+            if self.failure is None:
+                # A thread that was interrupted has left the lock before the process left.
+                self._finish_transfer(self._deadline())
+            yield
+
+    @contextmanager
+    def settled_memory(self) -> Iterator[None]:
+        """`memory`, after finishing a step that nobody waits for any more."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._turn.release()
+        with self.memory():
+            yield
+
+    @contextmanager
+    def idle(self, timeout: float) -> Iterator[bool]:
+        """Whether no step runs, which could run for ever; none begins inside."""
+        idle = self._turn.acquire(timeout=timeout)
+        try:
+            yield idle
+        finally:
+            if idle:
+                self._turn.release()
+
+    def stop(self) -> None:
+        """Ask the process to end, if it listens; only when `idle`."""
+        with suppress(OSError):
+            self._connection.send(Stop())
+
+    def _finish_transfer(self, deadline: float | None) -> None:
+        """With the lock: wait until the device process has left the shared memory."""
+        if self._phase is _Phase.LOADING:
+            self._expect(Loaded, deadline)
+            self._phase = _Phase.COMPUTING
+        elif self._phase is _Phase.COMMITTING:
+            self._answer = self._expect(StepDone, deadline)
+            self._phase = _Phase.OVER
+
+    def _deadline(self) -> float | None:
+        return None if self.step_timeout is None else time.monotonic() + self.step_timeout
+
+    def _expect(self, kind: type[Any], deadline: float | None) -> Any:
+        answer = self._receive(deadline, f"`step_timeout` = {self.step_timeout} s")
+        assert isinstance(answer, kind)
+        return answer
+
+    def _send(self, request: Step | Commit) -> None:
+        try:
+            self._connection.send(request)
+        except OSError:
+            # Raises, with what the process has left, or with its exit code.
+            self._receive(time.monotonic() + 1, "a second")
+
+    def _receive(self, deadline: float | None, limit: str) -> Ready | Loaded | Computed | StepDone:
+        process = self._process
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        ready = wait([self._connection, process.sentinel], left)
+        if self._connection in ready:
+            try:
+                answer = self._connection.recv()
+            except (EOFError, OSError):
+                process.join(1.0)
+            else:
+                if not isinstance(answer, Failed):
+                    return answer
+                raise self.fail(TPUWorkerError(answer.message, worker_traceback=answer.traceback))
+        if not ready:
+            process.kill()
+            process.join(1.0)
+            message = f"The device process gave no answer within {limit} and was killed."
+            raise self.fail(TPUWorkerError(message, exitcode=process.exitcode))
+        process.join(1.0)
+        message = f"The device process ended with {_describe(process.exitcode)}."
+        raise self.fail(TPUWorkerError(message, exitcode=process.exitcode))
+
+
+def _describe(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit code {exitcode}"
+    return f"exit code {exitcode} ({signal.Signals(-exitcode).name})"

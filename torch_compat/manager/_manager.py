@@ -1,0 +1,264 @@
+"""`TPUManager`: a model in shared host memory, trained by the devices of another process."""
+
+import multiprocessing as mp
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import TPUWorkerError
+from ..messages import StepStatistics
+from ..worker import WorkerOptions, serve
+from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
+from ._backends import choose_backend
+from ._exchange import StepExchange
+
+
+class TPUManager(mp.Process):
+    """Trains a model with all XLA devices of this machine, from a process that has none.
+
+    The model stays in the main process, in shared host memory, where an optimizer of any kind can
+    work on it. A forked process drives the devices. A `step` runs forward and backward on all of
+    them and adds the mean gradient to the master's `.grad`.
+
+    Communication per step: one all-reduce of the gradients over the devices (half precision as
+    float32) and one transfer of them from device 0 to the host; and the parameters once to every
+    device in the first step after `update_model_parameters`.
+
+    Same names and meaning as hivemind's `TPUManager` (dalle-hivemind, `lib/training/tpu.py`) and
+    its descendants'. Beyond it: a failure anywhere is raised by `step` instead of a hang,
+    `shutdown`, use as a context manager.
+
+    Other threads may call every method while a step runs: they see the master before the step or
+    after it. `lock` is held only while the devices read its parameters, at the start of a step that
+    loads them, and while gradients and buffers are written, at the end; a thread that works on the
+    model's own tensors meanwhile takes it, too.
+
+    Args:
+      model: on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple, as
+        `outputs["loss"]` or `outputs.loss`, a mean over the batch. It becomes the master.
+      dataset: iterable of samples, read once, in this process. Sample i goes to device
+        i % nprocs.
+      collate_fn: list of samples -> batch, as in `torch.utils.data.DataLoader`. A dict is passed
+        to the model as keywords, a tuple or list as positional arguments, else as the argument.
+      nprocs: the number of devices, None for all there are. On CPU devices it says how many there
+        shall be, unless `torch_compat.runtime.configure_cpu_devices` has said so.
+      prefetch: samples per device read ahead.
+      batch_size_per_device: samples per device and forward pass, 1 unless said.
+      grad_accumulation_steps: forward passes per device and step.
+      seed_base: device i's random numbers start from seed_base + i.
+      start: start the device process at once; else call `start()`.
+      step_timeout: seconds that a step may take, None for any time. A process that ends is
+        noticed at once, whatever the time-out.
+      init_timeout: seconds until the devices must be ready, which the first step waits for; None
+        for any time.
+      batch_size: another name of `batch_size_per_device`, as in sahajBERT.
+      post_init: called with every replica in the device process, in the place of the replica's
+        `tie_weights()`, which is called otherwise where there is one.
+      compress_grads: the mean gradients travel from device 0 to the host as bfloat16, half the
+        bytes, rounded to 8 bits; they are summed in float32 before and after.
+      backend: "torch_xla" or "torchax", which runs torch's operations on jax; None for torch_xla
+        where it is installed, else torchax.
+
+    Raises:
+      ValueError: for arguments outside their range, naming them.
+      RuntimeError: if this process has touched a device of the backend; a fork cannot take one
+        over.
+      ModuleNotFoundError: if the backend is not installed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Iterable[Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        nprocs: int | None = None,
+        prefetch: int = 16,
+        batch_size_per_device: int | None = None,
+        grad_accumulation_steps: int = 1,
+        seed_base: int = 42,
+        start: bool,
+        step_timeout: float | None = None,
+        init_timeout: float | None = 300,
+        batch_size: int | None = None,
+        post_init: Callable[[nn.Module], object] | None = None,
+        compress_grads: bool = False,
+        backend: str | None = None,
+    ):
+        super().__init__(name="TPUManager", daemon=True)  # ends with the main process
+        self.prefetch = as_count("prefetch", prefetch)
+        self.batch_size_per_device = as_batch_size(batch_size_per_device, batch_size)
+        self.grad_accumulation_steps = as_count("grad_accumulation_steps", grad_accumulation_steps)
+        self._exchange = StepExchange(self, as_seconds("step_timeout", step_timeout))
+        self.init_timeout = as_seconds("init_timeout", init_timeout)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        self.collate_fn = as_callable("collate_fn", collate_fn)
+        self.backend, self._backend = choose_backend(backend)
+        self._backend.check_untouched()
+        self.nprocs = self._backend.as_devices(nprocs)
+        self.seed_base = as_int("seed_base", seed_base)
+        self.statistics: StepStatistics | None = None
+        post_init = as_callable("post_init", post_init)
+        compress_grads = as_bool("compress_grads", compress_grads)
+        self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
+        self._data_manager = self._backend.make_reader(dataset, self.nprocs, self.prefetch)
+        self._should_load_parameters = False
+        if start:
+            self.start()
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while shared memory is read or written, by this process or the devices'."""
+        return self._exchange.lock
+
+    @property
+    def step_timeout(self) -> float | None:
+        """Seconds that a step may take, or None."""
+        return self._exchange.step_timeout
+
+    @step_timeout.setter
+    def step_timeout(self, seconds: float | None) -> None:
+        self._exchange.step_timeout = as_seconds("step_timeout", seconds)
+
+    # Nothing that the device process needs could be pickled: it must be forked, whatever the
+    # program's start method is.
+    _start_method = "fork"
+
+    @staticmethod
+    def _Popen(process_obj: mp.Process) -> Any:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork of a process with threads. This one takes no lock that
+            # another thread may have held, and torch's own threads are not used after it.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+            return mp.get_context("fork").Process._Popen(process_obj)
+
+    def start(self) -> None:
+        """Fork the device process and begin to read the dataset; does not wait for the devices.
+
+        Raises:
+          RuntimeError: if this process has touched a device, or the manager was started.
+        """
+        if self.pid is not None:
+            raise RuntimeError("This TPUManager has been started already.")
+        self._backend.check_untouched()
+        connection, self._worker_end = mp.Pipe()
+        self._host_end = connection
+        super().start()
+        self._worker_end.close()
+        self._data_manager.release_receivers()
+        self._data_manager.start()
+        self._exchange.open(connection)
+
+    def run(self) -> None:
+        """The device process."""
+        _forget_signal_handlers()
+        self._host_end.close()
+        torch.set_num_threads(1)  # OpenMP does not survive a fork; devices have threads
+        options = WorkerOptions(
+            self.nprocs,
+            self.batch_size_per_device,
+            self.grad_accumulation_steps,
+            self.collate_fn,
+            self.seed_base,
+        )
+        open_group = self._backend.open_group
+        serve(self._worker_end, lambda: open_group(self._synchronizer, self._data_manager, options))
+
+    def step(self) -> tuple[float, int]:
+        """Run forward and backward on all devices and add the mean gradient to the master's.
+
+        Returns:
+          The mean loss, and the number of samples: batch_size_per_device *
+          grad_accumulation_steps * nprocs. Both losses and gradients are means over all of them.
+
+        Raises:
+          TPUWorkerError: if the dataset has ended or failed, or the device process has; with the
+            traceback from there, or its exit code. Every later call raises the same.
+        """
+        exchange = self._exchange
+        with exchange.turn():
+            exchange.wait_until_ready(self.init_timeout)
+            self.nprocs = exchange.num_devices
+            # What is dropped or replaced while the devices compute counts, too.
+            answer = exchange.step(self._prepare, self._synchronizer.attach_gradients)
+            self.statistics = answer.statistics
+            return answer.loss, answer.num_samples
+
+    def _prepare(self) -> bool:
+        self._synchronizer.attach_gradients()
+        load, self._should_load_parameters = self._should_load_parameters, False
+        return load
+
+    def compute_grads(self) -> tuple[float, int]:
+        """`step`, under the name that CALM's manager has for it."""
+        return self.step()
+
+    def update_model_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
+        """Copy parameters into the master; the devices load them at the start of the next step.
+
+        Args:
+          new_host_parameters: as `model.parameters()`; the master's own are fine.
+
+        Raises:
+          ValueError: if their number, shapes or dtypes are not the model's.
+          TPUWorkerError: if the device process has failed.
+        """
+        self._exchange.check_running()
+        with self._exchange.settled_memory():
+            self._exchange.check_running()
+            self._synchronizer.set_host_parameters(new_host_parameters)
+            self._should_load_parameters = True
+
+    def get_aggregated_gradients(self, *, copy: bool = True) -> list[torch.Tensor]:
+        """The gradients added up since the last `zero_grad`, as `model.parameters()`.
+
+        Args:
+          copy: False for the shared tensors themselves, to which the next step adds.
+        """
+        with self._exchange.settled_memory():
+            return self._synchronizer.get_aggregated_gradients(copy=copy)
+
+    def zero_grad(self) -> None:
+        """Set the master's gradients to zero."""
+        with self._exchange.settled_memory():
+            self._synchronizer.zero_grad()
+
+    def shutdown(self) -> None:
+        """End the device process and the loader thread, in less than 2 seconds; may be repeated.
+
+        A step that runs meanwhile, in another thread, ends with a `TPUWorkerError`.
+        """
+        self._exchange.fail(TPUWorkerError("This TPUManager has been shut down."))
+        if self.pid is None:
+            return
+        with self._exchange.idle(timeout=0.1) as idle:
+            ends = [(self.terminate, 0.3), (self.kill, 0.2)]
+            if idle:
+                ends.insert(0, (self._exchange.stop, 1.0))
+            for end, seconds in ends:
+                end()
+                self.join(seconds)
+                if not self.is_alive():
+                    break
+        self._data_manager.stop()
+
+    def __enter__(self) -> "TPUManager":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+
+def _forget_signal_handlers() -> None:
+    """In the device process: the program's handlers are for the main process."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    # Ctrl-C reaches both; the main process stops this one when it wants to.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

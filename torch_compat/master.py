@@ -1,0 +1,231 @@
+"""A model and its gradients in shared host memory."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+
+class MasterModel:
+    """The master model in shared memory, which every process sees.
+
+    The model itself becomes the master: its parameters, gradients and buffers move into shared
+    memory in place. Every parameter has a gradient there, zero where nothing has come yet, and
+    stays so for frozen and unused ones. `tie_weights()` is called once more where the model has it.
+
+    Args:
+      model: on the CPU.
+      post_init: called with every replica once it is on its device, in the place of the replica's
+        `tie_weights()`.
+      compress_grads: gradients, once summed, travel to the host as bfloat16.
+
+    Raises:
+      ValueError: if the model has no parameters, or a tensor that is not on the CPU.
+      OSError: if shared memory, or the number of open files, runs out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        post_init: Callable[[nn.Module], object] | None = None,
+        compress_grads: bool = False,
+    ):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"`model` must be on the CPU; {name!r} is on {tensor.device}.")
+        self.compress_grads, self._post_init = compress_grads, post_init
+        tie = getattr(model, "tie_weights", None)
+        if tie is not None:
+            tie()  # before tensors are counted: the replicas' are tied
+        parameters = list(model.parameters())
+        if not parameters:
+            raise ValueError("`model` has no parameters.")
+        try:
+            self.master_model = model.share_memory()
+            self._gradients = _shared_like(parameters)
+        except RuntimeError as error:
+            raise OSError(
+                f"The model's tensors could not be moved into shared memory ({error}). Every "
+                "parameter takes an open file: `ulimit -n` says how many may be, and /dev/shm "
+                "must have room for all of them."
+            ) from error
+        # What the devices' process sees, whatever the model's attributes come to refer to here.
+        self._parameters = [parameter.detach() for parameter in parameters]
+        self._buffers = dict(model.named_buffers())
+        state = model.state_dict(keep_vars=True)
+        self.persistent_buffers = [name for name in self._buffers if name in state]
+        for parameter, shared in zip(parameters, self._gradients, strict=True):
+            if parameter.grad is not None:
+                shared.copy_(parameter.grad)
+            parameter.grad = shared
+
+    def attach_gradients(self) -> None:
+        """Make the shared gradients those of the master's parameters again.
+
+        `optimizer.zero_grad()` by default drops a gradient; here that means to zero it. A gradient
+        that was put in its place is copied.
+        """
+        with torch.no_grad():
+            for (_, parameter), shared in zip(self._named(), self._gradients, strict=True):
+                if parameter.grad is None:
+                    shared.zero_()
+                elif parameter.grad is not shared:
+                    shared.copy_(parameter.grad)
+                parameter.grad = shared
+
+    def zero_grad(self) -> None:
+        """Set the master's gradients to zero."""
+        self.attach_gradients()
+        for gradient in self._gradients:
+            gradient.zero_()
+
+    def get_aggregated_gradients(self, *, copy: bool = True) -> list[torch.Tensor]:
+        """The master's gradients in the order of `model.parameters()`, zeros where there are none.
+
+        Args:
+          copy: False for the shared tensors themselves, which the next step adds to.
+        """
+        self.attach_gradients()
+        return [gradient.clone() if copy else gradient for gradient in self._gradients]
+
+    def set_host_parameters(self, new_host_parameters: Iterable[torch.Tensor]) -> None:
+        """Copy into the master's parameters, in shared memory.
+
+        What has replaced the model's tensors there (`p.data = ...`, `load_state_dict(assign=True)`)
+        is copied as well, its buffers too, and the shared ones take its place.
+
+        Args:
+          new_host_parameters: as many tensors as `model.parameters()`, of the same shapes and
+            dtypes, on the CPU; the master's own are fine.
+
+        Raises:
+          ValueError: if they do not fit; then nothing has been copied.
+        """
+        named = self._named()
+        new = _check_parameters(new_host_parameters, named, self._parameters)
+        buffers = dict(self.master_model.named_buffers())
+        _check_buffers(buffers, self._buffers)
+        with torch.no_grad():
+            shared = {tensor.untyped_storage().data_ptr() for tensor in self._parameters}
+            # A tensor that lies in another parameter must be read before that one is written.
+            sources = [
+                tensor.clone()
+                if tensor.untyped_storage().data_ptr() in shared and not _is_same(tensor, own)
+                else tensor
+                for tensor, own in zip(new, self._parameters, strict=True)
+            ]
+            for (_, parameter), own, source in zip(named, self._parameters, sources, strict=True):
+                if not _is_same(source, own):
+                    own.copy_(source)
+                if not _is_same(parameter, own):
+                    parameter.data = own
+            for name, own in self._buffers.items():
+                if not _is_same(buffers[name], own):
+                    own.copy_(buffers[name])
+                    buffers[name].data = own
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        named = list(self.master_model.named_parameters())
+        if len(named) != len(self._gradients):
+            raise ValueError(
+                f"The model had {len(self._gradients)} parameters when it became the master and "
+                f"has {len(named)} now; its structure must stay."
+            )
+        return named
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """The shared parameters, then the shared buffers, in the order of a replica's."""
+        return [*self._parameters, *self._buffers.values()]
+
+    def finish_replica(self, replica: nn.Module) -> None:
+        """Call `post_init`, or else `tie_weights()`, of a copy of the master on its device.
+
+        Raises:
+          ValueError: if it does not have as many parameters as the master then.
+        """
+        finish = self._post_init or (lambda copy: getattr(copy, "tie_weights", lambda: None)())
+        finish(replica)
+        count = len(list(replica.parameters()))
+        if count != len(self._gradients):
+            raise ValueError(
+                f"The replica has {count} parameters and the master {len(self._gradients)}: "
+                "copy.deepcopy(model), its tie_weights() and `post_init` must not change their "
+                "number."
+            )
+
+    def write_gradients(self, values: Iterable[torch.Tensor], *, add: bool) -> None:
+        """Write into the shared gradients, as a device process does.
+
+        Args:
+          values: on the CPU, as `model.parameters()`; half precision is added in float32.
+          add: to what is there, instead of in its place.
+        """
+        with torch.no_grad():
+            for shared, value in zip(self._gradients, values, strict=True):
+                if add:
+                    shared.add_(value)
+                else:
+                    shared.copy_(value)
+
+    def write_buffers(self, values: Iterable[torch.Tensor]) -> None:
+        """Write into the shared persistent buffers, in the order of `persistent_buffers`."""
+        with torch.no_grad():
+            for name, value in zip(self.persistent_buffers, values, strict=True):
+                self._buffers[name].copy_(value)
+
+
+def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Zeros like the parameters, in one piece of shared memory for each dtype."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    pieces = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
+    offsets = dict.fromkeys(pieces, 0)
+    found = []
+    for piece in pieces.values():
+        piece.share_memory_()
+    for parameter in parameters:
+        begin = offsets[parameter.dtype]
+        end = offsets[parameter.dtype] = begin + parameter.numel()
+        found.append(pieces[parameter.dtype][begin:end].view(parameter.shape))
+    return found
+
+
+def _check_parameters(
+    new: Iterable[torch.Tensor], named: list[tuple[str, nn.Parameter]], own: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    rule = "`new_host_parameters` must be tensors like those of model.parameters()"
+    if isinstance(new, Mapping | nn.Module | torch.Tensor) or not isinstance(new, Iterable):
+        raise ValueError(f"{rule}, got a {type(new).__name__}.")
+    tensors = list(new)
+    if len(tensors) != len(named):
+        raise ValueError(f"{rule}, {len(named)} of them; got {len(tensors)}.")
+    for (name, _), old, tensor in zip(named, own, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{rule}, got a {type(tensor).__name__} for {name!r}.")
+        _check_like("new_host_parameters", name, tensor, old)
+    return [tensor.detach() for tensor in tensors]
+
+
+def _check_buffers(buffers: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
+    if buffers.keys() != own.keys():
+        names = ", ".join(sorted(buffers.keys() ^ own.keys()))
+        raise ValueError(
+            f"The model has gained or lost buffers since it became the master: {names}."
+        )
+    for name, old in own.items():
+        _check_like("model", name, buffers[name], old)
+
+
+def _check_like(argument: str, name: str, tensor: torch.Tensor, old: torch.Tensor) -> None:
+    for what in ("shape", "dtype", "device"):
+        if getattr(tensor, what) != getattr(old, what):
+            raise ValueError(
+                f"`{argument}`: {name!r} has {what} {getattr(old, what)} in the master, got "
+                f"{getattr(tensor, what)}."
+            )
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two are the same elements of memory in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

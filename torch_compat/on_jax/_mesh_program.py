@@ -1,0 +1,293 @@
+"""Forward and backward of a torch module on a mesh of jax's devices, a batch for each."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import samples
+from ..batches import call_model, loss_of, map_tensors
+from ._arrays import as_traced, keeps_values, to_numpy, to_torch
+from ._functional import Arrays, Functional
+
+_AXIS = "device"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for tensor `index` in the structure of a batch."""
+
+    index: int
+
+
+@dataclass
+class _Batch:
+    """The batch of one device: its tensors, and what is around them."""
+
+    tensors: list[np.ndarray]
+    structure: bytes  # pickled, `_Slot`s in the places of tensors
+
+    def shape(self) -> tuple[Any, ...]:
+        """What a program is compiled for."""
+        return self.structure, *((array.shape, array.dtype) for array in self.tensors)
+
+
+class MeshProgram:
+    """A module on all devices: parameters on each, and for each what it has of its own.
+
+    Parameters are replicated. Buffers, frozen parameters, sums of gradients, keys of random numbers
+    and batches have a leading axis of devices, along which they are sharded.
+
+    Args:
+      module: on the CPU; read once, for its tensors, and traced from then on.
+      devices: of one process.
+      seed_base: device i's random numbers come from the key of seed_base + i, modulo 2**32.
+      micro_batches: how many `add` before each `exchange`; losses and gradients are means over
+        them.
+      compress: gradients leave the devices as bfloat16.
+
+    Attributes:
+      bytes_to_device: so far, all devices together.
+      gradient_bytes: of gradients and loss, as one `exchange` brings them to the host.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        devices: Sequence[Any],
+        *,
+        seed_base: int,
+        micro_batches: int,
+        compress: bool,
+    ):
+        self._functional = Functional("TPUManager", module)
+        self._micro_batches, self._devices = micro_batches, list(devices)
+        mesh = Mesh(np.array(self._devices), (_AXIS,))
+        self._everywhere, self._each = NamedSharding(mesh, P()), NamedSharding(mesh, P(_AXIS))
+        parameters = dict(module.named_parameters())
+        self._parameters = [name for name in parameters if name in set(self._functional.trained)]
+        self._names = [*parameters, *dict(module.named_buffers())]
+        self._all_parameters = list(parameters)
+        self._likes = {**parameters, **dict(module.named_buffers())}
+        self.bytes_to_device = 0
+        self.load(self._likes.values())
+        seeds = [np.uint32((seed_base + i) % 2**32) for i in range(len(devices))]
+        self._keys = self._spread(
+            np.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds])
+        )
+        self._compile = lru_cache(maxsize=32)(self._programs)
+        self._exchange = _exchange_program(mesh, self._groups(), compress)
+        self._sums, self._losses = self._spread(self._zeros())
+        sizes = [
+            self._likes[name].numel() * (2 if compress else dtype.itemsize)
+            for dtype, names in self._groups().items()
+            for name in names
+        ]
+        self.gradient_bytes = sum(sizes) + self._loss_dtype().itemsize
+
+    def load(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take these parameters, then buffers; they have been read when this returns."""
+        values = {
+            name: to_numpy(tensor.to(self._likes[name].dtype))
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }
+        self._params = jax.device_put(
+            {name: values[name] for name in self._parameters}, self._everywhere
+        )
+        count = len(self._devices)
+        self._carried = self._spread(
+            {
+                name: np.broadcast_to(value, (count, *value.shape))
+                for name, value in values.items()
+                if name not in self._params
+            }
+        )
+        self.bytes_to_device += sum(x.nbytes for x in self._params.values()) * count
+
+    def add(self, batches: Sequence[Any]) -> None:
+        """Forward and backward, each device on its batch; adds to the sums of gradients.
+
+        Batches of one shape and structure run as one program over all devices, others as one
+        program for each.
+
+        Raises:
+          ValueError: for integers that jax's do not hold.
+          Exception: what the module raises while it is traced.
+        """
+        found = [_take_apart(batch) for batch in batches]
+        if all(batch.shape() == found[0].shape() for batch in found):
+            tensors = [np.stack(arrays) for arrays in zip(*(b.tensors for b in found), strict=True)]
+            whole, _ = self._compile(found[0].structure)
+            own = self._carried, self._sums, self._losses, self._keys
+            after = whole(self._params, *own, self._spread(tensors))
+        else:
+            after = self._add_apart(found)
+        self._carried, self._sums, self._losses, self._keys = after
+
+    def _add_apart(self, batches: Sequence[_Batch]) -> Any:
+        everything = self._params, self._carried, self._sums, self._losses, self._keys
+        # All of them before any program runs, which uses up what it was given.
+        shards = [
+            jax.tree.map(lambda array, there=device: _on(array, there), everything)
+            for device in self._devices
+        ]
+        parts = []
+        for shard, device, batch in zip(shards, self._devices, batches, strict=True):
+            _, single = self._compile(batch.structure)
+            tensors = [array[None] for array in batch.tensors]
+            self.bytes_to_device += sum(array.nbytes for array in tensors)
+            parts.append(single(*shard, jax.device_put(tensors, device)))
+
+        def join(*shards: jax.Array) -> jax.Array:
+            shape = (len(shards), *shards[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self._each, list(shards))
+
+        return jax.tree.map(join, *parts)
+
+    def exchange(self) -> tuple[float, list[torch.Tensor]]:
+        """Mean loss and gradients over devices and micro-batches, on the host; sums start anew.
+
+        Communication: one all-reduce of the gradients, and their transfer from one device.
+
+        Returns:
+          The loss, and the gradients in the order of the module's parameters, zeros for frozen
+          ones; half precision as float32.
+        """
+        (loss, flat), (self._sums, self._losses) = self._exchange(self._sums, self._losses)
+        found: dict[str, torch.Tensor] = {}
+        for (dtype, names), array in zip(self._groups().items(), flat, strict=True):
+            host = torch.from_numpy(np.array(array.addressable_data(0), dtype=dtype))
+            sizes = [self._likes[name].numel() for name in names]
+            for name, part in zip(names, host.split(sizes), strict=True):
+                found[name] = part.view(self._likes[name].shape)
+        frozen = torch.zeros(())
+        gradients = [found.get(name, frozen) for name in self._all_parameters]
+        return float(loss.addressable_data(0)), gradients
+
+    def buffers(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Buffers of device 0, on the host."""
+        names = list(names)
+        arrays = jax.device_get([self._carried[name].addressable_data(0) for name in names])
+        return [
+            to_torch(array[0], self._likes[name]) for name, array in zip(names, arrays, strict=True)
+        ]
+
+    def _groups(self) -> dict[np.dtype, list[str]]:
+        """Trained parameters by the dtype that their gradients are summed in."""
+        groups: dict[np.dtype, list[str]] = {}
+        for name in self._parameters:
+            groups.setdefault(_wide(self._params[name].dtype), []).append(name)
+        return groups
+
+    def _loss_dtype(self) -> np.dtype:
+        return np.dtype(max(self._groups(), key=lambda dtype: dtype.itemsize, default="float32"))
+
+    def _zeros(self) -> Any:
+        count = len(self._devices)
+        sums = {
+            name: np.zeros((count, *self._likes[name].shape), dtype)
+            for dtype, names in self._groups().items()
+            for name in names
+        }
+        return sums, np.zeros(count, self._loss_dtype())
+
+    def _spread(self, arrays: Any) -> Any:
+        self.bytes_to_device += sum(array.nbytes for array in jax.tree.leaves(arrays))
+        return jax.device_put(arrays, self._each)
+
+    def _programs(self, structure: bytes) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """For batches of this structure: a program over all devices, and one for a single one."""
+        local = self._local(samples.loads(structure))
+        mesh, each = self._each.mesh, P(_AXIS)
+        whole = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), each, each, each, each, each),
+            out_specs=each,
+            check_vma=False,
+        )
+        donated = (1, 2, 3, 4)
+        return jax.jit(whole, donate_argnums=donated), jax.jit(local, donate_argnums=donated)
+
+    def _local(self, structure: Any) -> Callable[..., Any]:
+        """What one device does; all but the parameters has a leading axis of one device."""
+
+        def local(
+            params: Arrays, carried: Arrays, sums: Arrays, losses: Any, keys: Any, tensors: Any
+        ) -> Any:
+            key, now = jax.random.split(jax.random.wrap_key_data(keys[0]))
+
+            def loss(params: Arrays) -> tuple[jax.Array, Arrays]:
+                def run(env: Any, module: torch.nn.Module) -> jax.Array:
+                    traced = as_traced(env, _first(tensors))
+                    batch = map_tensors(structure, lambda slot: traced[slot.index], _Slot)
+                    value = loss_of(call_model(module, batch)) / self._micro_batches
+                    return env.constant(value).jax()
+
+                return self._functional.call(run, params, _first(carried), now)
+
+            (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+            sums = {name: sums[name] + gradients[name] for name in sums}  # in the wider dtype
+            after = jax.tree.map(lambda array: array[None], after)
+            return after, sums, losses + value, jax.random.key_data(key)[None]
+
+        return local
+
+
+def _exchange_program(
+    mesh: Mesh, groups: dict[np.dtype, list[str]], compress: bool
+) -> Callable[..., Any]:
+    """Sums of all devices -> (mean loss, mean gradients, flat by dtype), zeros for the sums."""
+
+    def local(sums: Arrays, losses: jax.Array) -> Any:
+        def mean(array: jax.Array) -> jax.Array:
+            return jax.lax.psum(array, _AXIS) / mesh.size
+
+        flat = [
+            mean(jnp.concatenate([sums[name].reshape(-1) for name in names]))
+            for names in groups.values()
+        ]
+        if compress:
+            flat = [array.astype(jnp.bfloat16) for array in flat]
+        return (mean(losses[0]), flat), jax.tree.map(jnp.zeros_like, (sums, losses))
+
+    each = P(_AXIS)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=each, out_specs=(P(), each), check_vma=False)
+    return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def _take_apart(batch: Any) -> _Batch:
+    tensors: list[np.ndarray] = []
+
+    def take(tensor: torch.Tensor) -> _Slot:
+        if not tensor.is_floating_point() and not keeps_values(tensor):
+            raise ValueError(
+                f"A batch has a tensor of {tensor.dtype} with values that jax's 32 bits do not "
+                f"hold: between {tensor.min()} and {tensor.max()}."
+            )
+        tensors.append(to_numpy(tensor))
+        return _Slot(len(tensors) - 1)
+
+    structure = map_tensors(batch, take)
+    return _Batch(tensors, samples.dumps(structure))
+
+
+def _on(array: jax.Array, device: Any) -> jax.Array:
+    """What a device has of an array."""
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda array: array[0], tree)
+
+
+def _wide(dtype: Any) -> np.dtype:
+    """Half precision as float32, so that sums lose nothing."""
+    return np.dtype(jnp.promote_types(dtype, jnp.float32))

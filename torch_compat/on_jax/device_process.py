@@ -1,0 +1,125 @@
+"""jax in the device process of a `TPUManager`: all devices as one mesh."""
+
+import os
+import time
+import traceback
+from copy import deepcopy
+from typing import Any
+
+import jax
+import torch
+from jax._src import xla_bridge
+
+from ..errors import describe
+from ..master import MasterModel
+from ..messages import Failed, Step, StepDone, StepStatistics
+from ..reader import DataError, SampleReader
+from ..worker import GroupFailed, Link, WorkerOptions
+from ._mesh_program import MeshProgram
+
+_compilations = 0
+
+
+def _count_compilations(event: str, duration_secs: float, **_: Any) -> None:
+    global _compilations
+    del duration_secs
+    _compilations += event == "/jax/core/compile/backend_compile_duration"
+
+
+def is_started() -> bool:
+    """Whether this process has devices of jax."""
+    return xla_bridge.backends_are_initialized()
+
+
+def open_devices(num_devices: int | None) -> list[Any]:
+    """Start jax and return the devices of its platform.
+
+    Args:
+      num_devices: the number wanted, as many CPU devices are made; None for all there are.
+
+    Raises:
+      ValueError: if there are not exactly `num_devices` devices.
+    """
+    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if num_devices is not None and not told and jax.config.values["jax_num_cpu_devices"] < 0:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    devices = jax.local_devices()
+    if num_devices not in (None, len(devices)):
+        raise ValueError(
+            f"`nprocs` must be the number of devices that jax has, {len(devices)} "
+            f"({', '.join(map(str, devices))}), got {num_devices}."
+        )
+    return devices
+
+
+class MeshGroup:
+    """All devices of jax in this process, and what one program does on them."""
+
+    def __init__(self, master: MasterModel, reader: SampleReader, options: WorkerOptions):
+        self._master, self._options = master, options
+        if any(tensor.dtype == torch.float64 for tensor in master.host_tensors()):
+            jax.config.update("jax_enable_x64", True)
+        devices = open_devices(options.nprocs)
+        self.num_devices = reader.nprocs = len(devices)
+        replica = deepcopy(master.master_model)
+        master.finish_replica(replica)
+        self._program = MeshProgram(
+            replica,
+            devices,
+            seed_base=options.seed_base,
+            micro_batches=options.grad_accumulation_steps,
+            compress=master.compress_grads,
+        )
+        size, collate_fn = options.batch_size_per_device, options.collate_fn
+        self._batches = [
+            reader.get_batches(index, batch_size=size, collate_fn=collate_fn)
+            for index in range(self.num_devices)
+        ]
+        jax.monitoring.register_event_duration_secs_listener(_count_compilations)
+
+    def step(self, request: Step, link: Link) -> StepDone:
+        """Take a step on all devices; raise `GroupFailed` with the first failure."""
+        program, options = self._program, self._options
+        begin, compiled, sent = time.perf_counter(), _compilations, program.bytes_to_device
+        data_seconds = 0.0
+        if request.load_parameters:
+            program.load(self._master.host_tensors())
+            link.loaded(request.number)
+        for _ in range(options.grad_accumulation_steps):
+            before = time.perf_counter()
+            batches = [self._next_batch(index) for index in range(self.num_devices)]
+            data_seconds += time.perf_counter() - before
+            self._on_devices(program.add, batches)
+        loss, gradients = self._on_devices(program.exchange)
+        buffers = program.buffers(self._master.persistent_buffers)
+        link.wait_to_commit(request.number)
+        self._master.write_gradients(gradients, add=True)
+        self._master.write_buffers(buffers)
+        statistics = StepStatistics(
+            seconds=time.perf_counter() - begin,
+            data_seconds=data_seconds,
+            barrier_seconds=0.0,  # one program: the devices wait for each other inside of it
+            compilations=_compilations - compiled,
+            bytes_to_device=program.bytes_to_device - sent,
+            bytes_to_host=program.gradient_bytes + sum(buffer.nbytes for buffer in buffers),
+        )
+        samples = options.batch_size_per_device * self.num_devices * options.grad_accumulation_steps
+        return StepDone(request.number, loss, samples, statistics)
+
+    def _next_batch(self, index: int) -> Any:
+        who = f"Device {index} of {self.num_devices}"
+        try:
+            return next(self._batches[index])
+        except DataError as error:
+            raise GroupFailed(Failed(f"{who}: {error}", error.end.traceback)) from error
+        except BaseException as error:
+            report = Failed(f"{who} failed: {describe(error)}", traceback.format_exc())
+            raise GroupFailed(report) from error
+
+    def _on_devices(self, do: Any, *arguments: Any) -> Any:
+        try:
+            return do(*arguments)
+        except BaseException as error:
+            # One trace for all of them: none failed before the others.
+            message = f"The program of {self.num_devices} devices failed: {describe(error)}"
+            raise GroupFailed(Failed(message, traceback.format_exc())) from error

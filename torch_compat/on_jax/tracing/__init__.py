@@ -1,0 +1,9 @@
+"""torch's operations as jax's, by torchax, with what its own environment leaves out."""
+
+from . import _torchax as _torchax  # first: says what is missing
+from ._batch_norm import cumulative_averages as cumulative_averages
+from ._environment import TracingEnvironment as TracingEnvironment
+from ._environment import environment as environment
+from ._environment import tracing as tracing
+from ._torchax import Tensor as Tensor
+from ._torchax import View as View

@@ -1,0 +1,279 @@
+"""One stream of samples, read in the main process, dealt out to the devices in turn."""
+
+import multiprocessing as mp
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch.utils.data
+
+from . import samples
+from .errors import describe
+
+
+class EndOfData(NamedTuple):
+    """What follows the last sample: why there are no more."""
+
+    message: str
+    traceback: str | None = None
+
+
+class DataError(RuntimeError):
+    """A device needs a sample and there is none; its message says why."""
+
+    def __init__(self, end: EndOfData):
+        super().__init__(end.message)
+        self.end = end
+
+
+class QueueDataset(torch.utils.data.IterableDataset):
+    """A dataset that ceaselessly iterates over a queue.
+
+    Args:
+      queue: anything with `get()`. An `EndOfData` from it ends the iteration with a `DataError`,
+        for whoever asks for a sample from then on.
+    """
+
+    def __init__(self, queue: Any):
+        super().__init__()
+        self.queue = queue
+        self._end: EndOfData | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            sample = self._end or self.queue.get()
+            if isinstance(sample, EndOfData):
+                self._end = sample
+                raise DataError(sample)
+            yield sample
+
+    def __len__(self) -> int:
+        """Some tools ask every dataset for its length; this one has no end."""
+        return 10**12
+
+
+class DeviceQueue:
+    """The samples of one device, in the process that drives it, read ahead from the first `get`."""
+
+    def __init__(self, prefetch: int, read: Callable[[], None]):
+        self._samples: queue.Queue = queue.Queue(prefetch)
+        self._read = read
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next sample; an `EndOfData`, again and again, where there are no more."""
+        self._read()
+        sample = self._samples.get(block, timeout)
+        if isinstance(sample, EndOfData):
+            self.put(sample)
+        return sample
+
+    def put(self, sample: Any) -> None:
+        """For the thread that reads; waits while `prefetch` samples are there."""
+        self._samples.put(sample)
+
+
+class SampleReader:
+    """Reads `dataset` in the main process and deals its samples out to the devices.
+
+    Sample i goes to device i % nprocs. The dataset is iterated once, by a daemon thread of the
+    process that starts it; samples travel pickled through one pipe per device, in order, and are
+    read ahead where the device is driven, in this process, a fork of it, or one fork per device.
+    What ends the data, its last sample or an exception, travels behind the samples before it and is
+    raised by the step that lacks a sample, not earlier.
+
+    Args:
+      dataset: any iterable of samples that can be pickled; never indexed, never asked its length.
+      nprocs: number of devices; None where only the process that drives them all knows it, which
+        sets it before its first sample.
+      master_prefetch: samples per device read ahead of the step that needs them.
+      start: begin to read now; else call `start()`, after the devices' process has been forked.
+
+    Raises:
+      ValueError: naming the argument, for what is not iterable and numbers below 1.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        nprocs: int | None = None,
+        master_prefetch: int = 16,
+        *,
+        start: bool = True,
+    ):
+        if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+            raise ValueError(f"`dataset` must be iterable, got {type(dataset).__name__}.")
+        if master_prefetch < 1:
+            raise ValueError(
+                f"`prefetch` counts samples per device and must be >= 1, got {master_prefetch}."
+            )
+        if nprocs is not None and nprocs < 1:
+            raise ValueError(f"`nprocs` must be >= 1, got {nprocs}.")
+        self.dataset, self.nprocs, self.master_prefetch = dataset, nprocs, master_prefetch
+        self._owner = os.getpid()
+        # One for all where the number of devices is not known yet.
+        pipes = [mp.Pipe(duplex=False) for _ in range(nprocs or 1)]
+        self._receivers, self._senders = map(list, zip(*pipes, strict=True))
+        self._loader: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._device_queues: list[DeviceQueue] | None = None
+        self._readers: dict[int, threading.Thread] = {}
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Begin to read the dataset, in the calling process."""
+        if self._loader is None:
+            self._loader = threading.Thread(
+                target=_send_samples,
+                args=(self.dataset, self._senders),
+                name="TPUManager-loader",
+                daemon=True,  # a dataset that waits for ever must not keep the program alive
+            )
+            self._loader.start()
+
+    def release_receivers(self) -> None:
+        """In the process that reads the dataset, if the devices live in another.
+
+        Only then does a dead device process break the pipes, and with them end the loader thread.
+        """
+        for receiver in self._receivers:
+            receiver.close()
+
+    def is_loading(self) -> bool:
+        """Whether the loader thread is alive."""
+        return self._loader is not None and self._loader.is_alive()
+
+    def stop(self, timeout: float = 0.3) -> None:
+        """After the devices' process has ended: wait for the loader thread, which then ends too.
+
+        Unless it is inside the dataset and does not come back in time; it ends when it does.
+        """
+        if self._loader is not None:
+            self._loader.join(timeout)
+        if not self.is_loading():
+            for sender in self._senders:
+                sender.close()
+
+    @property
+    def device_queues(self) -> list[DeviceQueue]:
+        """One queue of samples per device, for the processes that drive the devices."""
+        with self._lock:
+            if self._device_queues is None:
+                if self.nprocs is None:
+                    raise ValueError("`nprocs` is not known yet: set it before asking for samples.")
+                self._device_queues = [
+                    DeviceQueue(self.master_prefetch, partial(self._read, index))
+                    for index in range(self.nprocs)
+                ]
+            return self._device_queues
+
+    def _read(self, index: int) -> None:
+        """Let a thread of this process read the samples of device `index`."""
+        queues = self.device_queues
+        with self._lock:
+            if not self._readers and os.getpid() != self._owner:
+                for sender in self._senders:  # then the pipes end with the process that reads
+                    sender.close()
+            alone = len(self._receivers) > 1
+            number, readers_of = (index, [queues[index]]) if alone else (0, queues)
+            if number not in self._readers:
+                self._readers[number] = threading.Thread(
+                    target=_deal_samples,
+                    args=(self._receivers[number], readers_of),
+                    name=f"TPUManager-reader-{number}",
+                    daemon=True,
+                )
+                self._readers[number].start()
+
+    def get_batches(
+        self,
+        index: int,
+        *,
+        batch_size: int | None = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Endless batches for one device, on the host.
+
+        Args:
+          index: the device's number among the nprocs.
+          batch_size: samples per batch; None for samples as they are.
+          collate_fn: as in `torch.utils.data.DataLoader`.
+          num_workers: 0, since samples are read by a thread of this process.
+          **kwargs: further arguments of `torch.utils.data.DataLoader`.
+
+        Raises:
+          DataError: from the iterator, where the dataset lacks a sample.
+          ValueError: for workers, and an index that is no device.
+        """
+        if num_workers != 0:
+            raise ValueError(
+                "`num_workers` must be 0: a thread of this process reads the samples, and workers "
+                f"would wait for them for ever; got {num_workers}. Load in the dataset instead."
+            )
+        if not 0 <= index < len(self.device_queues):
+            raise ValueError(
+                f"`index` must be one of the {len(self.device_queues)} devices, got {index}."
+            )
+        self._read(index)  # ahead of the first batch that is asked for
+        loader = torch.utils.data.DataLoader(
+            QueueDataset(self.device_queues[index]),
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            **kwargs,
+        )
+        return iter(loader)
+
+
+def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
+    count = 0
+    try:
+        iterator = iter(dataset)
+        while True:
+            data = samples.dumps(next(iterator))
+            if not _send(senders[count % len(senders)], data):
+                return
+            count += 1
+    except StopIteration:
+        end = EndOfData(f"The dataset ended after {count} samples.")
+    except BaseException as error:
+        message = f"The dataset failed at sample {count}: {describe(error)}"
+        end = EndOfData(message, traceback.format_exc())
+    for sender in senders:
+        _send(sender, samples.dumps(end))
+
+
+def _send(sender: Connection, data: bytes) -> bool:
+    """Whether somebody is left to read."""
+    try:
+        sender.send_bytes(data)
+    except OSError:
+        return False
+    return True
+
+
+def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
+    end = EndOfData("The process that reads the dataset is gone.")
+    count = 0
+    try:
+        while True:
+            sample = samples.loads(receiver.recv_bytes())
+            if isinstance(sample, EndOfData):
+                end = sample
+                break
+            queues[count % len(queues)].put(sample)
+            count += 1
+    except (EOFError, OSError):
+        pass
+    except BaseException as error:
+        message = f"Sample {count} of the device could not be read: {describe(error)}"
+        end = EndOfData(message, traceback.format_exc())
+    for device_queue in queues:
+        # A device that has stopped asking must not keep the others from learning it.
+        threading.Thread(target=device_queue.put, args=(end,), daemon=True).start()
