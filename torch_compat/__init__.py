@@ -44,7 +44,7 @@ else:
         try:
             home = _import_module(f".{_HOMES[name]}", __name__)
         except ModuleNotFoundError as error:
-            if error.name != "torch":
+            if error.name != "torch" or "torch_compat" in error.msg:  # says all that is needed
                 raise
             from .errors import not_installed
 
