@@ -10,11 +10,11 @@ import jax
 import torch
 from jax._src import xla_bridge
 
-from ..errors import describe
-from ..master import MasterModel
-from ..messages import Failed, Step, StepDone, StepStatistics
-from ..reader import DataError, SampleReader
-from ..worker import GroupFailed, Link, WorkerOptions
+from ...errors import describe
+from ...master import MasterModel
+from ...messages import Failed, Step, StepDone, StepStatistics
+from ...reader import DataError, SampleReader
+from ...worker import GroupFailed, Link, WorkerOptions
 from ._mesh_program import MeshProgram
 
 _compilations = 0

@@ -12,10 +12,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import samples
-from ..batches import call_model, loss_of, map_tensors
-from ._arrays import as_traced, keeps_values, to_numpy, to_torch
-from ._functional import Arrays, Functional
+from ... import samples
+from ...batches import call_model, loss_of, map_tensors
+from .._arrays import as_traced, keeps_values, to_numpy, to_torch
+from .._functional import Arrays, Functional
 
 _AXIS = "device"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_compat.on_jax._mesh_program import MeshProgram
+from torch_compat.on_jax.device_process._mesh_program import MeshProgram
 
 COUNT = 8
 
