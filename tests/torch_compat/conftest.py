@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from slowmo_spawned import BACKENDS
 
 # Before torch_xla is imported, which would otherwise choose, and warn about it.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -16,3 +17,9 @@ def _environment_of_before():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(params=BACKENDS)
+def by(request):
+    """What connects the processes of a test."""
+    return request.param
