@@ -118,12 +118,17 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor, *, batch_size: int = 32) -
 
 
 def loss_of_replicas(
-    net: SlowMoDistributedDataParallel, tokens: torch.Tensor, *, is_wanted: bool
+    net: SlowMoDistributedDataParallel,
+    config: LanguageModelConfig,
+    tokens: torch.Tensor,
+    *,
+    is_wanted: bool,
 ) -> float:
     """`mean_loss` of the mean of all processes' replicas; 0 where it is not wanted.
 
     Args:
       net: a wrapped `LanguageModel`.
+      config: its sizes.
       tokens: as for `mean_loss`.
       is_wanted: whether to compute it on this process; all processes must call this.
 
@@ -133,6 +138,6 @@ def loss_of_replicas(
     if not is_wanted:
         return 0.0
     own = "module."
-    model = LanguageModel(net.module.config)
+    model = LanguageModel(config)
     model.load_state_dict({k.removeprefix(own): v for k, v in state.items() if k.startswith(own)})
     return mean_loss(model, tokens)

@@ -101,8 +101,9 @@ class Trainer:
 
     def validation_loss(self) -> float:
         """Of the mean of all replicas, on the first device; to be called for all."""
-        tokens = validation_batch(self.text.validation, num_samples=64, length=self.options.length)
-        return loss_of_replicas(self.net, tokens, is_wanted=xr.global_ordinal() == 0)
+        options, is_first = self.options, xr.global_ordinal() == 0
+        tokens = validation_batch(self.text.validation, num_samples=64, length=options.length)
+        return loss_of_replicas(self.net, options.config, tokens, is_wanted=is_first)
 
 
 def num_programs() -> int:

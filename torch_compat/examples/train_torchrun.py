@@ -59,7 +59,11 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
     batches = torch.utils.data.DataLoader(samples, batch_size=options.batch_size)
     validation = validation_batch(text.validation, num_samples=64, length=options.length)
-    first, begin = loss_of_replicas(net, validation, is_wanted=rank == 0), time.perf_counter()
+
+    def validation_loss() -> float:
+        return loss_of_replicas(net, options.config, validation, is_wanted=rank == 0)
+
+    first, begin = validation_loss(), time.perf_counter()
     for step, batch in zip(range(1, options.steps + 1), batches, strict=False):
         tokens = batch["input_ids"].to(device)
         loss = net(input_ids=tokens, labels=tokens)["loss"]
@@ -70,7 +74,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         if rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     rate = options.steps * options.batch_size * world / (time.perf_counter() - begin)
-    last = loss_of_replicas(net, validation, is_wanted=rank == 0)
+    last = validation_loss()
     if rank == 0:
         print(
             f"validation loss {first:.4f} -> {last:.4f} (mean of {world} replicas) in "

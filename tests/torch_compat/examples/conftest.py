@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SMALL = ("--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# Programs that run for seconds are compiled for longer than that if they are to be fast.
+XLA_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 SUMMARY = re.compile(r"validation loss ([\d.]+) -> ([\d.]+) .*in (\d+) steps, ([\d.]+) samples/s")
 
 
@@ -45,7 +47,7 @@ def start(
     with subprocess.Popen(
         [sys.executable, *by, "-m", module, *given, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": XLA_FLAGS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
