@@ -42,7 +42,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
     parser = make_parser("train_digits", __doc__)
     add = parser.add_argument
-    add("--epochs", type=positive_int, default=3, help="(%(default)s)")
+    add(
+        "--epochs",
+        type=positive_int,
+        default=3,
+        help="(%(default)s); the more devices, the fewer steps has each",
+    )
     add("--batch-size", type=positive_int, default=32, help="pictures per device (%(default)s)")
     add("--learning-rate", type=positive_float, default=0.05, help="of SGD (%(default)s)")
     add("--train-samples", type=positive_int, default=4000, help="in all (%(default)s)")
