@@ -96,7 +96,7 @@ def state_of_torch():
         "dtype": torch.get_default_dtype(),
         "kind": type(torch.ones(2)),
         "gradients": torch.is_grad_enabled(),
-        "apply": torch.autograd.Function.__dict__["apply"],
+        "apply": torch.autograd.function._is_setup_context_defined,
         "validates": torch.distributions.Distribution._validate_args,
         "filters": list(warnings.filters),
     }

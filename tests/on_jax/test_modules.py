@@ -169,8 +169,11 @@ def autocasting(module, x):
         return module(x)
 
 
+KEPT = Sign.apply
+
 REFUSED = {
     "Sign, a torch.autograd.Function": lambda m, x: Sign.apply(m(x)),
+    "uses Sign, a torch.autograd.Function": lambda m, x: KEPT(m(x)),
     "use_reentrant=False": lambda m, x: checkpoint(m, x, use_reentrant=True),
     "torch.autocast": autocasting,
     "torch.Generator": lambda m, x: m(x) + torch.rand(8, generator=torch.Generator()),

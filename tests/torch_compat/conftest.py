@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 
 import pytest
+from slowmo_spawned import BACKENDS
 
 from models import TRACED_ONCE
 
@@ -23,3 +24,9 @@ def _environment_of_before():
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(params=BACKENDS)
+def by(request):
+    """What connects the processes of a test."""
+    return request.param

@@ -1,1 +1,1 @@
-"""Two programs to start from; `README.md` of this folder says how to run them."""
+"""Programs to start from; `README.md` of this folder says how to run them."""

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..slowmo import SlowMoDistributedDataParallel
+
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
@@ -113,3 +115,29 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor, *, batch_size: int = 32) -
     ]
     model.train(training)
     return sum(losses) / len(tokens)
+
+
+def loss_of_replicas(
+    net: SlowMoDistributedDataParallel,
+    config: LanguageModelConfig,
+    tokens: torch.Tensor,
+    *,
+    is_wanted: bool,
+) -> float:
+    """`mean_loss` of the mean of all processes' replicas; 0 where it is not wanted.
+
+    Args:
+      net: a wrapped `LanguageModel`.
+      config: its sizes.
+      tokens: as for `mean_loss`.
+      is_wanted: whether to compute it on this process; all processes must call this.
+
+    Communication: that of `net.consolidated_state_dict()`.
+    """
+    state = net.consolidated_state_dict()
+    if not is_wanted:
+        return 0.0
+    own = "module."
+    model = LanguageModel(config)
+    model.load_state_dict({k.removeprefix(own): v for k, v in state.items() if k.startswith(own)})
+    return mean_loss(model, tokens)

@@ -20,8 +20,8 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import runtime
-from ..slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from .arguments import add_model, make_parser, model_config, natural, positive_float, positive_int
+from ..slowmo import SlowMoDistributedDataParallel
+from .arguments import add_training, make_parser, parse_training, slowmo_arguments
 from .interrupt import end_forked_processes_at_once
 from .model import LanguageModel, mean_loss
 from .text import Text, TextStream, standard_library, validation_batch
@@ -30,59 +30,8 @@ from .text import Text, TextStream, standard_library, validation_batch
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
     parser = make_parser("train_slowmo", __doc__)
-    add = parser.add_argument
-    add("--steps", type=positive_int, default=128, help="of every replica (%(default)s)")
-    add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
-    add("--learning-rate", type=positive_float, default=2e-3, help="of AdamW (%(default)s)")
-    add(
-        "--base",
-        choices=("localsgd", "sgp"),
-        default="localsgd",
-        help="base algorithm (%(default)s)",
-    )
-    add(
-        "--localsgd-frequency",
-        type=positive_int,
-        default=4,
-        help="localsgd: steps from one average to the next (%(default)s)",
-    )
-    add(
-        "--slowmo-frequency",
-        type=positive_int,
-        default=16,
-        help="steps from one step of the slow momentum to the next (%(default)s)",
-    )
-    add("--slowmo-momentum", type=float, default=0.2, help="in [0, 1) (%(default)s)")
-    add("--slowmo-lr", type=positive_float, default=1.0, help="(%(default)s)")
-    add(
-        "--slowmo-memory-efficient",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="shard the slow momentum over the devices",
-    )
-    add(
-        "--nprocs-per-node",
-        type=positive_int,
-        default=1,
-        help="devices that average their gradients in every step (%(default)s)",
-    )
-    add_model(parser)
-    add("--seed", type=natural, default=0, help="of parameters and samples (%(default)s)")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.slowmo_momentum < 1:
-        parser.error(
-            f"argument --slowmo-momentum: must be in [0, 1), got {options.slowmo_momentum}"
-        )
-    if options.cpu_devices and options.cpu_devices % options.nprocs_per_node:
-        parser.error(
-            f"argument --nprocs-per-node: must divide --cpu-devices, {options.cpu_devices}, "
-            f"got {options.nprocs_per_node}"
-        )
-    try:
-        options.config = model_config(options)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    add_training(parser)
+    return parse_training(parser, arguments)
 
 
 def train(index: int, options: argparse.Namespace, model: LanguageModel, text: Text) -> None:
@@ -97,16 +46,7 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel, text: T
     replica = LanguageModel(options.config)
     replica.load_state_dict(model.state_dict())
     replica.to(device).tie_weights()  # a move to an XLA device makes two tensors of tied ones
-    net = SlowMoDistributedDataParallel(
-        replica,
-        nprocs_per_node=options.nprocs_per_node,
-        slowmo_base_algorithm=SlowMoBaseAlgorithm(options.base),
-        slowmo_momentum=options.slowmo_momentum,
-        slowmo_memory_efficient=options.slowmo_memory_efficient,
-        slowmo_frequency=options.slowmo_frequency,
-        slowmo_lr=options.slowmo_lr,
-        localsgd_frequency=options.localsgd_frequency,
-    )
+    net = SlowMoDistributedDataParallel(replica, **slowmo_arguments(options))
     # `capturable` counts steps on the device; a number of Python would make every step a new
     # graph, and so would a learning rate that changes, unless it is a tensor.
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)

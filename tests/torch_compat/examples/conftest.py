@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SMALL = ("--cpu-devices", "2", "--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
+SMALL = ("--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# Programs that run for seconds are compiled for longer than that if they are to be fast.
+XLA_FLAGS = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 SUMMARY = re.compile(r"validation loss ([\d.]+) -> ([\d.]+) .*in (\d+) steps, ([\d.]+) samples/s")
 
 
@@ -24,18 +28,26 @@ class Summary(NamedTuple):
     last_loss: float
     steps: int
     samples_per_second: float
+    output: str
 
 
 @contextmanager
-def start(program: str, *arguments: str) -> Iterator[subprocess.Popen]:
+def start(
+    program: str,
+    *arguments: str,
+    given: tuple[str, ...] = ("--cpu-devices", "2", *SMALL),
+    by: tuple[str, ...] = (),
+) -> Iterator[subprocess.Popen]:
     """Start torch_compat.examples.<program> with small sizes; its output is one text.
 
-    It ends with the context, if not before.
+    It ends with the context, if not before. `by` is another module, with its arguments, that
+    starts the program.
     """
+    module = f"torch_compat.examples.{program}"
     with subprocess.Popen(
-        [sys.executable, "-m", f"torch_compat.examples.{program}", *SMALL, *arguments],
+        [sys.executable, *by, "-m", module, *given, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": XLA_FLAGS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,9 +60,9 @@ def start(program: str, *arguments: str) -> Iterator[subprocess.Popen]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(program: str, *arguments: str) -> Summary:
+def run(program: str, *arguments: str, **how: tuple[str, ...]) -> Summary:
     """Run it to its end, which must be a good one."""
-    with start(program, *arguments) as process:
+    with start(program, *arguments, **how) as process:
         output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     return summary(output)
@@ -60,7 +72,7 @@ def summary(output: str) -> Summary:
     """What the program says about its run."""
     found = SUMMARY.search(output)
     assert found is not None, output
-    return Summary(float(found[1]), float(found[2]), int(found[3]), float(found[4]))
+    return Summary(float(found[1]), float(found[2]), int(found[3]), float(found[4]), output)
 
 
 @pytest.fixture(name="start")
@@ -79,3 +91,9 @@ def run_fixture():
 def summary_fixture():
     """`summary`, for tests."""
     return summary
+
+
+@pytest.fixture
+def torchrun():
+    """`run` by torchrun, in two processes."""
+    return partial(run, by=TORCHRUN, given=SMALL)

@@ -31,7 +31,7 @@ def test_ctrl_c_ends_it_at_once_also_with_sgp(start):
     ("arguments", "message"),
     [
         (["--cpu-devices", "65"], "--cpu-devices: must be a whole number from 1 to 64, got '65'"),
-        (["--slowmo-momentum", "1"], "--slowmo-momentum: must be in [0, 1), got 1.0"),
+        (["--slowmo-momentum", "1"], "--slowmo-momentum: must be in [0, 1), got '1'"),
         (["--slowmo-frequency", "0"], "--slowmo-frequency: must be a whole number >= 1"),
         (["--cpu-devices", "4", "--nprocs-per-node", "3"], "must divide --cpu-devices, 4, got 3"),
         (["--base", "gossip"], "invalid choice: 'gossip'"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from slowmo_alone import Alone
-from slowmo_spawned import BACKENDS
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel, _options
 
@@ -20,9 +19,3 @@ def build(monkeypatch):
         )
 
     return build
-
-
-@pytest.fixture(params=BACKENDS)
-def by(request):
-    """What connects the processes of a test."""
-    return request.param
