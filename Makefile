@@ -40,13 +40,15 @@ test-jax: $(VENV)/.stamp-test ## Run the tests on 8 CPU devices; TEST_ARGS="-k s
 test-all: ## Run the tests of jaxslowmo with the exhaustive sweeps, which `make test` leaves out.
 	@$(MAKE) --no-print-directory test-jax TEST_ARGS='-m "not hardware" $(TEST_ARGS)'
 
-test-torch: torch-env ## Run the tests of torch_compat on CPU devices, in .venv-torch (6 GB).
-	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest $(TEST_ARGS)
+test-torch: torch-env ## Run the tests of torch_compat on XLA's CPU devices, in .venv-torch (6 GB).
+	cd tests/torch_compat && $(abspath $(TORCH_PY)) -m pytest -m "not without_xla" $(TEST_ARGS)
 
 # TEST_ARGS goes to tests/on_jax; without it those of TPUManager run, too, as they do on torch_xla.
-test-torchax: torchax-env ## Run the tests of torch_compat.on_jax on 8 CPU devices, in .venv-torchax.
+# Of tests/torch_compat what needs no torch_xla: TPUManager on jax, SlowMo over gloo.
+test-torchax: torchax-env ## Run the tests of torch_compat.on_jax, and those without torch_xla, in .venv-torchax.
 	cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest $(TEST_ARGS)
 	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest manager)
+	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest -m without_xla --ignore slowmo/xla slowmo peers test_meeting.py examples/test_train_torchrun.py)
 
 test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
 	@$(PYTHON) tests/cluster/namespaces.py

@@ -102,6 +102,15 @@ def state_of_torch():
     }
 
 
+def test_what_asks_torch_for_an_accelerator_finds_none():
+    """As before torchax, which names a backend that torch then takes for one."""
+    assert not torch.accelerator.is_available()
+    assert torch._C._get_privateuse1_backend_name() == "privateuseone"
+    loader = torch.utils.data.DataLoader(list(range(4)), batch_size=4)
+    assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_torch_is_as_it_was():
     before = state_of_torch()
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())

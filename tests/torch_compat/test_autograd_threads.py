@@ -34,5 +34,5 @@ def first_backward(first_forward: str) -> list[float]:
 @pytest.mark.parametrize("first_forward", FIRST_FORWARD)
 def test_all_devices_at_once_after_backward_on_the_host(first_forward):
     torch.ones(3, requires_grad=True).sum().backward()
-    results = spawned(WORLD, first_backward, first_forward)
+    results = spawned(WORLD, first_backward, first_forward, by="torch_xla")
     assert results == [[1.0 + rank] * 2 for rank in range(WORLD)]

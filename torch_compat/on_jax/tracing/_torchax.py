@@ -1,16 +1,38 @@
 """torchax, imported so that plain torch in the same process stays as it was."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 try:
     import jax  # noqa: F401
     import torch
 
+    @contextlib.contextmanager
+    def _spare_backend_unnamed() -> Iterator[None]:
+        """Keep torchax from naming torch's spare backend "jax".
+
+        That cannot be taken back, and torch then asks this backend for an accelerator it does not
+        have: `DataLoader(pin_memory=True)`, `torch.compile` and `init_process_group()` fail.
+        """
+        utils: Any = torch.utils
+        module: Any = torch
+        rename, register = utils.rename_privateuse1_backend, module._register_device_module
+        utils.rename_privateuse1_backend = lambda name: None
+        # What torch looks up for tensors of the backend, by the name that it has then.
+        module._register_device_module = lambda name, of: register("privateuseone", of)
+        try:
+            yield
+        finally:
+            utils.rename_privateuse1_backend, module._register_device_module = rename, register
+
     _TELEMETRY = os.environ.get("ENABLE_RUNTIME_UPTIME_TELEMETRY")
     # torchax switches torch's fused inference of attention off for the whole process.
     _FAST_ATTENTION = torch.backends.mha.get_fastpath_enabled()
-    import torchax.tensor as torchax_tensor
-    import torchax.view as torchax_view
+    with _spare_backend_unnamed():
+        import torchax.tensor as torchax_tensor
+        import torchax.view as torchax_view
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("jax", "jaxlib", "torch", "torchax"):
@@ -24,6 +46,10 @@ except ModuleNotFoundError as error:
 torch.backends.mha.set_fastpath_enabled(_FAST_ATTENTION)
 if _TELEMETRY is None:  # set by torchax, of a process that need not use it
     os.environ.pop("ENABLE_RUNTIME_UPTIME_TELEMETRY", None)
+
+# "jax" where the program had imported torchax before.
+DEVICE = torch.device(torch._C._get_privateuse1_backend_name(), 0)
+torchax_tensor.Tensor.device = property(lambda tensor: DEVICE)  # pyright: ignore
 
 Environment = torchax_tensor.Environment
 OperatorNotFound = torchax_tensor.OperatorNotFound
