@@ -171,8 +171,11 @@ def shares_a_process() -> bool:
 
 
 def introduce() -> None:
-    """The calling thread drives its device; `meet` then tells the others if its function ends."""
-    if shares_a_process():
+    """The calling thread drives its device; `meet` then tells the others if its function ends.
+
+    It starts no devices: a process without any may fork later.
+    """
+    if is_started() and shares_a_process():
         _the_meeting().introduce(xr.global_ordinal())
 
 

@@ -92,3 +92,12 @@ def full_graph_beside_others():
 def test_a_full_graph_beside_other_devices_is_refused():
     (message,) = spawned(1, full_graph_beside_others, by="torch_xla")
     assert message.startswith("torch_xla.compile(full_graph=True) cannot be used on several CPU")
+
+
+def test_construction_starts_no_devices(monkeypatch):
+    """A process that makes a wrapper may still fork those that drive devices."""
+    monkeypatch.setattr(torch_xla.runtime, "world_size", lambda: 4)
+    monkeypatch.setattr(torch_xla.runtime, "global_ordinal", lambda: 3)
+    net = SlowMoDistributedDataParallel(torch.nn.Linear(2, 2), nprocs_per_node=2)
+    assert (net.process_rank, net.logical_rank, net.logical_world_size) == (3, 1, 2)
+    assert not runtime.is_started()
