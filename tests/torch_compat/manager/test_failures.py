@@ -303,6 +303,11 @@ def test_shutdown_in_the_middle_of_a_dataset_that_waits():
     manager.shutdown()
 
 
+def interrupt():
+    """Ctrl-C: it reaches the main thread where that waits, not at some later line of its."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 def test_ctrl_c_in_a_step_loses_neither_the_manager_nor_the_order_of_answers():
     def pause(loss: torch.Tensor) -> torch.Tensor:
         time.sleep(1)
@@ -313,7 +318,7 @@ def test_ctrl_c_in_a_step_loses_neither_the_manager_nor_the_order_of_answers():
     plain.model.load_state_dict(model.state_dict())
     manager = of(model, nprocs=1)
     take_the_steps_before(manager)
-    timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+    timer = threading.Timer(0.2, interrupt)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         manager.step()
