@@ -19,7 +19,9 @@ FIRST_FORWARD = {"training": nullcontext, "no grad": torch.no_grad}
 
 def first_backward(first_forward: str) -> list[float]:
     device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
-    module = torch.nn.Linear(2, 1, bias=False).to(device)
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(module.weight)
+    module.to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1)
     x = torch.full((1, 2), 1.0 + rank).to(device)
     TOGETHER.wait(60)
