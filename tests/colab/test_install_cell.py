@@ -166,5 +166,5 @@ def test_pip_installs_from_what_the_cell_gives_it(sources, tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "version", version)
     code = cell("tpu_manager").replace('SOURCE = ""', f'SOURCE = "{sources[kind]}"')
     exec(compile(code, "tpu_manager", "exec"), {"__name__": "__main__"})
-    assert (target / "torch_compat/manager.py").is_file()
+    assert (target / "torch_compat/manager/__init__.py").is_file()
     assert (target / "jaxslowmo/py.typed").is_file()
