@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.sharding import NamedSharding
 
 import jaxslowmo as js
 
@@ -12,25 +13,55 @@ from ._arrays import jax_dtype, to_torch
 from ._checks import check_module
 
 
-def load_back(module: torch.nn.Module, state: js.TrainState, step: Any) -> None:
+def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -> None:
     """Write the consensus of all replicas into the module, in place.
 
     Args:
       module: the one that `on_jax.as_loss` was given, or one like it, on any device.
       state: that the training has reached.
-      step: the `TrainStep` that made it, which knows the mesh and how replicas count.
+      step: the `TrainStep` that made it, which knows the mesh and how replicas count. None reads the
+        mesh off the arrays and lets all replicas count alike, which gossip does not.
 
     Raises:
-      ValueError: tensors of other names, shapes or dtypes than the state's, all named; nothing is
+      ValueError: `step` is None, and the state is one of gossip, or lies on no mesh; tensors of other names, shapes or dtypes than the state's, all named; nothing is
         written then.
 
     Communication: that of `js.consensus`, of parameters and model state.
     """
-    where = {"mesh": step.mesh, "axis_name": step.axis_name}
-    shares = None if step.sync is None else step.sync.shares(state.opt_state[-1])
+    shares = None
+    if step is None:
+        where = _mesh_of(state)
+    else:
+        where = {"mesh": step.mesh, "axis_name": step.axis_name}
+        if step.sync is not None:
+            shares = step.sync.shares(state.opt_state[-1])
     params = js.consensus(state.params, shares=shares, **where)
     model_state = js.consensus(state.model_state, **where) if state.model_state else {}
     load_arrays(module, params, model_state)
+
+
+def _mesh_of(state: js.TrainState) -> dict[str, Any]:
+    """The mesh and the replica axis that stacked arrays lie on.
+
+    Raises:
+      ValueError: none, or a state in which replicas do not count alike.
+    """
+    if any(map(_is_gossip, jax.tree.leaves(state.opt_state, is_leaf=_is_gossip))):
+        raise ValueError(
+            "load_back: `step` must be the step that made this state: js.sgp weighs replicas, and "
+            "the step knows how. Call load_back(module, state, step)."
+        )
+    sharding = getattr(next(iter(jax.tree.leaves(state.params)), None), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
+        raise ValueError(
+            "load_back: `state` must have its replicas along an axis of a mesh, as a step leaves "
+            f"them, got parameters on {sharding}; pass `step`, or one copy to load_arrays."
+        )
+    return {"mesh": sharding.mesh, "axis_name": sharding.spec[0]}
+
+
+def _is_gossip(node: Any) -> bool:
+    return isinstance(node, js.SGPState)
 
 
 def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -> None:

@@ -136,6 +136,10 @@ def test_push_sum(mesh, mode):
     assert metrics["loss"].mean() < first - 0.1
     shares = step.sync.shares(state.opt_state[-1])
     wanted = js.consensus(state.params, mesh=mesh, shares=shares)
+    before = models.held(module)
+    with pytest.raises(ValueError, match="load_back: `step` must be the step that made"):
+        on_jax.load_back(module, state)
+    models.assert_close(models.held(module), before, 0)
     on_jax.load_back(module, state, step)
     models.assert_close(models.held(module), {**models.held(module), **wanted}, 0)
 
@@ -210,3 +214,16 @@ def test_it_starts_again_from_a_checkpoint(mesh, tmp_path):
         other, _ = step(other, batch)
     models.assert_close(other.params, state.params, 0)
     models.assert_close(other.model_state, state.model_state, 0)
+
+
+def test_back_without_the_step(mesh):
+    """The arrays tell the mesh; where they lie on none, that is said."""
+    module, other = models.Convolutions(), models.Convolutions()
+    step, state = step_of(module, mesh, sync=js.local_sgd("replica", sync_every=4))
+    for batch in models.images(3, 4 * REPLICAS):
+        state, _ = step(state, {"x": batch["x"], "y": (batch["x"].mean((1, 2, 3)) > 0) * 1})
+    on_jax.load_back(module, state, step)
+    on_jax.load_back(other, state)
+    models.assert_close(models.held(other), models.held(module), 0)
+    with pytest.raises(ValueError, match="load_back: `state` must have its replicas along an axis"):
+        on_jax.load_back(other, jax.device_get(state))
