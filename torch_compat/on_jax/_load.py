@@ -19,12 +19,12 @@ def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -
     Args:
       module: the one that `on_jax.as_loss` was given, or one like it, on any device.
       state: that the training has reached.
-      step: the `TrainStep` that made it, which knows the mesh and how replicas count. None reads the
-        mesh off the arrays and lets all replicas count alike, which gossip does not.
+      step: the `TrainStep` that made it, which knows the mesh and how replicas count. None reads
+        the mesh off the arrays and lets all replicas count alike, which gossip does not.
 
     Raises:
-      ValueError: `step` is None, and the state is one of gossip, or lies on no mesh; tensors of other names, shapes or dtypes than the state's, all named; nothing is
-        written then.
+      ValueError: `step` is None, and the state is one of gossip, or lies on no mesh; tensors of
+        other names, shapes or dtypes than the state's, all named; nothing is written then.
 
     Communication: that of `js.consensus`, of parameters and model state.
     """
