@@ -17,6 +17,7 @@ from ...mesh import (
     specs_over,
 )
 from ...transform import ParameterTransform
+from ...tree import leaf_names
 from .._state import KnownLayout, Layout, TrainState
 from ._usable import first_array
 from .update import Tables
@@ -43,7 +44,11 @@ class Layouts:
         self.last = self._with_tables(Layout(), None)
 
     def of(self, state: TrainState) -> Layout:
-        """How parameters lie inside a replica; of a traced state, as those of the last one did."""
+        """How parameters lie inside a replica; of a traced state, as those of the last one did.
+
+        Raises:
+          ValueError: optimizer or model state that is sharded over axes over which no parameter is.
+        """
         known = getattr(state, "known_layout", None)
         if known is not None and known[:2] == (self._mesh, self._axis_name):
             self.last = known.layout
@@ -58,6 +63,7 @@ class Layouts:
             specs = inner_specs(state.params, self._mesh, self._axis_name)
             found = Layout(axes, specs, specs_key(specs))
         found = self._with_tables(found, state.params)
+        self._refuse_beyond(found, state)
         if isinstance(first, jax.Array):
             self.last = found
         return found
@@ -99,6 +105,30 @@ class Layouts:
         types = zip(self._mesh.axis_names, self._mesh.axis_types, strict=True)
         explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
         return specs_over(layout.specs, explicit) if explicit else None
+
+    def _refuse_beyond(self, layout: Layout, state: TrainState) -> None:
+        """Raise `ValueError` for state that is sharded where parameters are not.
+
+        A program holds it whole on all devices along those axes, and would return it so.
+        """
+        for part in ("opt_state", "model_state"):
+            tree = getattr(state, part)
+            beyond = sorted(model_axes(tree, self._mesh, self._axis_name) - layout.axes)
+            if not beyond:
+                continue
+            leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+            name, leaf = next(
+                (name, leaf)
+                for name, leaf in leaves
+                if model_axes(leaf, self._mesh, self._axis_name) - layout.axes
+            )
+            raise ValueError(
+                f"`state`: `{part}` must not be sharded over axes inside a replica over which no "
+                f"parameter is, got {name!r} as {leaf.sharding.spec} and no parameter over "
+                f"{beyond}: a step would make it whole on every device. Shard parameters over "
+                "these axes too (FSDP; state that mirrors them follows), or leave it whole. "
+                "js.slowmo and js.diloco shard what they keep by themselves."
+            )
 
     def _with_tables(self, found: Layout, params: PyTree) -> Layout:
         """A layout in which tables lie as they are made, however their arrays do."""

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from jaxslowmo.tree import leaf_names
 from support.exhaustive import sweep
 
 SPECS = {"b": P(), "w": P("fsdp")}
@@ -160,3 +161,28 @@ def test_one_transform_on_several_meshes(kind):
             update, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}
         )
         jax.jit(mapped).trace(stacked, state)
+
+
+@pytest.mark.parametrize("part", ["opt_state", "model_state"])
+def test_state_that_is_sharded_where_no_parameter_is_is_refused(mesh_of, part):
+    """A program holds such state whole, so ZeRO-1 by sharding would be undone after one step."""
+    mesh = mesh_of({"replica": 4, "fsdp": 2})
+    step = js.make_train_step(
+        lambda params, batch, *, model_state: (loss(params, batch), ({}, model_state)),
+        optax.adam(0.1),
+        sync=local(),
+        mesh=mesh,
+        donate=False,
+    )
+    state = step.init(PARAMS, model_state={"mean": np.zeros(4, np.float32)})
+    step(state, BATCH)
+
+    leaf = {"opt_state": "1/0/mu/w", "model_state": "mean"}[part]
+    names = iter(leaf_names(getattr(state, part)))
+    over_fsdp = NamedSharding(mesh, P("replica", "fsdp"))
+    changed = jax.tree.map(
+        lambda x: jax.device_put(x, over_fsdp) if next(names) == leaf else x, getattr(state, part)
+    )
+    message = rf"`{part}` must not be sharded over axes .* got '{leaf}' .* over \['fsdp'\]"
+    with pytest.raises(ValueError, match=message):
+        step(state._replace(**{part: changed}), BATCH)
