@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from .gossip import (
     Arrival,
     Gossip,
     GossipPlan,
+    SGPState,
     checked_overlap,
     gossip_plan,
     over,
@@ -42,19 +43,11 @@ from .gossip import (
     pulled_with_residual,
     round_event,
     round_number,
+    shares_of_gossip,
     together,
     total_mass,
     unsent,
 )
-
-
-class SGPState(NamedTuple):
-    """State of `sgp`."""
-
-    count: jax.Array  # () int32, updates so far; equal on all replicas
-    exchanges: jax.Array  # () int32, exchanges so far; equal on all replicas
-    weight: jax.Array  # () float32, push-sum weight w; with what is in flight, sums to the replicas
-    in_flight: tuple[Arrival, ...]  # overlap - 1 of them, oldest first; () for overlap 0 and 1
 
 
 def sgp(
@@ -182,10 +175,7 @@ class _SGP:
             sized=self.sized,
             with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
             carry=self.carry,
-            shares=lambda state: [
-                (state.weight, None),
-                *((a.weight, a.mean) for a in state.in_flight),
-            ],
+            shares=shares_of_gossip,
         )
 
     def graph_for(self, num_nodes: int) -> Graph:

@@ -44,7 +44,7 @@ def export_consensus(
       params: stacked tree, leaves `(replicas, *s)`: `state.params`.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
-      shares: as for `js.consensus`: `sync.shares(state.opt_state[-1])`.
+      shares: how replicas count: `step.shares(state)`; gossip needs it. None: all alike.
       extra: plain JSON to save with it.
       patience: seconds that a process waits for the others while nothing is being written.
 

@@ -30,9 +30,10 @@ def consensus(
 ) -> PyTree:
     """The mean over replicas as one exact copy: the model to evaluate, export or save.
 
-    Gossip (`js.sgp`) tends to a weighted mean in which what is on its way counts, too; its state
-    tells the weights: `shares=sync.shares(state.opt_state[-1])`. Other transforms say there that
-    all replicas count alike, so this is right for all of them.
+    Of a training step's state take `step.consensus(state)`, which knows how replicas count: gossip
+    (`js.sgp`) tends to a weighted mean in which what is on its way counts, too. In a loop of your
+    own its state tells the weights, `shares=sync.shares(sync_state)`; other transforms say there
+    that all replicas count alike.
 
     Args:
       params: stacked tree, leaves `(replicas, *s)`.

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from .._typing import AxisName, Phase, PyTree
+from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ._state import TrainState
@@ -138,8 +139,9 @@ class Evaluate:
       mesh: the step's mesh.
       axis_name: the replica axis.
       every: period in steps, or a schedule.
-      sync: the step's transform, `step.sync`. Gossip needs it: its consensus weighs the replicas
-        and counts what is in flight (`js.consensus`). None: the parameters' plain mean.
+      sync: the step's transform, `step.sync`, where it is one of your own whose `shares` say how
+        replicas count. None: gossip of ours weighs its replicas and counts what is in flight, as
+        `step.consensus` does; of all else it is the plain mean.
 
     Communication: one all-reduce of parameters and model state over `axis_name` per evaluation,
       where replicas weigh one of 4 bytes besides (not counted in the step's report).
@@ -162,5 +164,8 @@ class Evaluate:
         """Evaluate the consensus of the state after this step."""
         state = result.state
         mean = functools.partial(consensus, mesh=self._mesh, axis_name=self._axis_name)
-        shares = None if self._sync is None else self._sync.shares(state.opt_state[-1])
+        if self._sync is None:
+            shares = shares_of_gossip(state.opt_state)
+        else:
+            shares = self._sync.shares(state.opt_state[-1])
         return self._evaluate(mean(state.params, shares=shares), mean(state.model_state))

@@ -173,3 +173,52 @@ def test_one_replica_whose_leaves_are_sharded_inside_is_its_own_consensus(weight
     np.testing.assert_array_equal(found["w"], params["w"][0])
     np.testing.assert_array_equal(found["n"], params["n"][0])
     assert found["w"].sharding.spec == P("device")
+
+
+STEPS_OF = {  # a step whose replicas count differently, and where its exchange stands
+    "sync": lambda name, **options: js.make_train_step(
+        linear, optax.sgd(RATE), sync=SYNCS[name], **options
+    ),
+    "optimizer": lambda name, **options: js.make_train_step(
+        linear, optax.chain(optax.sgd(RATE), SYNCS[name]), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("place", STEPS_OF)
+@pytest.mark.parametrize("name", ["star", "star, overlap", "slowmo over star"])
+def test_a_step_knows_how_its_replicas_count(name, place):
+    step = STEPS_OF[place](name, mesh=js.virtual_mesh({"replica": REPLICAS}))
+    state = step.init(START)
+    for t in range(STEPS):
+        state, _ = step(state, {key: jnp.asarray(x[t]) for key, x in BATCHES.items()})
+    one = step.consensus(state)
+    np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
+    assert np.abs(np.asarray(state.params["w"]).mean(0) - EXACT).max() > 0.01
+    evaluate = js.Evaluate(lambda params, _: {"w": params["w"]}, mesh=step.mesh)
+    result = js.StepResult(STEPS, state, (), {}, {})
+    np.testing.assert_array_equal(evaluate(result)["w"], one["w"])
+    with pytest.raises(ValueError, match=r"`state` must be a js\.TrainState"):
+        step.consensus(state.params)
+
+
+def test_a_step_whose_replicas_count_alike_gives_the_plain_mean():
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = js.make_train_step(linear, optax.sgd(RATE), sync=js.local_sgd("replica"), mesh=mesh)
+    state = step.init(START)
+    state, _ = step(state, {key: jnp.asarray(x[0]) for key, x in BATCHES.items()})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        step.consensus(state),
+        js.consensus(state.params, mesh=mesh),
+    )
+    assert step.shares(state) == [(1.0, None)]
+
+
+def test_several_gossips_have_no_one_consensus():
+    gossip = {"a": js.sgp("replica", graph=STAR), "b": js.sgp("replica", graph=STAR)}
+    groups = optax.partition(gossip, {"h": "a", "w": "b"})
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = js.make_train_step(linear, optax.chain(optax.sgd(RATE), groups), mesh=mesh)
+    with pytest.raises(ValueError, match=r"at most one state of js\.sgp .* got 2"):
+        step.consensus(step.init(START))

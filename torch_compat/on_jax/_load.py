@@ -8,6 +8,7 @@ import torch
 from jax.sharding import NamedSharding
 
 import jaxslowmo as js
+from jaxslowmo.algorithms import shares_of_gossip
 
 from ._arrays import jax_dtype, to_torch
 from ._checks import check_module
@@ -19,22 +20,19 @@ def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -
     Args:
       module: the one that `on_jax.as_loss` was given, or one like it, on any device.
       state: that the training has reached.
-      step: the `TrainStep` that made it, which knows the mesh and how replicas count. None reads
-        the mesh off the arrays and lets all replicas count alike, which gossip does not.
+      step: the `TrainStep` that made it. None reads the mesh off the arrays, and off the state
+        how replicas count; only a parameter transform of your own that weighs them needs the step.
 
     Raises:
-      ValueError: `step` is None, and the state is one of gossip, or lies on no mesh; tensors of
-        other names, shapes or dtypes than the state's, all named; nothing is written then.
+      ValueError: `step` is None, and the state lies on no mesh; tensors of other names, shapes or
+        dtypes than the state's, all named; nothing is written then.
 
     Communication: that of `js.consensus`, of parameters and model state.
     """
-    shares = None
     if step is None:
-        where = _mesh_of(state)
+        where, shares = _mesh_of(state), shares_of_gossip(state.opt_state)
     else:
-        where = {"mesh": step.mesh, "axis_name": step.axis_name}
-        if step.sync is not None:
-            shares = step.sync.shares(state.opt_state[-1])
+        where, shares = {"mesh": step.mesh, "axis_name": step.axis_name}, step.shares(state)
     params = js.consensus(state.params, shares=shares, **where)
     model_state = js.consensus(state.model_state, **where) if state.model_state else {}
     load_arrays(module, params, model_state)
@@ -44,13 +42,8 @@ def _mesh_of(state: js.TrainState) -> dict[str, Any]:
     """The mesh and the replica axis that stacked arrays lie on.
 
     Raises:
-      ValueError: none, or a state in which replicas do not count alike.
+      ValueError: there is none.
     """
-    if any(map(_is_gossip, jax.tree.leaves(state.opt_state, is_leaf=_is_gossip))):
-        raise ValueError(
-            "load_back: `step` must be the step that made this state: js.sgp weighs replicas, and "
-            "the step knows how. Call load_back(module, state, step)."
-        )
     sharding = getattr(next(iter(jax.tree.leaves(state.params)), None), "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         raise ValueError(
@@ -58,10 +51,6 @@ def _mesh_of(state: js.TrainState) -> dict[str, Any]:
             f"them, got parameters on {sharding}; pass `step`, or one copy to load_arrays."
         )
     return {"mesh": sharding.mesh, "axis_name": sharding.spec[0]}
-
-
-def _is_gossip(node: Any) -> bool:
-    return isinstance(node, js.SGPState)
 
 
 def load_arrays(module: torch.nn.Module, params: Any, model_state: Any = None) -> None:

@@ -14,3 +14,5 @@ from ._push_sum import over as over
 from ._push_sum import pulled as pulled
 from ._push_sum import together as together
 from ._push_sum import total_mass as total_mass
+from ._state import SGPState as SGPState
+from ._state import shares_of_gossip as shares_of_gossip

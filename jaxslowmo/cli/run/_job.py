@@ -163,14 +163,11 @@ class Job:
                     if resumes:
                         reporter.say(f"There is no checkpoint in {out}: from scratch.")
                     # All replicas start alike.
-                    mean = js.consensus(state.params, mesh=self.placement.mesh)
-                    recorder.start(self.evaluate(mean))
+                    recorder.start(self.evaluate(self.step.consensus(state)))
                 session = Session(
                     config=config,
                     step=measured or self.step,
-                    evaluate=js.Evaluate(
-                        self.evaluate, mesh=self.placement.mesh, sync=self.step.sync
-                    ),
+                    evaluate=js.Evaluate(self.evaluate, mesh=self.placement.mesh),
                     batches=batches,
                     recorder=recorder,
                     keeper=keeper if saves else None,
@@ -212,8 +209,7 @@ class Job:
     def _export(self, folder: Path, state: js.TrainState) -> None:
         from jaxslowmo.checkpoint import export_consensus
 
-        shares = None if self.step.sync is None else self.step.sync.shares(state.opt_state[-1])
         params = state.params
         if self._form.layout is not None:
             params = jax.jit(self._form.unstack)(params)
-        export_consensus(folder, params, mesh=self.placement.mesh, shares=shares)
+        export_consensus(folder, params, mesh=self.placement.mesh, shares=self.step.shares(state))

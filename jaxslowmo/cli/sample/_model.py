@@ -80,8 +80,7 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
         then = functools.partial(saved_form, now=form)
         found = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=then)
         state = found.state
-    shares = algorithm.sync.shares(state.opt_state[-1]) if algorithm.sync else None
-    return model, js.consensus(state.params, mesh=mesh, shares=shares)
+    return model, train_step.consensus(state)
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:

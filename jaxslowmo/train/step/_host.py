@@ -1,14 +1,15 @@
 """What the host knows of its steps: counters, without asking the device for them."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ..._typing import PyTree
 from ...transform import ParameterTransform
+from .._state import TrainState
 
 
 class Counted(NamedTuple):
@@ -23,7 +24,12 @@ class Counted(NamedTuple):
     skipped: int
 
 
-def counted(counter: Any, sync: ParameterTransform | None, state: PyTree) -> Counted:
+def counter_of(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
+    """Return the counter of the parameter transform, that of the steps without one."""
+    return state.step if sync is None else state.opt_state[-1].count
+
+
+def _counted(counter: Any, sync: ParameterTransform | None, state: PyTree) -> Counted:
     """From the device: the counter, and what the state of `sync` tells."""
     skipped = 0
     if sync is not None and sync.skipped is not None:
@@ -55,12 +61,23 @@ class HostCounts:
         found = self._known.get(id(array))
         return found[1] if found is not None and found[0]() is array else None
 
-    def read(self, array: Any, from_device: Callable[[], Counted]) -> Counted:
-        """What belongs to `array`; from the device where it is not known."""
-        known = self.get(array)
+    def of(self, state: TrainState, sync: ParameterTransform | None) -> Counted:
+        """Return the counts of a state; from the device where they are not known.
+
+        Raises:
+          ValueError: a traced state, whose counter has no value.
+        """
+        counter = counter_of(state, sync)
+        if isinstance(counter, Tracer):
+            raise ValueError(
+                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
+                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
+                'outside, or use mode="traced", whose one program decides by itself.'
+            )
+        known = self.get(counter)
         if known is None:
-            known = from_device()
-            self.note(array, known)
+            known = _counted(counter, sync, state.opt_state[-1])
+            self.note(counter, known)
         return known
 
     def note(self, array: Any, value: Counted) -> None:

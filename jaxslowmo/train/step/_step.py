@@ -3,17 +3,17 @@
 from typing import Any, Literal
 
 import jax
-from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
-from ...mesh import AnyMesh, VirtualMesh
+from ...algorithms import shares_of_gossip
+from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
-from ...transform import ParameterTransform, phase_name
+from ...transform import phase_name
 from .._state import Layout, TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._host import Counted, HostCounts, counted
+from ._host import HostCounts, counter_of
 from ._in_flight import StepsInFlight
 from ._layouts import Layouts
 from ._placing import Placing
@@ -95,8 +95,33 @@ class TrainStep:
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
         refuse_unusable(state)
-        sync, so_far = self._parts.sync, self._counted(state)
+        sync, so_far = self._parts.sync, self._counts.of(state, self._parts.sync)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
+
+    def shares(self, state: TrainState) -> Shares | None:
+        """Return how replicas count in the consensus: `shares=` of `js.consensus`; None: alike.
+
+        Raises:
+          ValueError: several `js.sgp` in `optimizer`, each over leaves of its own.
+        """
+        refuse_unusable(state)
+        if self.sync is not None:
+            return self.sync.shares(state.opt_state[-1])
+        return shares_of_gossip(state.opt_state)
+
+    def consensus(self, state: TrainState) -> PyTree:
+        """Return one exact copy of the parameters: the mean that this step's exchange tends to.
+
+        Gossip weighs its replicas and counts what is in flight; of all else it is the plain mean.
+        `state.model_state` has none of this: `js.consensus(state.model_state, mesh=step.mesh)`.
+
+        Raises:
+          ValueError: as `shares`.
+
+        Communication: that of `js.consensus`.
+        """
+        shares = self.shares(state)
+        return consensus(state.params, mesh=self.mesh, axis_name=self.axis_name, shares=shares)
 
     def __call__(
         self,
@@ -334,18 +359,6 @@ class TrainStep:
             return {"every": trace(())}
         return {phase_name(p): trace(p) for p in sync.phases()}
 
-    def _counted(self, state: TrainState) -> Counted:
-        """The counter of the parameter transform (else the step), and what it skipped."""
-        array = _counter(state, self._parts.sync)
-        if isinstance(array, Tracer):
-            raise ValueError(
-                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
-                'outside, or use mode="traced", whose one program decides by itself.'
-            )
-        sync = self._parts.sync
-        return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
-
     def _next_phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
         return self.next_phase(state) if self.mode == "host" else None
@@ -374,7 +387,7 @@ class TrainStep:
         """Run the program of an update, and know of its result what is known without reading it."""
         self._checks.numbers(state).replace(state.opt_state)
         program = self._program(task, layout, state, given)
-        so_far = self._counts.get(_counter(state, self._parts.sync))
+        so_far = self._counts.get(counter_of(state, self._parts.sync))
         new_state, metrics, carry = program(state, *given)
         self._in_flight.admit(metrics)
         self._placing.ran(given.batch, metrics)
@@ -382,10 +395,6 @@ class TrainStep:
         if given.window is not None and self._programs.donate:
             forget(given.window)
         if so_far is not None:  # count on, without asking the device
-            counter = _counter(new_state, self._parts.sync)
+            counter = counter_of(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics, carry
-
-
-def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
-    return state.step if sync is None else state.opt_state[-1].count

@@ -202,7 +202,7 @@ def test_shapes_of_a_state_that_was_given_away():
 
 @pytest.fixture
 def looks(monkeypatch):
-    """How often a step looked at all parameters."""
+    """What a step saw each time that it looked at all leaves of a part of the state."""
     seen = []
     real = _layouts.model_axes
     monkeypatch.setattr(_layouts, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
@@ -227,7 +227,7 @@ def test_other_shards_are_noticed(looks):
         leaf = jax.device_put(state.params[name], NamedSharding(mesh, spec))
         state = state._replace(params={**state.params, name: leaf})
     after, _ = step(state, BATCHES[0])
-    assert looks[-1] == {"fsdp"}
+    assert {"fsdp"} in looks
     assert after.params["w"].sharding.spec[:2] == ("replica", "fsdp")
     assert after.params["b"].sharding.is_equivalent_to(NamedSharding(mesh, P("replica")), 2)
 
@@ -236,7 +236,7 @@ def test_another_step_looks_for_itself(looks):
     state = steps(step_of(donate=False), step_of().init(PARAMS))
     looks.clear()
     step_of(js.virtual_mesh({"replica": 2, "device": 1})).compiled(state, BATCHES[0])
-    assert looks == [frozenset()]
+    assert set(looks) == {frozenset()}
 
 
 # Runs that go on
