@@ -160,8 +160,10 @@ def _warn_of_bits(stacked: PyTree, leaves: list[jax.Array]) -> None:
     if found and leaves[0].shape[0] > 1:
         warn_user(
             f"`model_state`: {', '.join(found)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw alike. Keys of jax.random.key, or of "
-            "jax.random.wrap_key_data, become each replica's own. If it is none, nothing is wrong."
+            "the same on all replicas, so that all draw alike. With "
+            "js.make_train_step(raw_keys=True), or as keys of jax.random.key or "
+            "jax.random.wrap_key_data, they become each replica's own. If it is none, nothing is "
+            "wrong."
         )
 
 

@@ -11,7 +11,7 @@ import jaxslowmo as js
 from recipes.doc_blocks import LOOP, MAPPED, SETTING, run
 
 
-@pytest.mark.parametrize("title", ["Equinox", "Haiku"])
+@pytest.mark.parametrize("title", ["Equinox", "Haiku", "Keras"])
 def test_the_consensus_has_learnt(title):
     found = run("recipes", SETTING, LOOP, MAPPED, title)
     error = jnp.mean((found["predicted"] - found["y"][0]) ** 2)
@@ -67,3 +67,31 @@ def test_equinox_statistics_as_model_state():
     leaves = [leaf for leaf in jax.tree.leaves(averaged) if leaf.shape == (3,)]
     # After the first update the running mean is that of the batch, here of both halves together.
     assert any(np.allclose(leaf, x.mean(axis=0)) for leaf in leaves), leaves
+
+
+def test_masks_of_keras_differ_between_replicas_and_steps():
+    found = run("recipes", SETTING, LOOP, MAPPED, "Keras")
+    dropout = found["keras"].layers.Dropout(0.5)
+    dropout.build((64,))
+    seeds = [variable.value for variable in dropout.non_trainable_variables]
+
+    def loss(params, batch, *, model_state):
+        out, model_state = dropout.stateless_call([], model_state, jnp.ones(64), training=True)
+        return params["w"] * batch.mean(), ({"out": out}, model_state)
+
+    mesh = js.virtual_mesh({"replica": 4})
+    masks = {}
+    for raw_keys in (True, False):
+        step = js.make_train_step(
+            loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh, raw_keys=raw_keys
+        )
+        if raw_keys:
+            state = step.init({"w": np.float32(1)}, model_state=seeds)
+        else:
+            with pytest.warns(UserWarning, match="looks like a PRNG key without a type"):
+                state = step.init({"w": np.float32(1)}, model_state=seeds)
+        masks[raw_keys] = set()
+        for _ in range(2):
+            state, metrics = step(state, np.ones(4, np.float32))
+            masks[raw_keys] |= {tuple(row) for row in np.asarray(metrics["out"])}
+    assert (len(masks[True]), len(masks[False])) == (8, 2)

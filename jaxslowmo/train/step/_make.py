@@ -11,6 +11,7 @@ from ...mesh import AnyMesh, replica_count
 from ...precision import Policy, computing_in
 from ...tracing import as_full_loss
 from ...transform import ParameterTransform
+from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._step import Mode, TrainStep
 from ._tables import sync_of_tables, tables_of
@@ -36,6 +37,7 @@ def make_train_step(
     mode: Mode = "traced",
     accumulate: int = 1,
     model_state: ModelStateMode = "sync_mean",
+    raw_keys: bool = False,
     order: GradientOrder = "reverse",
     host_batch: HostBatch = "local",
     donate: bool = True,
@@ -74,6 +76,9 @@ def make_train_step(
         (every one without `sync`), `"broadcast"` takes replica 0's before every forward pass,
         `"local"` never exchanges it. Over inner axes it is averaged always. Typed PRNG keys in it
         (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass.
+      raw_keys: whether the loss function's model state holds PRNG keys as pairs of uint32, as Keras
+        and `jax.random.PRNGKey` make them. `step.init` then makes a typed key of every uint32 leaf
+        of shape (2,), which the loss function is given as a pair again, and returns as one.
       order: in which gradients go into buckets, where their transform does not say: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, found from the
         traced loss function.
@@ -159,7 +164,11 @@ def make_train_step(
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
     tables = None if embeddings is None else tables_of(embeddings, mesh, axis_name)
+    if not isinstance(raw_keys, bool):
+        raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     loss = as_full_loss(loss_fn)
+    if raw_keys:
+        loss = with_raw_keys(loss)
     if policy is not None:
         loss = computing_in(policy, loss)
     if tables is not None:
@@ -180,5 +189,6 @@ def make_train_step(
         order=order,
         tables=tables,
         validate=validate,
+        raw_keys=raw_keys,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

@@ -10,6 +10,7 @@ from ...algorithms import shares_of_gossip
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
+from .._raw_keys import typed_keys
 from .._state import Layout, TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
@@ -82,6 +83,8 @@ class TrainStep:
         Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
         """
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
+        if self._parts.raw_keys:
+            model_state = typed_keys(model_state)
         stacked = stacked_params(self._parts.tables, params, seed, **lies)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         self._checks.transforms(state)
@@ -112,11 +115,8 @@ class TrainStep:
     def consensus(self, state: TrainState) -> PyTree:
         """Return one exact copy of the parameters: the mean that this step's exchange tends to.
 
-        Gossip weighs its replicas and counts what is in flight; of all else it is the plain mean.
-        `state.model_state` has none of this: `js.consensus(state.model_state, mesh=step.mesh)`.
-
-        Raises:
-          ValueError: as `shares`.
+        Gossip weighs its replicas and counts what is in flight; of all else it is the plain mean,
+        as of the model state always: `js.consensus(state.model_state, mesh=step.mesh)`.
 
         Communication: that of `js.consensus`.
         """

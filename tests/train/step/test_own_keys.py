@@ -112,7 +112,9 @@ def test_keys_without_a_type_are_told():
     model_state = {"key": jax.random.PRNGKey(5), "count": jnp.uint32(0), "ids": jnp.arange(3)}
     for mesh in (js.virtual_mesh({"replica": 2}), js.make_mesh({"replica": 2})):
         step = js.make_train_step(loss, optax.sgd(0.1), sync=AVERAGE, mesh=mesh)
-        with pytest.warns(UserWarning, match=r"^`model_state`: key looks like .*wrap_key_data"):
+        with pytest.warns(
+            UserWarning, match=r"^`model_state`: key looks like .*raw_keys=True.*wrap_key_data"
+        ):
             step.init(PARAMS, model_state=model_state)
         typed = jax.random.wrap_key_data(model_state["key"])
         step.init(PARAMS, model_state={**model_state, "key": typed})  # warnings are errors
@@ -120,6 +122,50 @@ def test_keys_without_a_type_are_told():
     js.make_train_step(loss, optax.sgd(0.1), sync="none", mesh=alone).init(
         PARAMS, model_state=model_state
     )
+
+
+def raw_loss(params, batch, *, model_state):
+    """Draws as Keras does: from a seed and a counter in one leaf of two uint32."""
+    key = model_state["key"]
+    assert (key.dtype, key.shape) == (jnp.uint32, (2,))
+    value, (metrics, after) = loss(params, batch, model_state=model_state)
+    return value, (metrics, {**after, "key": key + jnp.array([0, 1], jnp.uint32)})
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("options", [{}, {"model_state": "broadcast"}, {"accumulate": 2}])
+def test_raw_keys_become_the_replicas_own(kind, options):
+    devices = {"replica": 2, "device": 2}
+    step = js.make_train_step(
+        raw_loss,
+        optax.sgd(0.1),
+        sync=AVERAGE,
+        mesh=MESHES[kind](devices),
+        raw_keys=True,
+        policy=js.Policy("bfloat16"),
+        **options,
+    )
+    raw = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0), "ids": jnp.arange(2)}
+    state = step.init(PARAMS, model_state=raw)
+    before = np.asarray(jax.random.key_data(state.model_state["key"]))
+    assert np.array_equal(before[0], raw["key"])  # replica 0 draws what one replica would
+    assert not np.array_equal(before[0], before[1])
+    kept = []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        kept.append(np.asarray(metrics["kept"]))
+    assert len(np.unique(kept)) == np.size(kept)
+    draws = 3 * options.get("accumulate", 1)
+    after = np.asarray(jax.random.key_data(state.model_state["key"]))
+    assert np.array_equal(after - before, np.broadcast_to(np.uint32([0, draws]), (2, 2)))
+    assert np.array_equal(state.model_state["ids"], [[0, 1]] * 2)
+
+
+def test_raw_keys_is_true_or_false():
+    with pytest.raises(ValueError, match=r"`raw_keys` must be True or False, got 'keras'\."):
+        js.make_train_step(
+            raw_loss, optax.sgd(0.1), sync=AVERAGE, mesh=js.virtual_mesh({"replica": 2}), raw_keys="keras"
+        )
 
 
 PROGRAM = """

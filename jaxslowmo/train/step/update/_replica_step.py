@@ -82,6 +82,7 @@ class StepParts:
     tables: Tables | None = None
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
     validate: Validate = "before"
+    raw_keys: bool = False  # whether untyped keys in new model state become typed ones
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""

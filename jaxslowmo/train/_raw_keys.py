@@ -1,0 +1,46 @@
+"""PRNG keys that a model keeps as pairs of uint32, as Keras and `jax.random.PRNGKey` do.
+
+In a state they are typed keys: the type tells that each replica and device must have its own, that
+none is averaged, and what a checkpoint hands to other replicas.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._typing import PyTree
+from ..tracing import FullLoss
+
+_IMPL = "threefry2x32"  # the one whose keys are two numbers, whatever the default is
+
+
+def looks_like_raw_key(x: Any) -> bool:
+    """Return whether `x` has the dtype and the shape, one replica's, of a key without a type."""
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+
+
+def typed_keys(model_state: PyTree) -> PyTree:
+    """Return `model_state` with a typed key in place of every uint32 leaf of shape (2,)."""
+    return jax.tree.map(lambda x: _typed(x) if looks_like_raw_key(x) else x, model_state)
+
+
+def with_raw_keys(loss: FullLoss) -> FullLoss:
+    """Return a loss function of typed keys in its model state, from one of pairs of uint32."""
+
+    def typed_loss(params: PyTree, batch: PyTree, *, model_state: PyTree, **extra: Any) -> Any:
+        raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
+        value, (metrics, new) = loss(params, batch, model_state=raw, **extra)
+        if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step says what is wrong
+            new = jax.tree.map(lambda x, old: _typed(x) if _is_key(old) else x, new, model_state)
+        return value, (metrics, new)
+
+    return typed_loss
+
+
+def _typed(x: Any) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(x), impl=_IMPL)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
