@@ -62,9 +62,9 @@ def local_sgd(
       bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
       codec: None exchanges parameters in their own dtypes; `js.codecs.bfloat16()` or `float16()`
         in 16 bits. params = mean of the rounded y; with error feedback each replica adds
-        y - rounded y of its own, so that replicas differ by that after an exchange. The mean is
-        in 16 bits in either case, for which float16 has bits enough, and bfloat16 has not
-        ("How to choose" has numbers, and the way round it).
+        y - rounded y of its own, so that replicas differ by that after an exchange. That gains
+        nothing: the mean is in 16 bits in either case, for which float16 has bits enough, and
+        bfloat16 has not ("How to choose" has numbers, and the way round it).
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`. `update` needs `params`; updates of

@@ -81,7 +81,8 @@ def slowmo(
       codec: of the slow exchange (a base has its own): None is float32; `js.codecs.bfloat16()` or
         `float16()` send in 16 bits what a replica has moved, anchor - y, which is small. With error
         feedback params = anchor - (what of its own a replica did not send), which is part of what
-        it sends in the next slow step. Needs an exact average and a whole anchor.
+        it sends in the next slow step; the mean is rounded in either case, so that this gains
+        nothing. Needs an exact average and a whole anchor.
 
     Returns:
       A `ParameterTransform` with state `OuterState` whose `outer` is a `SlowMomentumState`. Anchor,

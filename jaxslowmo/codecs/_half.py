@@ -10,8 +10,10 @@ def bfloat16(*, error_feedback: bool = False) -> Codec:
 
     Args:
       error_feedback: keep on each replica, in the dtype of the parameters, what rounding leaves of
-        its own, and add it to what arrives. Replicas then differ by these residuals after an
-        exchange, and nothing of them is lost.
+        its own, and add it to what arrives. In gossip (`js.sgp`) nothing is lost then. For an
+        average it gains nothing: the mean is rounded too, which no replica knows or keeps, and that
+        is as much. Replicas then only differ by their residuals after an exchange, as FairScale's
+        do, whose float16 runs it is for.
 
     Returns:
       A value of `codec=` of `js.local_sgd`, `js.hierarchical_local_sgd`, `js.sgp`, `js.slowmo` and

@@ -186,6 +186,46 @@ def test_slow_steps_lose_in_proportion_to_what_replicas_moved(name):
     assert not np.ptp(dropped, axis=0).any()
 
 
+def drift(make, name, kept, exchanges=40):
+    """How far the mean of four replicas that only exchange and step alike ends from the exact one."""
+    start = apart()
+    moves = np.random.default_rng(1).normal(size=(4, exchanges, 9)).astype(np.float32) * 1e-2
+    found, _ = moved(make(MAKE[name](error_feedback=kept)), start, moves=moves)
+    exact = np.float64(start).mean(0) + np.float64(moves).mean(0).sum(0)
+    return np.abs(np.float64(found).mean(0) - exact).mean()
+
+
+AVERAGES = {
+    "local_sgd": lambda codec: js.local_sgd("replica", sync_every=1, codec=codec),
+    "diloco": lambda codec: js.diloco(
+        "replica", sync_every=2, outer_optimizer=optax.sgd(1.0), codec=codec
+    ),
+    "slowmo": lambda codec: js.slowmo(
+        "replica",
+        base=js.local_sgd("replica", sync_every=2),
+        sync_every=2,
+        momentum=0.0,
+        codec=codec,
+    ),
+}
+
+
+@pytest.mark.parametrize("algorithm", AVERAGES)
+def test_error_feedback_gains_nothing_where_a_mean_is_rounded(algorithm):
+    """Once it does, docstrings and docs/choosing.md have something else to say."""
+    with_feedback, without = (
+        drift(AVERAGES[algorithm], "bfloat16", kept) for kept in (True, False)
+    )
+    assert 0.3 < with_feedback / without < 3
+
+
+def test_error_feedback_keeps_the_mean_of_gossip():
+    def ring(codec):
+        return js.sgp("replica", graph=js.topology.ring(4), codec=codec)
+
+    assert drift(ring, "bfloat16", True) < 1e-3 * drift(ring, "bfloat16", False)
+
+
 def test_slowmo_takes_the_exchange_of_its_own_codec():
     exact, state = outer_steps(None, 8, "slowmo")
     found, coded = outer_steps(js.codecs.float16(error_feedback=True), 8, "slowmo")

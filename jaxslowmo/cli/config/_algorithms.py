@@ -103,7 +103,8 @@ class AlgorithmConfig(Checked):
     )
     codec: str = option(
         "none",
-        "Send parameters in 16 bits, with error feedback (and slow state whole on each replica).",
+        "Send parameters in 16 bits (slow state is then whole on each replica), with error feedback, "
+        "which gains something in gossip alone.",
         panel="Algorithm",
         goes_with=_PARAMETERS,
         choices=("none", "bfloat16", "float16"),

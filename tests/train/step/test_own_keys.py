@@ -164,7 +164,11 @@ def test_raw_keys_become_the_replicas_own(kind, options):
 def test_raw_keys_is_true_or_false():
     with pytest.raises(ValueError, match=r"`raw_keys` must be True or False, got 'keras'\."):
         js.make_train_step(
-            raw_loss, optax.sgd(0.1), sync=AVERAGE, mesh=js.virtual_mesh({"replica": 2}), raw_keys="keras"
+            raw_loss,
+            optax.sgd(0.1),
+            sync=AVERAGE,
+            mesh=js.virtual_mesh({"replica": 2}),
+            raw_keys="keras",
         )
 
 
