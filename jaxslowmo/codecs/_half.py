@@ -12,8 +12,7 @@ def bfloat16(*, error_feedback: bool = False) -> Codec:
       error_feedback: keep on each replica, in the dtype of the parameters, what rounding leaves of
         its own, and add it to what arrives. In gossip (`js.sgp`) nothing is lost then. For an
         average it gains nothing: the mean is rounded too, which no replica knows or keeps, and that
-        is as much. Replicas then only differ by their residuals after an exchange, as FairScale's
-        do, whose float16 runs it is for.
+        is as much. Replicas then only differ by their residuals after an exchange.
 
     Returns:
       A value of `codec=` of `js.local_sgd`, `js.hierarchical_local_sgd`, `js.sgp`, `js.slowmo` and
@@ -37,7 +36,9 @@ def float16(*, error_feedback: bool = False) -> Codec:
     finite number never becomes infinite.
 
     Args:
-      error_feedback: see `js.codecs.bfloat16`.
+      error_feedback: as in `js.codecs.bfloat16`, but in gossip each mixture is rounded, too, as in
+        FairScale, so that it gains nothing there either: it is for runs that must do as FairScale's
+        float16 runs do.
 
     Returns:
       A value of `codec=`; see `js.codecs.bfloat16`.

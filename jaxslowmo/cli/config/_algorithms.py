@@ -104,7 +104,7 @@ class AlgorithmConfig(Checked):
     codec: str = option(
         "none",
         "Send parameters in 16 bits (slow state is then whole on each replica), with error feedback, "
-        "which gains something in gossip alone.",
+        "which gains something for gossip in bfloat16 alone.",
         panel="Algorithm",
         goes_with=_PARAMETERS,
         choices=("none", "bfloat16", "float16"),
