@@ -187,7 +187,7 @@ def test_slow_steps_lose_in_proportion_to_what_replicas_moved(name):
 
 
 def drift(make, name, kept, exchanges=40):
-    """How far the mean of four replicas that only exchange and step alike ends from the exact one."""
+    """How far the mean of four replicas ends from the exact one."""
     start = apart()
     moves = np.random.default_rng(1).normal(size=(4, exchanges, 9)).astype(np.float32) * 1e-2
     found, _ = moved(make(MAKE[name](error_feedback=kept)), start, moves=moves)

@@ -103,8 +103,8 @@ class AlgorithmConfig(Checked):
     )
     codec: str = option(
         "none",
-        "Send parameters in 16 bits (slow state is then whole on each replica), with error feedback, "
-        "which gains something for gossip in bfloat16 alone.",
+        "Send parameters in 16 bits (slow state is then whole on each replica); error feedback "
+        "is on, and helps sgp in bfloat16.",
         panel="Algorithm",
         goes_with=_PARAMETERS,
         choices=("none", "bfloat16", "float16"),
