@@ -32,10 +32,14 @@ def with_raw_keys(loss: FullLoss) -> FullLoss:
         raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
         value, (metrics, new) = loss(params, batch, model_state=raw, **extra)
         if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step says what is wrong
-            new = jax.tree.map(lambda x, old: _typed(x) if _is_key(old) else x, new, model_state)
+            new = jax.tree.map(_as_before, new, model_state)
         return value, (metrics, new)
 
     return typed_loss
+
+
+def _as_before(x: Any, old: Any) -> Any:
+    return _typed(x) if _is_key(old) and not _is_key(x) else x
 
 
 def _typed(x: Any) -> jax.Array:
