@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
@@ -50,7 +51,7 @@ def all_reduce_gradients(
     hook: CommHook | None = None,
     divide_by: DivideBy = "initial",
     param_specs: PyTree | None = None,
-) -> GradientMean:
+) -> optax.GradientTransformationExtraArgs:
     """Mean of the gradients over replicas, in flat buckets.
 
     The first transform of a chain: what torch's `DistributedDataParallel` does with its Reducer.

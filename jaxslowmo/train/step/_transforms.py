@@ -39,7 +39,7 @@ def divisor_of_rows(gradients: optax.GradientTransformation | None) -> DivideBy:
             "pass the averaging by itself, not in an optax.chain, and put what shall act on dense "
             "parameters alone into `optimizer`."
         )
-    return next(iter(divisors), "initial")
+    return "active" if "active" in divisors else "initial"
 
 
 def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
