@@ -100,8 +100,8 @@ def check_transforms(
       ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; a loss
         scale in `gradients`, several in `optimizer`, or one where it does not work; several
         replicas that would train apart without anyone having said so; nothing that an update could
-      be validated by afterwards, or in a place where that cannot be; beside tables an `optimizer`
-      that does what rows would need, too.
+        be validated by afterwards, or in a place where that cannot be; beside tables an `optimizer`
+        that does what rows would need, too.
     """
     gradients, optimizer = opt_state[:2]
     _check_gradients_state(gradients)
@@ -217,5 +217,8 @@ def _misplaced(what: str) -> str:
 
 def _name_of(transform: Any) -> str:
     """Return the name of the function that made a transform, such as "optax.chain"."""
-    names = (getattr(transform.update, name, "") for name in ("__module__", "__qualname__"))
+    update: Any = getattr(transform, "update", None)
+    if not hasattr(update, "__qualname__"):
+        return type(transform).__name__
+    names = update.__module__, update.__qualname__
     return ".".join(name.partition(".")[0] for name in names).replace("jaxslowmo.", "js.")

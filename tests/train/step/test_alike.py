@@ -235,6 +235,7 @@ def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
         "js.all_reduce_rows": js.all_reduce_rows("replica", tables=["w"]),
         "optax.trace": average()._replace(update=optax.trace(0.5).update),
         r"\w+\.by_hand": by_hand(jax.lax.pmean),
+        "str": "mean",
     }.items(),
 )
 def test_gradients_that_do_more_than_average(name, gradients):
