@@ -76,7 +76,8 @@ def clip_by_global_norm(
       all gradients NaN, on all devices along `model_axes`, so that whatever looks for that finds it
       everywhere (`js.dynamic_loss_scale` around it looks before, and gives it zeros). Of
       `js.RowGradient` leaves each row counts by the sum of its entries. Integers are left alone.
-      Rows of the tables of a step (`embeddings=`) are not among its gradients.
+      A step with tables (`embeddings=`) refuses it, because rows would be neither counted nor
+      clipped.
 
     Raises:
       ValueError: at construction: `max_norm` that is not > 0, `norm` below 1, axes that are no

@@ -1,7 +1,7 @@
 """Bucketed gradient all-reduce."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ..transform import (
 from ..tree import MIB, check_floating, leaf_names
 from ._bucket_layout import BucketLayout, Order, check_order
 from ._gradient_axes import axes_of
+from ._gradient_mean import DivideBy, GradientMean
 from ._hook import CommHook, check_hook
 from ._reduce_buckets import init_hook, reduce_plainly, reduce_with_hook
 
@@ -48,7 +49,7 @@ def all_reduce_gradients(
     alone_bytes: int | None = None,
     split_large: bool = False,
     hook: CommHook | None = None,
-    divide_by: Literal["initial", "active"] = "initial",
+    divide_by: DivideBy = "initial",
     param_specs: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Mean of the gradients over replicas, in flat buckets.
@@ -166,7 +167,7 @@ def all_reduce_gradients(
             )
         return means, AllReduceGradientsState(count, states)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GradientMean(init_fn, update_fn, frozenset({divide_by}))
 
 
 def mean_gradients(

@@ -8,6 +8,7 @@ import optax
 
 from .._typing import PyTree
 from ..transform import Every, gradient_state, increment, run_if
+from ._gradient_mean import GradientMean, divisors_of
 
 _OWNER = "post_local_gradients"
 
@@ -85,4 +86,7 @@ def post_local_gradients(
         started = count > min(schedule.start, jnp.iinfo(count.dtype).max)
         return run_if(~started, run_early, run_late, (updates, state))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    first, second = divisors_of(before), divisors_of(after)
+    if first is None or second is None:
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GradientMean(init_fn, update_fn, first | second)

@@ -15,7 +15,7 @@ from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._step import Mode, TrainStep
 from ._tables import sync_of_tables, tables_of
-from ._transforms import check_gradients, check_sync_axes, checked_gradients
+from ._transforms import check_gradients, check_sync_axes, checked_gradients, divisor_of_rows
 from .update import (
     Differentiation,
     GradientOrder,
@@ -91,9 +91,12 @@ def make_train_step(
       embeddings: of `js.embeddings`: tables of which each step moves the rows that it has used.
         `loss_fn` then takes `embedded`, by feature what was looked up for the examples of one
         device; `params` are the dense parameters, in the state `js.WithTables(dense, tables)`.
-        Tables have no dense gradient and no part in `optimizer`. Where gradients are averaged over
-        replicas so are those of rows, and `sync` exchanges tables as it does other leaves. The
-        batch is split over their axis, too, between whose devices dense gradients are averaged.
+        Tables have no dense gradient and no part in `optimizer`, which therefore must not average,
+        clip or collect gradients, nor exchange parameters. Where `gradients` averages over replicas
+        it averages the gradients of rows, too, so it must do nothing else:
+        `js.all_reduce_gradients`, `js.post_local_gradients` of these with one `divide_by`,
+        `optax.identity()` or None. `sync` exchanges tables as it does other leaves. The batch is
+        split over their axis, too, between whose devices dense gradients are averaged.
       policy: the dtype in which the loss function computes, apart from that of the parameters;
         None: as they and the batch are. With `js.Policy("float16")` put `js.dynamic_loss_scale`
         around `optimizer`: the loss is then multiplied by its scale wherever gradients are taken,
@@ -112,14 +115,17 @@ def make_train_step(
     Raises:
       ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
         `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
-        `model_state="broadcast"`; a parameter transform as `gradients`. At `init`, or at the first
-        step, one inside `gradients` or, host-scheduled, inside `optimizer`; replicas that would
-        train apart; with `validate="after"` neither clipping nor loss scale of ours, several
-        clippings, one in `gradients` that is not last, one beside an `optimizer` that exchanges by
-        itself. At trace time batches that do not split evenly, gradients that were not averaged
-        over the inner axes, a line search where they are averaged over any,
-        `js.slowmo(learning_rate="optimizer")` and an `optimizer` whose state does not hold one
-        learning rate.
+        `model_state="broadcast"`; a parameter transform as `gradients`; with `embeddings` a
+        `gradients` that is not known to do nothing but average. At `init`, or at the first step, a
+        parameter transform inside `gradients` or, host-scheduled, inside `optimizer`; replicas that
+        would train apart; with `embeddings`, on any number of replicas, an `optimizer` that
+        averages gradients (by code of its own: at trace time), exchanges parameters, or holds
+        `js.clip_by_global_norm`, `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`;
+        with `validate="after"` neither clipping nor loss scale of ours, several clippings, one in
+        `gradients` that is not last, one beside an `optimizer` that exchanges by itself. At trace
+        time batches that do not split evenly, gradients that were not averaged over the inner axes,
+        a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")` and
+        an `optimizer` whose state does not hold one learning rate.
       UserWarning: once, for an `optimizer` that takes back what `sync` does (one that nobody knows
         is tried on few numbers), and for `optax.contrib.sam` with a period that `sync` cuts.
 
@@ -159,13 +165,15 @@ def make_train_step(
         )
     if validate not in ("before", "after"):
         raise ValueError(f'`validate` must be "before" or "after", got {validate!r}.')
+    if not isinstance(raw_keys, bool):
+        raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     check_gradients(gradients)
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
-    tables = None if embeddings is None else tables_of(embeddings, mesh, axis_name)
-    if not isinstance(raw_keys, bool):
-        raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
+    tables = None
+    if embeddings is not None:
+        tables = tables_of(embeddings, mesh, axis_name, divisor_of_rows(gradients))
     loss = as_full_loss(loss_fn)
     if raw_keys:
         loss = with_raw_keys(loss)

@@ -38,6 +38,7 @@ class StateChecks:
             axis_name=parts.axis_name,
             num_replicas=math.prod(self._mesh.shape[name] for name in axis_names(parts.axis_name)),
             exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
+            has_tables=parts.tables is not None,
             validate=parts.validate,
         )
         if parts.sync is not None and not self._is_probed:

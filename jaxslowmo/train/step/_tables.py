@@ -22,13 +22,16 @@ from ...mesh import (
     replicate,
     vary_over,
 )
+from ...reducer import DivideBy
 from ...transform import ParameterTransform
 from .._state import TrainState
 from .update import Tables, WithVectors, on_shards
 
 
-def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tables:
-    """The tables of a step.
+def tables_of(
+    embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName, divide_by: DivideBy
+) -> Tables:
+    """The tables of a step, whose gradients are averaged with this `divide_by`.
 
     Raises:
       ValueError: what is no `Embeddings`; an axis that the mesh lacks, or one of the replicas';
@@ -40,7 +43,7 @@ def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tab
         )
     axis = embeddings.axis_name
     if axis is None:
-        return Tables(embeddings, None, None)
+        return Tables(embeddings, None, None, divide_by)
     if axis not in mesh.shape:
         raise ValueError(
             f"`embeddings` are sharded over {axis!r}, and `mesh` has the axes "
@@ -59,8 +62,8 @@ def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tab
             "replicas have no devices inside: use js.make_mesh, or axis_name=None."
         )
     if isinstance(mesh, VirtualMesh):
-        return Tables(dataclasses.replace(embeddings, axis_name=None), axis, None)
-    return Tables(embeddings, axis, axis)
+        return Tables(dataclasses.replace(embeddings, axis_name=None), axis, None, divide_by)
+    return Tables(embeddings, axis, axis, divide_by)
 
 
 def sync_of_tables(sync: ParameterTransform | None, tables: Tables) -> ParameterTransform | None:

@@ -11,14 +11,35 @@ from jax.core import Tracer
 from ..._typing import AxisName, PyTree
 from ...mesh import AnyMesh, axis_names
 from ...precision import check_place, scale_state
+from ...reducer import DivideBy, divisors_of
 from ...transform import ParameterTransform, holds_state
-from .update import Validate, check_late
+from .update import Validate, averages_without_rows, check_late
 
 
 def check_gradients(gradients: optax.GradientTransformation | None) -> None:
     """Raise `ValueError` for a parameter transform in the place of a gradient transform."""
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
+
+
+def divisor_of_rows(gradients: optax.GradientTransformation | None) -> DivideBy:
+    """Return the `divide_by` with which gradients of rows are averaged as dense ones are.
+
+    Raises:
+      ValueError: a gradient transform that is not known to do nothing but average.
+    """
+    divisors = divisors_of(gradients)
+    if divisors is None or len(divisors) > 1:
+        what = _name_of(gradients) + (" with two" if divisors else "")
+        raise ValueError(
+            "`gradients` beside `embeddings` must be js.all_reduce_gradients(...), "
+            "js.post_local_gradients(...) of these with one `divide_by`, optax.identity() or None, "
+            f"got {what}. Gradients of rows of tables are averaged as dense ones are, and whatever "
+            "else a transform does, such as clipping or scaling, would reach dense ones alone: "
+            "pass the averaging by itself, not in an optax.chain, and put what shall act on dense "
+            "parameters alone into `optimizer`."
+        )
+    return "active" if "active" in divisors else "initial"
 
 
 def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
@@ -60,6 +81,7 @@ def check_transforms(
     axis_name: AxisName,
     num_replicas: int,
     exchanges: bool,
+    has_tables: bool,
     validate: Validate = "before",
 ) -> None:
     """Check what only the states of `gradients` and `optimizer` tell about them.
@@ -71,13 +93,15 @@ def check_transforms(
       num_replicas: along it.
       exchanges: whether the step was given `sync` or `gradients`; True where replicas were said to
         train apart.
+      has_tables: whether the step was given `embeddings`.
       validate: of the step.
 
     Raises:
       ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; a loss
         scale in `gradients`, several in `optimizer`, or one where it does not work; several
         replicas that would train apart without anyone having said so; nothing that an update could
-      be validated by afterwards, or in a place where that cannot be.
+        be validated by afterwards, or in a place where that cannot be; beside tables an `optimizer`
+        that does what rows would need, too.
     """
     gradients, optimizer = opt_state[:2]
     _check_gradients_state(gradients)
@@ -85,6 +109,8 @@ def check_transforms(
     if validate == "after":
         check_late(gradients, optimizer)
     found = holds_state(optimizer, "parameters")
+    if has_tables:
+        _check_beside_tables(optimizer)
     if mode == "host" and found:
         raise ValueError(
             '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
@@ -100,6 +126,39 @@ def check_transforms(
             "gradients=optax.identity() where `optimizer` averages gradients by itself, or "
             'sync="none" to train them apart.'
         )
+
+
+# States of transforms that act on a whole update, of which they see dense parameters alone.
+_SEE_DENSE_ALONE = {
+    "ClipByGlobalNormState": "js.clip_by_global_norm, whose norm is that of the whole model, and "
+    "rows would be neither counted nor clipped: clip dense gradients alone by "
+    "optax.clip_by_global_norm",
+    "ApplyIfFiniteState": "optax.apply_if_finite, and rows would move in updates that it drops: "
+    "use js.dynamic_loss_scale, which tables follow",
+    "MultiStepsState": "optax.MultiSteps, and rows would move in calls that only collect: use "
+    "`accumulate` of js.make_train_step or step.collect",
+    "AccumulateState": "js.accumulate, and rows would move in calls that only collect: use "
+    "`accumulate` of js.make_train_step or step.collect",
+}
+
+
+def _check_beside_tables(optimizer_state: PyTree) -> None:
+    """Raise `ValueError` for an `optimizer` that does what rows of tables would need, too."""
+    for moves in ("gradients", "parameters"):
+        if holds_state(optimizer_state, moves):
+            raise ValueError(
+                averages_without_rows(f"holds a transform of js that exchanges {moves}")
+            )
+
+    def sees_dense_alone(x: object) -> bool:
+        return type(x).__name__ in _SEE_DENSE_ALONE
+
+    for x in jax.tree.leaves(optimizer_state, is_leaf=sees_dense_alone):
+        if sees_dense_alone(x):
+            raise ValueError(
+                "`optimizer` beside `embeddings` updates dense parameters alone, and must not hold "
+                f"{_SEE_DENSE_ALONE[type(x).__name__]}."
+            )
 
 
 def check_shards(shards: list[Any]) -> None:
@@ -154,3 +213,12 @@ def _misplaced(what: str) -> str:
         f"{what}. It would take gradients for updates of parameters, and replicas would drift "
         "apart: pass it as `sync`, or last in a chain as `optimizer`."
     )
+
+
+def _name_of(transform: Any) -> str:
+    """Return the name of the function that made a transform, such as "optax.chain"."""
+    update: Any = getattr(transform, "update", None)
+    if not hasattr(update, "__qualname__"):
+        return type(transform).__name__
+    names = update.__module__, update.__qualname__
+    return ".".join(name.partition(".")[0] for name in names).replace("jaxslowmo.", "js.")

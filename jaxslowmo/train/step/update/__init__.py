@@ -14,6 +14,7 @@ from ._replica_step import Validate as Validate
 from ._shards import Tables as Tables
 from ._shards import on_shards as on_shards
 from ._table_chain import table_chain as table_chain
+from ._told import averages_without_rows as averages_without_rows
 from ._window import ROLES as ROLES
 from ._window import GradientWindow as GradientWindow
 from ._window import Metrics as Metrics

@@ -195,13 +195,14 @@ class StepParts:
         inner_axes = self.inner_axes
         value, averaged = as_value(gathered.loss), frozenset[str]()
         # Devices along other inner axes have other examples and the same rows.
-        axis, nested = (None, None) if self.tables is None else self.tables[1:]
+        tables = self.tables
+        axis, nested, divide_by = (None, None, "initial") if tables is None else tables[1:]
         specs = self.param_specs
         if specs is not None:
             grads = laid_out(grads, specs)
         rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
-            known: dict[str, Any] = {} if weight is None else {"weight": weight}
+            known: dict[str, Any] = {}
             if order is not None:
                 known["ready_order"] = order
             if specs is not None:
@@ -209,12 +210,12 @@ class StepParts:
             late = Validation() if self.validate == "after" else None
             if late is not None:
                 known["validation"] = late
-            update = partial(self.gradients.update, **known)
-            operands = grads, after, state.params
+            update = partial(_update_weighted, self.gradients, known)
+            operands = grads, after, state.params, weight
             reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
             if axis is not None and not reduction.communicates_over(axis):
                 # It knows the replicas alone: their devices' gradients are averaged before.
-                operands = mean_gradients(grads, (axis,), order, specs), after, state.params
+                operands = mean_gradients(grads, (axis,), order, specs), *operands[1:]
                 reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
             run = reduction
             if loss_scale_of(state.opt_state) is not None:
@@ -223,7 +224,7 @@ class StepParts:
             if late is not None and clip_state(after) is not None:
                 check_asked(late)
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
-            rows = reduction.rows(rows, weight, *operands)
+            rows = reduction.rows(rows, weight, divide_by, *operands)
         elif inner_axes:
             grads = mean_gradients(grads, inner_axes, order, specs)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
@@ -304,6 +305,22 @@ class StepParts:
     def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
         """In which gradients go into buckets; None leaves it to what reduces them."""
         return self.differentiation.ready_order(state, like) if self.order == "ready" else None
+
+
+def _update_weighted(
+    gradients: optax.GradientTransformationExtraArgs,
+    known: dict[str, Any],
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    weight: jax.Array | None,
+) -> tuple[PyTree, PyTree]:
+    """Call `gradients.update` with what is static as `known` and, where there is one, a weight.
+
+    The weight is an argument: jax makes one of whatever a traced function closes over.
+    """
+    shares = {} if weight is None else {"weight": weight}
+    return gradients.update(grads, state, params, **known, **shares)
 
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:

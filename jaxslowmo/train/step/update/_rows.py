@@ -10,6 +10,7 @@ from jax import lax
 
 from ...._typing import PyTree
 from ....mesh import axis_size, match_varying
+from ....reducer import DivideBy
 from ....sparse import RowGradient, all_reduce_rows, coalesce
 from ....transform import unseen_zero
 from ....tree import at_least_float32, cast
@@ -18,19 +19,25 @@ Rows = Mapping[str, RowGradient]
 """By table: gradients of the rows that a device holds, in at least float32."""
 
 
-def mean_rows(rows: Rows, axes: tuple[str, ...], weight: jax.Array | None = None) -> Rows:
+def mean_rows(
+    rows: Rows,
+    axes: tuple[str, ...],
+    weight: jax.Array | None = None,
+    divide_by: DivideBy = "initial",
+) -> Rows:
     """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
 
     Args:
       rows: of each device.
       axes: mapped; none leaves `rows` as they are.
       weight: of a replica, as `js.all_reduce_rows` takes it.
+      divide_by: likewise.
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
     if not axes or not rows:
         return rows
-    reduce = all_reduce_rows(axes, output="rows")
+    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
     told = {} if weight is None else {"weight": weight}
     gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
     means: Any

@@ -16,11 +16,12 @@ import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...._scopes import METRICS, PHASE
+from ...._scopes import METRICS, PHASE, SKIP_UNUSED
 from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
 from ....precision import Unscaled, is_about_keywords, loss_scale_of
+from ....reducer import DivideBy
 from ....transform import Validation, holds_state
 from ....tree import at_least_float32
 from ._differentiate import Data, Differentiation
@@ -78,12 +79,15 @@ class TracedUpdate:
         """
         return self._as_gradients(lambda axes, x: self._mean_over(axes, weight, x), x, operands)
 
-    def rows(self, rows: Rows, weight: jax.Array | None, *operands: PyTree) -> Rows:
+    def rows(
+        self, rows: Rows, weight: jax.Array | None, divide_by: DivideBy, *operands: PyTree
+    ) -> Rows:
         """Gradients of rows averaged over replicas, as this update averages dense ones.
 
         Args:
           rows: of this device.
           weight: as in `mean`.
+          divide_by: that of the means which this update takes of dense gradients.
           *operands: of the update.
 
         Communication: per table one all-gather of the row numbers and one of the rows.
@@ -91,8 +95,9 @@ class TracedUpdate:
 
         def mean(axes: frozenset[str], rows: Rows) -> Rows:
             names = tuple(name for name in self._replica_axes if name in axes)
-            means = with_entries_of(mean_rows(rows, names, weight), rows, self._replica_axes)
-            return vary_over(means, self._replica_axes)  # as the dense gradients
+            means = mean_rows(rows, names, weight, divide_by)
+            # As the dense gradients.
+            return vary_over(with_entries_of(means, rows, self._replica_axes), self._replica_axes)
 
         return self._as_gradients(mean, rows, operands) if rows else rows
 
@@ -145,8 +150,9 @@ class TracedUpdate:
 
 
 def _may_average_gradients(equation: Any) -> bool:
-    """Not an exchange of parameters, nor a predicate."""
-    return PHASE not in str(equation.source_info.name_stack) and _is_no_predicate(equation)
+    """Not an exchange of parameters, nor a count of uses, nor a predicate."""
+    scopes = str(equation.source_info.name_stack)
+    return PHASE not in scopes and SKIP_UNUSED not in scopes and _is_no_predicate(equation)
 
 
 def _is_no_predicate(equation: Any) -> bool:
@@ -216,6 +222,16 @@ def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     return value_fn
 
 
+def averages_without_rows(how: str) -> str:
+    """Return the message for an `optimizer` that averages beside tables; `how` is its verb."""
+    return (
+        f"`optimizer` beside `embeddings` {how}, and is not given rows of tables: dense parameters "
+        "would agree on all replicas, and tables drift apart. Pass what averages gradients, "
+        "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such as "
+        "js.local_sgd(...), as `sync`."
+    )
+
+
 def as_value(loss: jax.Array) -> jax.Array:
     """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
     return loss.astype(at_least_float32(loss.dtype))
@@ -244,7 +260,7 @@ def update_told(
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
         exchanges and cannot be run with varying types; a loss scale inside of what keeps from it
-        that gradients were divided.
+        that gradients were divided; with tables one that exchanges over the replicas.
 
     Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
     """
@@ -275,13 +291,21 @@ def update_told(
             scaled = {"unscaled": unscaled, "finite": finite, **late}
             return _called_with(run, {**told, **scaled}, scaled)
 
+    def without_exchange(*operands: PyTree) -> tuple[PyTree, PyTree]:
+        traced = TracedUpdate(update, axis_name, *operands)
+        axes = [name for name in axis_names(axis_name) if traced.communicates_over(name)]
+        if axes:
+            raise ValueError(averages_without_rows(f"exchanges over {axes} by itself"))
+        return traced(*operands)
+
+    checked = update if loss.differentiation.tables is None else without_exchange
     operands = grads, state, params, loss.value, weight, finite, None if averaged else loss.data
     try:
         if is_chain:
             traced = TracedUpdate(update, axis_name, *operands)
             value = traced.mean(loss.value, weight, *operands)
             return traced(grads, state, params, value, weight, finite, None)
-        return update(*operands)
+        return checked(*operands)
     except (TypeError, AssertionError) as error:
         if not any(map(varying_axes, jax.tree.leaves(operands))):
             raise
@@ -293,7 +317,7 @@ def update_told(
             ) from error
         # Branches and loops that mix constants with what differs between replicas; and zeros like
         # a shape of them (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
-        return run_as_varying(update, *operands)
+        return run_as_varying(checked, *operands)
 
 
 def _called_with(run: Update, all_known: dict[str, Any], few: dict[str, Any]) -> Any:

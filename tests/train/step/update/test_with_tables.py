@@ -79,9 +79,15 @@ def test_steps_are_those_of_dense_tables(shard, shards, way, mode):
     compare(step_of(shards, shard=shard, mode=mode, **WAYS[way]()), mode=mode, **WAYS[way]())
 
 
-@pytest.mark.parametrize("way", sweep(["gradients", "local_sgd", "apart"], "local_sgd".__eq__))
+ACTIVE = {"gradients": js.all_reduce_gradients("replica", divide_by="active")}
+
+
+@pytest.mark.parametrize(
+    "way", sweep(["gradients", "active", "local_sgd", "apart"], "local_sgd".__eq__)
+)
 def test_replicas_of_weight_zero_leave_their_tables(way):
-    compare(step_of(2, **WAYS[way]()), WEIGHTS, **WAYS[way]())
+    options = ACTIVE if way == "active" else WAYS[way]()
+    compare(step_of(2, **options), WEIGHTS, **options)
 
 
 @pytest.mark.parametrize(
