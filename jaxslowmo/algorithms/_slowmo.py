@@ -19,12 +19,21 @@ LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
 
 class SlowMomentumState(NamedTuple):
-    """State of `slow_momentum`."""
+    """State of `slow_momentum`.
+
+    No field is called as a hyperparameter of optax is: `optax.tree.set(state, learning_rate=...)`
+    sets every field of that name in a chain.
+    """
 
     velocity: PyTree  # like the anchor, float32: v = gamma * m
-    learning_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
+    last_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
     made_at: jax.Array  # () float32, gamma at which `velocity` was made (r); 0 before the first
     since: jax.Array  # () float32, largest gamma since the last slow step; 0 where not observed
+
+    @property
+    def learning_rate(self) -> jax.Array:
+        """The value of `last_rate`, by the name that the field had in 0.1.0."""
+        return self.last_rate
 
 
 def slowmo(
@@ -181,7 +190,7 @@ def slow_momentum(
     def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
             velocity=jax.tree.map(jnp.zeros_like, params),
-            learning_rate=jnp.ones([], jnp.float32),
+            last_rate=jnp.ones([], jnp.float32),
             made_at=jnp.zeros([], jnp.float32),
             since=jnp.zeros([], jnp.float32),
         )
@@ -202,7 +211,7 @@ def slow_momentum(
         #   v_t = beta (gamma_t / gamma_{t-1}) v_{t-1} + D
         # where the factor in front is at most gamma_t / r, or beta where that is more.
         carried = jnp.minimum(
-            momentum * _ratio(gamma, state.learning_rate),
+            momentum * _ratio(gamma, state.last_rate),
             jnp.maximum(momentum, _ratio(gamma, state.made_at)),
         )
         velocity = jax.tree.map(
@@ -284,7 +293,7 @@ def _agreed(
     """
     # Each replica steps its own shard of the anchor: with rates of their own they would step apart.
     largest, since = lax.pmax(jnp.stack([gamma, state.since]), axes)
-    gamma = jnp.where(largest == NO_RATE, state.learning_rate, largest)
+    gamma = jnp.where(largest == NO_RATE, state.last_rate, largest)
     return state._replace(since=since), gamma
 
 
