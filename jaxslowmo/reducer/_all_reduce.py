@@ -145,6 +145,11 @@ def all_reduce_gradients(
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         _check_gradients(updates, axis_name)
+        if not isinstance(state, AllReduceGradientsState):
+            raise ValueError(
+                f"{_OWNER}: `state` must be what this transform's `init` makes, "
+                f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
+            )
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")

@@ -32,6 +32,7 @@ from ._tables import seen_by_loss, stacked_params
 from ._usable import (
     forget,
     refuse_others,
+    refuse_state_of_others,
     refuse_unusable,
     refuse_unusable_window,
     tells_where_it_lies,
@@ -95,6 +96,7 @@ class TrainStep:
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
         refuse_unusable(state)
+        refuse_state_of_others(state, self._parts)
         sync, so_far = self._parts.sync, self._counted(state)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
@@ -348,6 +350,7 @@ class TrainStep:
 
     def _next_phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
+        refuse_state_of_others(state, self._parts)
         return self.next_phase(state) if self.mode == "host" else None
 
     def _program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:

@@ -4,14 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..._typing import PyTree
 from ...embedding import WithTables
+from ...transform import NoExchangeState
 from ...tree import leaf_names
 from .._state import TrainState
-from .update import GradientWindow
+from .update import GradientWindow, StepParts
 
 
 def refuse_others(state: TrainState) -> None:
@@ -34,6 +36,29 @@ def refuse_unusable(state: TrainState) -> None:
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
+            )
+
+
+def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
+    """Raise `ValueError` for the state of a step with another `sync` or `gradients`, by its class.
+
+    What the optimizer keeps is not looked at, nor what has no class of its own.
+    """
+    sync, gradients = parts.sync, parts.gradients
+    wanted = {
+        "sync": NoExchangeState if sync is None else sync.state,
+        "gradients": optax.EmptyState if gradients is None else None,
+    }
+    members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
+    for argument, kind in wanted.items():
+        if kind is None:
+            continue
+        held = state.opt_state[-1 if argument == "sync" else 0] if members else state.opt_state
+        if not isinstance(held, kind):
+            raise ValueError(
+                f"`state` must come from a step with the same `{argument}`: this step keeps "
+                f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
+                "the state by this step's `init`; `state.params` go over by `js.consensus`."
             )
 
 
