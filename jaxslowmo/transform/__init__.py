@@ -5,6 +5,7 @@ from ._blocks import block_groups as block_groups
 from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_axis_argument as check_axis_argument
 from ._checks import check_weight as check_weight
+from ._checks import checked_bytes as checked_bytes
 from ._checks import checked_exchange as checked_exchange
 from ._checks import layouts_known as layouts_known
 from ._checks import require_bound as require_bound

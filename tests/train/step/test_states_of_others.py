@@ -1,4 +1,4 @@
-"""A step refuses the state that a step of another algorithm has made, for all pairs of algorithms."""
+"""A step refuses the state that a step of another algorithm has made, for all pairs of them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,9 +63,9 @@ def test_every_other_state_is_refused(name, mode, states):
 
 
 def test_the_message_names_both_classes(states):
-    with pytest.raises(ValueError, match=r"OuterState for it, and `state.opt_state` has SGPState"):
+    with pytest.raises(ValueError, match=r"OuterState for it, and `state\.opt_state` has SGPState"):
         step_of("slowmo", "traced")(states["sgp"], BATCH)
-    with pytest.raises(ValueError, match="NoExchangeState for it, .* has LocalSGDState"):
+    with pytest.raises(ValueError, match=r"NoExchangeState for it, .* has LocalSGDState"):
         step_of("none", "host").next_phase(states["local_sgd"])
     # A batch is evaluated whatever made the state.
     step_of("none", "traced").evaluate(states["local_sgd"], BATCH)
