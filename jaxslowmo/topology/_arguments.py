@@ -1,15 +1,14 @@
 """Arguments as they are given: numbers of nodes, tables of peers, functions."""
 
 import inspect
+import operator
 from typing import Any
-
-from .._integers import as_int
 
 
 def as_size(argument: str, value: object, least: int = 1) -> int:
     """`value`, also one of NumPy's integers, as an int; raises unless it is one >= `least`."""
-    size = as_int(value, least)
-    if size is None:
+    size = _plain(value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
     return size
 
@@ -25,8 +24,12 @@ def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def _plain(entry: Any) -> Any:
-    number = as_int(entry)
-    return entry if number is None else number
+    if isinstance(entry, bool):
+        return entry
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
 
 
 def as_divisor(argument: str, value: object, num_nodes: int) -> int:
