@@ -33,6 +33,7 @@ from ._usable import (
     forget,
     refuse_others,
     refuse_state_of_others,
+    refuse_untrainable,
     refuse_unusable,
     refuse_unusable_window,
     tells_where_it_lies,
@@ -82,6 +83,7 @@ class TrainStep:
 
         Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
         """
+        refuse_untrainable(params)
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         stacked = stacked_params(self._parts.tables, params, seed, **lies)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from ..._typing import PyTree
 from ...embedding import WithTables
 from ...transform import NoExchangeState
-from ...tree import leaf_names
+from ...tree import leaf_names, not_floating
 from .._state import TrainState
 from .update import GradientWindow, StepParts
 
@@ -37,6 +37,23 @@ def refuse_unusable(state: TrainState) -> None:
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
             )
+
+
+def refuse_untrainable(params: PyTree) -> None:
+    """Raise `ValueError` for parameters that have no gradient, or none that optimizers can follow.
+
+    jax refuses to differentiate integers, and optimizers would move complex numbers to the wrong
+    side: their gradients are conjugated.
+    """
+    dense = params.dense if isinstance(params, WithTables) else params
+    if wrong := not_floating(dense):
+        raise ValueError(
+            "`params`: a training step differentiates real floating-point leaves only, got "
+            f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
+            "loss function is given and returns, or let it close over them. Instead of a complex leaf "
+            "that shall be trained give real and imaginary part, and join them in the loss "
+            "function by `jax.lax.complex`."
+        )
 
 
 def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
