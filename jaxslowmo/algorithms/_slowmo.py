@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
@@ -236,8 +237,8 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     if not is_number or np.shape(value) or not jnp.isrealobj(value):
         shape = f" of shape {list(np.shape(value))}" if is_number else ""
         raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
-    if isinstance(value, jax.core.Tracer):
-        return value.astype(jnp.float32)
+    if isinstance(value, Tracer):
+        return jnp.asarray(value, jnp.float32)
     # A plain float is weakly typed: NumPy scalars would widen the state under x64.
     number = float(value)
     if not 0 <= number < below:
@@ -250,7 +251,7 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
 
 def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
     """Return `factor * x` in x's dtype."""
-    return (factor if isinstance(factor, float) else factor.astype(x.dtype)) * x
+    return (factor if isinstance(factor, int | float) else factor.astype(x.dtype)) * x
 
 
 def _rate(learning_rate: jax.Array | float) -> jax.Array:

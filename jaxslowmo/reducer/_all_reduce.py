@@ -152,11 +152,7 @@ def all_reduce_gradients(
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         _check_gradients(updates, axis_name)
-        if not isinstance(state, AllReduceGradientsState):
-            raise ValueError(
-                f"{_OWNER}: `state` must be what this transform's `init` makes, "
-                f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
-            )
+        _check_state(state)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
@@ -233,6 +229,14 @@ def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> No
             f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when the state "
             'is made, before make_train_step(order="ready") knows them: pass '
             "order=js.ready_order(loss_fn, params, batch) here instead."
+        )
+
+
+def _check_state(state: PyTree) -> None:
+    if not isinstance(state, AllReduceGradientsState):
+        raise ValueError(
+            f"{_OWNER}: `state` must be what this transform's `init` makes, "
+            f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
         )
 
 

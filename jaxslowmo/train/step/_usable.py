@@ -50,8 +50,8 @@ def refuse_untrainable(params: PyTree) -> None:
         raise ValueError(
             "`params`: a training step differentiates real floating-point leaves only, got "
             f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
-            "loss function is given and returns, or let it close over them. Instead of a complex leaf "
-            "that shall be trained give real and imaginary part, and join them in the loss "
+            "loss function is given and returns, or let it close over them. Instead of a complex "
+            "leaf that shall be trained give real and imaginary part, and join them in the loss "
             "function by `jax.lax.complex`."
         )
 
