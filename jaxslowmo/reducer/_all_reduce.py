@@ -123,9 +123,7 @@ def all_reduce_gradients(
         order=order,
         buckets=None if buckets is None else tuple(map(tuple, buckets)),
         max_buckets=max_buckets,
-        alone_bytes=None
-        if alone_bytes is None
-        else checked_bytes(_OWNER, "alone_bytes", alone_bytes),
+        alone_bytes=alone_bytes,
         split_large=split_large,
     )
     _check_options(layout, hook, divide_by)
@@ -216,10 +214,10 @@ def _check_options(layout: BucketLayout, hook: CommHook | None, divide_by: str) 
     most, alone = layout.max_buckets, layout.alone_bytes
     if most is not None and as_int(most, 1) is None:
         raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {most!r}.")
-    if alone is not None and layout.split_large:
+    if alone is not None and (as_int(alone, 0) is None or layout.split_large):
         raise ValueError(
-            f"{_OWNER}: `alone_bytes` keeps large leaves whole, so `split_large` must not be set "
-            f"beside it; got {alone} and split_large={layout.split_large}."
+            f"{_OWNER}: `alone_bytes` must be a size in bytes >= 0 that keeps large leaves whole, "
+            f"so not with `split_large`; got {alone!r} and split_large={layout.split_large}."
         )
 
 
