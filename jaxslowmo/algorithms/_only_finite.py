@@ -41,7 +41,7 @@ class OnlyFiniteState(NamedTuple):
     inner: PyTree  # state of the transform inside
 
 
-def only_finite(inner: ParameterTransform) -> ParameterTransform:
+def only_finite(inner: ParameterTransform, *others: object) -> ParameterTransform:
     """Skips an exchange where a replica's parameters are not finite, and counts what it skipped.
 
     One replica that diverges would make all others NaN by the next average. Here it stays alone,
@@ -56,19 +56,25 @@ def only_finite(inner: ParameterTransform) -> ParameterTransform:
 
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
+      *others: nothing; an axis is refused with a message, since `inner` has its own.
 
     Returns:
       A `js.ParameterTransform`, to be used in its place; also as a `base`. Its phases name no round
       of gossip: which one is next depends on what was refused, so programs decide it.
 
     Raises:
-      ValueError: `inner` that is no `js.ParameterTransform`, or one of your own that does not tell
-        its `axes`.
+      ValueError: more than one argument, `inner` that is no `js.ParameterTransform`, or one of your
+        own that does not tell its `axes`.
 
     Communication: `inner`'s, and before each of its exchanges one all-reduce of 4 bytes over all of
       its axes (those of the largest group, in `js.hierarchical_local_sgd`), which waits for the
       gradients: `js.sgp(overlap=1)` no longer overlaps.
     """
+    if others:
+        raise ValueError(
+            f"{_OWNER}: takes one argument, `inner`, whose axes it uses, such as "
+            f'js.only_finite(js.local_sgd("replica")); got {others[0]!r} besides.'
+        )
     if not isinstance(inner, ParameterTransform):
         raise ValueError(
             f"{_OWNER}: `inner` must be a js.ParameterTransform such as js.local_sgd(...), got "

@@ -1,12 +1,15 @@
 """SlowMo: slow momentum over any base algorithm."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
@@ -19,12 +22,21 @@ LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
 
 class SlowMomentumState(NamedTuple):
-    """State of `slow_momentum`."""
+    """State of `slow_momentum`.
+
+    No field is called as a hyperparameter of optax is: `optax.tree.set(state, learning_rate=...)`
+    sets every field of that name in a chain.
+    """
 
     velocity: PyTree  # like the anchor, float32: v = gamma * m
-    learning_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
+    last_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
     made_at: jax.Array  # () float32, gamma at which `velocity` was made (r); 0 before the first
     since: jax.Array  # () float32, largest gamma since the last slow step; 0 where not observed
+
+    @property
+    def learning_rate(self) -> jax.Array:
+        """The value of `last_rate`, by the name that the field had in 0.1.0."""
+        return self.last_rate
 
 
 def slowmo(
@@ -59,12 +71,14 @@ def slowmo(
       base: a `ParameterTransform` such as `js.local_sgd(...)`; None trains alone between slow steps
         (with a warning).
       sync_every: period of the slow step in updates, or `js.every(...)`.
-      momentum: slow momentum in [0, 1).
+      momentum: slow momentum in [0, 1). It, `slow_learning_rate` and `learning_rate` may also be
+        traced scalars, for a sweep by `jax.vmap`; then their values are not checked.
       slow_learning_rate: step size of the outer step, >= 0.
       learning_rate: the inner learning rate gamma: a float >= 0, a schedule of the 0-based update
         count (the one given to the optimizer), or None for 1. "optimizer" reads it from the state
         of an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on; in a loop of
-        your own, `update(..., learning_rate=rate)` does.
+        your own, `update(..., learning_rate=rate)` does. Derivatives with respect to that rate are
+        those of one number that all replicas have.
       shard_state: keep 1/R of anchor and momentum on each replica. None: True where the average is
         exact and there is no codec. One replica's state is then not all of it
         (`flax.jax_utils.unreplicate`, `x[0]`): save the stacked state, or by
@@ -91,11 +105,11 @@ def slowmo(
       float32.
 
     Raises:
-      ValueError: sync_every < 1, momentum outside [0, 1), negative rates, exact_average=False with
-        shard_state=True or without a base, a `codec` that is none or comes with shard_state=True or
-        exact_average=False, a plain optax transform or another slowmo as base; at
-        trace time an unbound axis, missing params, non-float leaves, learning_rate="optimizer"
-        without a rate.
+      ValueError: sync_every < 1, momentum outside [0, 1), negative or infinite rates,
+        exact_average=False with shard_state=True or without a base, a `codec` that is none or comes
+        with shard_state=True or exact_average=False, a plain optax transform or another slowmo as
+        base; at trace time an unbound axis, missing params, non-float leaves,
+        learning_rate="optimizer" without a rate.
       UserWarning: once, for sync_every that is no multiple of the base's, no base, an axis of size
         1.
 
@@ -164,25 +178,20 @@ def slow_momentum(
       the anchor; gamma defaults to 1. D and anchor: trees of the same float32 arrays.
 
     Raises:
-      ValueError: momentum outside [0, 1) or a negative rate.
+      ValueError: momentum outside [0, 1), a negative or infinite rate.
 
     Communication: none; element-wise, so it runs on shards.
 
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
       Momentum", ICLR 2020, algorithm 1.
     """
-    if not 0 <= momentum < 1:
-        raise ValueError(f"`momentum` must lie in [0, 1), got {momentum}.")
-    if not slow_learning_rate >= 0:
-        raise ValueError(f"`slow_learning_rate` must be >= 0, got {slow_learning_rate}.")
-
-    # Plain floats are weakly typed: NumPy scalars would widen the state under x64.
-    momentum, slow_learning_rate = float(momentum), float(slow_learning_rate)
+    beta = _number("`momentum`", momentum, below=1)
+    alpha = _number("`slow_learning_rate`", slow_learning_rate)
 
     def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
             velocity=jax.tree.map(jnp.zeros_like, params),
-            learning_rate=jnp.ones([], jnp.float32),
+            last_rate=jnp.ones([], jnp.float32),
             made_at=jnp.zeros([], jnp.float32),
             since=jnp.zeros([], jnp.float32),
         )
@@ -203,24 +212,47 @@ def slow_momentum(
         #   v_t = beta (gamma_t / gamma_{t-1}) v_{t-1} + D
         # where the factor in front is at most gamma_t / r, or beta where that is more.
         carried = jnp.minimum(
-            momentum * _ratio(gamma, state.learning_rate),
-            jnp.maximum(momentum, _ratio(gamma, state.made_at)),
+            _times(beta, _ratio(gamma, state.last_rate)),
+            jnp.maximum(beta, _ratio(gamma, state.made_at)),
         )
-        velocity = jax.tree.map(
-            lambda v, d: carried.astype(d.dtype) * v + d, state.velocity, updates
-        )
+        velocity = jax.tree.map(lambda v, d: _times(carried, v) + d, state.velocity, updates)
         #   x_{t+1},0 = x_t,0 - alpha gamma_t u_t = x_t,0 - alpha v_t
         # Nesterov takes beta u_t + D / gamma_t for u_t, so beta v_t + D for v_t.
         if nesterov:
-            ahead = jax.tree.map(lambda v, d: momentum * v + d, velocity, updates)
+            ahead = jax.tree.map(lambda v, d: _times(beta, v) + d, velocity, updates)
         else:
             ahead = velocity
-        step = jax.tree.map(lambda a: -slow_learning_rate * a, ahead)
-        made_at = jnp.maximum(momentum * state.made_at, jnp.maximum(state.since, gamma))
+        step = jax.tree.map(lambda a: _times(-alpha, a), ahead)
+        made_at = jnp.maximum(_times(beta, state.made_at), jnp.maximum(state.since, gamma))
         after = SlowMomentumState(velocity, gamma, made_at, jnp.zeros_like(state.since))
         return step, match_varying(after, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
+    """Return a rate or a momentum as a float; of a traced one only the type can be checked."""
+    is_number = not isinstance(value, bool) and isinstance(
+        value, int | float | np.number | np.ndarray | jax.Array
+    )
+    if not is_number or np.shape(value) or not jnp.isrealobj(value):
+        shape = f" of shape {list(np.shape(value))}" if is_number else ""
+        raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
+    if isinstance(value, Tracer):
+        return jnp.asarray(value, jnp.float32)
+    # A plain float is weakly typed: NumPy scalars would widen the state under x64.
+    number = float(value)
+    if not 0 <= number < below:
+        rule = f"lie in [0, {below})"
+        if below == math.inf:
+            rule = "be finite" if number == math.inf else "be >= 0"
+        raise ValueError(f"{argument} must {rule}, got {number}.")
+    return number
+
+
+def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
+    """Return `factor * x` in x's dtype."""
+    return (factor if isinstance(factor, int | float) else factor.astype(x.dtype)) * x
 
 
 def _rate(learning_rate: jax.Array | float) -> jax.Array:
@@ -248,9 +280,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
             'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
             f"{learning_rate!r}."
         )
-    if not learning_rate >= 0:
-        raise ValueError(f"slowmo: `learning_rate` must be >= 0, got {learning_rate}.")
-    rate = float(learning_rate)
+    rate = _number("slowmo: `learning_rate`", learning_rate)
     return OuterRate(lambda count, told: jnp.asarray(rate))
 
 
@@ -284,8 +314,11 @@ def _agreed(
     Communication: one all-reduce of 8 bytes over `axes`.
     """
     # Each replica steps its own shard of the anchor: with rates of their own they would step apart.
-    largest, since = lax.pmax(jnp.stack([gamma, state.since]), axes)
-    gamma = jnp.where(largest == NO_RATE, state.learning_rate, largest)
+    own = jnp.stack([gamma, state.since])
+    # jax has no derivative of pmax, and calls a rule of one's own (jax.custom_jvp) without the axis
+    # inside of vmap and jit. So each replica differentiates its own rate, of which this adds 0.
+    largest, since = lax.pmax(lax.stop_gradient(own), axes) + (own - lax.stop_gradient(own))
+    gamma = jnp.where(largest == NO_RATE, state.last_rate, largest)
     return state._replace(since=since), gamma
 
 

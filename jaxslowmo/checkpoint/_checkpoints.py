@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._integers import as_int
 from .._os_errors import io_errno
 from .._typing import PyTree
 from .._warn import warn_user
@@ -82,7 +83,7 @@ class Checkpoints:
         asynchronous: bool = True,
         patience: float = 600,
     ) -> None:
-        if not isinstance(keep, int) or keep < 1:
+        if as_int(keep, 1) is None:
             raise ValueError(f"Checkpoints: `keep` must be an int >= 1, got {keep!r}.")
         if not patience > 0:
             raise ValueError(f"Checkpoints: `patience` must be > 0 seconds, got {patience!r}.")
@@ -137,7 +138,7 @@ class Checkpoints:
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
           with several processes three messages of each through the coordinator.
         """
-        if not isinstance(step, int) or step < 0:
+        if as_int(step, 0) is None:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
         if step > MAX_STEP:
             raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
@@ -146,6 +147,7 @@ class Checkpoints:
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
                 f"{type(state).__name__}; orbax saves other trees."
             )
+        step = int(step)
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
         stored = _own_copies(as_stored(state))

@@ -155,13 +155,38 @@ def _from_json(value: Any, where: object) -> Record:
             shards=_shards_from_json(value),
             leaves=tuple(
                 LeafRecord(key, name, tuple(shape), dtype, impl)
-                for key, name, shape, dtype, impl in value["leaves"]
+                for (key, _, shape, dtype, impl), name in zip(
+                    value["leaves"], _names_now([leaf[1] for leaf in value["leaves"]]), strict=True
+                )
             ),
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
+
+
+# Fields of states that were renamed, since optax's tools set hyperparameters by these names: the
+# name in checkpoints of before, the name now, and a field that tells the state class.
+_RENAMED = (
+    ("learning_rate", "last_rate", "made_at"),
+    ("scale", "loss_scale", "hysteresis_left"),
+    ("scale", "clip_factor", "norm"),
+)
+
+
+def _names_now(names: list[str]) -> list[str]:
+    """Return the names of leaves as states have them now, for names as they were saved."""
+    all_names = set(names)
+
+    def name_now(name: str) -> str:
+        state, _, field = name.rpartition("/")
+        for before, now, beside in _RENAMED:
+            if field == before and f"{state}/{beside}" in all_names:
+                return f"{state}/{now}" if name.startswith("opt_state/") else name
+        return name
+
+    return [name_now(name) for name in names]
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -27,7 +27,12 @@ class ClipByGlobalNormState(NamedTuple):
     """State of `clip_by_global_norm`: what it did in the last update."""
 
     norm: jax.Array  # () float32, of the gradients before
-    scale: jax.Array  # () float32, by which they were multiplied; 1 where nothing was clipped
+    clip_factor: jax.Array  # () float32, by which they were multiplied; 1 where nothing was clipped
+
+    @property
+    def scale(self) -> jax.Array:
+        """The value of `clip_factor`, by the name that the field had in 0.1.0."""
+        return self.clip_factor
 
 
 def clip_by_global_norm(
@@ -125,7 +130,7 @@ def clip_by_global_norm(
         del params, extra
         if validation is not None and (known := validation.ask()) is not None:
             new = match_varying(known, state)
-            return scaled(updates, new.scale), new
+            return scaled(updates, new.clip_factor), new
         _check_mapped(axes)
         masks = _masks(counted, updates)
         with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
@@ -133,7 +138,7 @@ def clip_by_global_norm(
         new = match_varying(_new_state(found, max_norm, state), state)
         if validation is not None:
             return updates, new
-        return scaled(updates, new.scale), new
+        return scaled(updates, new.clip_factor), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -173,7 +178,9 @@ def _new_state(
     ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
     one = jnp.ones_like(ratio)
     scale = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
-    return ClipByGlobalNormState(cast(found, state.norm.dtype), cast(scale, state.scale.dtype))
+    return ClipByGlobalNormState(
+        cast(found, state.norm.dtype), cast(scale, state.clip_factor.dtype)
+    )
 
 
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:

@@ -67,9 +67,12 @@ def weighted_means(
     Returns:
       The means, equal over the axis; all are 0 where every weight is.
 
+    A buffer in half precision gets the same mean whatever buffers stand beside it.
+
     Communication: one all-reduce per buffer over `axis_name`. The weights travel in the first
-      float32 (or wider) buffer, which grows by two elements. Where there is none, or a float16
-      buffer, whose weighted sum might overflow, they have an all-reduce of 8 bytes of their own.
+      float32 (or wider) buffer, which grows by two elements; buffers in half precision wait for it.
+      Where there is none, or a float16 buffer, whose weighted sum might overflow, they have an
+      all-reduce of 8 bytes of their own.
     """
     carriers = [i for i, flat in enumerate(flats) if flat.dtype.itemsize >= 4 and flat.size]
     if not carriers or any(flat.dtype == jnp.float16 for flat in flats):
@@ -77,15 +80,25 @@ def weighted_means(
         factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
         return [all_mean(flat, axis_name, factor=factor) for flat in flats]
     own = jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
-    parts = [scaled(flat, weight) for flat in flats]
     carrier = carriers[0]
-    parts[carrier] = jnp.concatenate([parts[carrier], own.astype(parts[carrier].dtype)])
-    sums = [_sum(part, axis_name) for part in parts]
-    total, active = sums[carrier][-2:].astype(_precise())
-    sums[carrier] = sums[carrier][:-2]
+    part = scaled(flats[carrier], weight)
+    sums = _sum(jnp.concatenate([part, own.astype(part.dtype)]), axis_name)
+    total = TotalWeight(*sums[-2:].astype(_precise()))
+    factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
+    divisor = total.weight
     if idle_as_zeros:
-        total = quotient(total * axis_size(axis_name), active)
-    return [quotient(x, total) for x in sums]
+        divisor = quotient(total.weight * axis_size(axis_name), total.active)
+
+    def mean(i: int, flat: jax.Array) -> jax.Array:
+        if i == carrier:
+            return quotient(sums[:-2], divisor)
+        # Half precision would round the sum of weighted gradients to a multiple of the weights:
+        # equal gradients of replicas of 257 samples would become 256/257 of themselves.
+        if flat.dtype.itemsize < 4:
+            return all_mean(flat, axis_name, factor=factor)
+        return quotient(_sum(scaled(flat, weight), axis_name), divisor)
+
+    return [mean(i, flat) for i, flat in enumerate(flats)]
 
 
 def _precise() -> jnp.dtype:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._integers import as_int
 from .._typing import PyTree
 from ._table import OWNER
 
@@ -79,7 +80,7 @@ def bags(
     longest = int(lengths.max(initial=0))
     if max_length is None:
         max_length = max(longest, 1)
-    if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+    if as_int(max_length, 1) is None:
         raise ValueError(f"bags: `max_length` must be an int >= 1, got {max_length!r}.")
     if longest > max_length and not truncate:
         raise ValueError(

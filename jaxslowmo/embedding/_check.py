@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._integers import as_int
 from ._bags import Bags
 from ._layout import Layout, Place
 from ._requests import BagsByTable, Requests
@@ -99,7 +100,7 @@ def check_capacities(
 
 
 def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
-    if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
+    if as_int(num_parts, 1) is None:
         raise ValueError(f"{OWNER}: `num_parts` must be an int >= 1, got {num_parts!r}.")
     if ids.shape[0] % num_parts:
         raise ValueError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from .._integers import as_int
 from ._embeddings import Embeddings
 from ._optimizers import RowwiseOptimizer
 from ._table import OWNER, Table, check_tables
@@ -81,7 +82,7 @@ def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | N
     else:
         given = dict.fromkeys(tables, capacity)
     for name, own in given.items():
-        if own != "auto" and (not isinstance(own, int) or isinstance(own, bool) or own < 1):
+        if own != "auto" and as_int(own, 1) is None:
             raise ValueError(
                 f'{OWNER}: `capacity` of table {name!r} must be "auto" or an int >= 1, got {own!r}.'
             )

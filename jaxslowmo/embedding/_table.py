@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._integers import as_int
 from .._typing import PyTree
 
 OWNER = "embeddings"
@@ -101,7 +102,7 @@ def _check_table(name: str, table: Table) -> None:
 
     for argument in ("num_rows", "dim"):
         value = getattr(table, argument)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if as_int(value, 1) is None:
             refuse(argument, "must be an int >= 1", value)
     if table.num_rows > MOST_ROWS:
         refuse("num_rows", f"can be at most {MOST_ROWS}, as ids are int32", table.num_rows)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from .._integers import as_int
 from ._slices import by_slice, num_slices, slice_major_devices
 
 
@@ -40,7 +41,7 @@ def _check_axes(axes: Mapping[str, int]) -> None:
     if not axes:
         raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
     for name, size in axes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if as_int(size, 1) is None:
             raise ValueError(
                 f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}."
             )

@@ -187,9 +187,9 @@ class _LossScale:
             extra["weight"] = weight
         if validation is not None:
             extra["validation"] = validation
-        grads = updates if unscaled else divided(updates, state.scale)
+        grads = updates if unscaled else divided(updates, state.loss_scale)
         if "grad" in extra and not unscaled:
-            extra["grad"] = divided(extra["grad"], state.scale)
+            extra["grad"] = divided(extra["grad"], state.loss_scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         if validation is None or validation.skipped is None:
             skip = anywhere(found, {*self._axes, *inner_axes}, share)

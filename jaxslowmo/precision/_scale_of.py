@@ -10,12 +10,17 @@ from .._typing import PyTree
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`."""
 
-    scale: jax.Array  # () float32, by which to multiply the next loss
+    loss_scale: jax.Array  # () float32, by which to multiply the next loss
     growth_count: jax.Array  # () int32, updates without overflow since the last one or growth
     hysteresis_left: jax.Array  # () int32, overflows until the scale falls; 0 once it has
     skipped: jax.Array  # () int32, updates so far that were skipped
     skipped_last: jax.Array  # () bool, whether the last one was
     inner: PyTree  # of the optimizer inside
+
+    @property
+    def scale(self) -> jax.Array:
+        """The value of `loss_scale`, by the name that the field had in 0.1.0."""
+        return self.loss_scale
 
 
 def _is_one(x: object) -> bool:
@@ -48,7 +53,10 @@ def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
     old, new = scale_state(before), scale_state(after)
     if old is None or new is None:
         return {}
-    return {"loss_scale": old.scale, "skipped_updates": new.skipped.astype(old.scale.dtype)}
+    return {
+        "loss_scale": old.loss_scale,
+        "skipped_updates": new.skipped.astype(old.loss_scale.dtype),
+    }
 
 
 def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
@@ -109,4 +117,4 @@ def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
     Communication: none.
     """
     state = scale_state(opt_state)
-    return None if state is None else state.scale
+    return None if state is None else state.loss_scale

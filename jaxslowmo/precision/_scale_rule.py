@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._integers import as_int
+
 _OWNER = "dynamic_loss_scale"
 
 
@@ -35,7 +37,7 @@ class ScaleRule:
         """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            if as_int(value, 1) is None:
                 raise ValueError(f"{_OWNER}: `{name}` must be an int >= 1, got {value!r}.")
         for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
             value = getattr(self, name)

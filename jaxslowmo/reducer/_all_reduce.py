@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._integers import as_int
 from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
@@ -15,6 +16,7 @@ from ..transform import (
     Exchange,
     LayoutNotice,
     check_weight,
+    checked_bytes,
     checked_exchange,
     gradient_state,
     increment,
@@ -115,7 +117,10 @@ def all_reduce_gradients(
     """
     over = checked_exchange(_OWNER, axis_name, None, param_specs)
     layout = BucketLayout(
-        limits=(first_bucket_bytes, bucket_bytes),
+        limits=(
+            checked_bytes(_OWNER, "first_bucket_bytes", first_bucket_bytes),
+            checked_bytes(_OWNER, "bucket_bytes", bucket_bytes),
+        ),
         order=order,
         buckets=None if buckets is None else tuple(map(tuple, buckets)),
         max_buckets=max_buckets,
@@ -146,6 +151,7 @@ def all_reduce_gradients(
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         _check_gradients(updates, axis_name)
+        _check_state(state)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
@@ -201,23 +207,18 @@ def _init_hook_states(
 
 def _check_options(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> None:
     """Raise `ValueError` for sizes, an order, a number of buckets, a hook that cannot be."""
-    for name, value in zip(("first_bucket_bytes", "bucket_bytes"), layout.limits, strict=True):
-        if value < 0:
-            raise ValueError(
-                f"{_OWNER}: `{name}` is a size in bytes and must be >= 0, got {value}."
-            )
     check_order(_OWNER, layout.order)
     if hook is not None:
         check_hook(_OWNER, hook)
     if divide_by not in ("initial", "active"):
         raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
     most, alone = layout.max_buckets, layout.alone_bytes
-    if most is not None and (not isinstance(most, int) or most < 1):
+    if most is not None and as_int(most, 1) is None:
         raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {most!r}.")
-    if alone is not None and (alone < 0 or layout.split_large):
+    if alone is not None and (as_int(alone, 0) is None or layout.split_large):
         raise ValueError(
-            f"{_OWNER}: `alone_bytes` is a size in bytes >= 0 that keeps large leaves whole, so "
-            f"not with `split_large`; got {alone} and split_large={layout.split_large}."
+            f"{_OWNER}: `alone_bytes` must be a size in bytes >= 0 that keeps large leaves whole, "
+            f"so not with `split_large`; got {alone!r} and split_large={layout.split_large}."
         )
 
 
@@ -227,6 +228,14 @@ def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> No
             f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when the state "
             'is made, before make_train_step(order="ready") knows them: pass '
             "order=js.ready_order(loss_fn, params, batch) here instead."
+        )
+
+
+def _check_state(state: PyTree) -> None:
+    if not isinstance(state, AllReduceGradientsState):
+        raise ValueError(
+            f"{_OWNER}: `state` must be what this transform's `init` makes, "
+            f"AllReduceGradientsState, got {type(state).__name__}: was it made by another one?"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._integers import as_int
 from ..tree import at_least_float32
 
 
@@ -94,7 +95,7 @@ def check_capacity(owner: str, capacity: Any, argument: str = "capacity") -> Non
     """Raise `ValueError` unless `capacity` is None or an int >= 1."""
     if capacity is None:
         return
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+    if as_int(capacity, 1) is None:
         raise ValueError(
             f"{owner}: `{argument}` counts rows and must be an int >= 1 or None, got {capacity!r}."
         )

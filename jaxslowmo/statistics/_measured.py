@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._integers import as_int
 from .._scopes import GRADIENTS
 from .._typing import Phase, PyTree
 from .._warn import warn_once
@@ -237,7 +238,7 @@ class Sampling:
     """
 
     def __init__(self, rate: int) -> None:
-        if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
+        if as_int(rate, 1) is None:
             raise ValueError(f"`rate` counts steps and must be an int >= 1, got {rate!r}.")
         self.rate = rate
         self.steps = 0

@@ -5,6 +5,7 @@ from ._blocks import block_groups as block_groups
 from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_axis_argument as check_axis_argument
 from ._checks import check_weight as check_weight
+from ._checks import checked_bytes as checked_bytes
 from ._checks import checked_exchange as checked_exchange
 from ._checks import layouts_known as layouts_known
 from ._checks import require_bound as require_bound
@@ -23,6 +24,7 @@ from ._isolated import isolated as isolated
 from ._isolated import unseen_zero as unseen_zero
 from ._mean import mean_and_residual as mean_and_residual
 from ._mean import replica_mean as replica_mean
+from ._order import NoExchangeState as NoExchangeState
 from ._order import no_exchange as no_exchange
 from ._packing import Flats as Flats
 from ._packing import Packing as Packing

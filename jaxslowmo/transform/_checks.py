@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from .._integers import as_int
 from .._typing import AxisName, PyTree
 from ..codecs import Codec
 from ..mesh import (
@@ -48,6 +49,16 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
+def checked_bytes(owner: str, argument: str, size: object) -> int:
+    """Return a size in bytes as an int; raise `ValueError` unless it is an integer >= 0."""
+    number = as_int(size, 0)
+    if number is None:
+        raise ValueError(
+            f"{owner}: `{argument}` is a size in bytes and must be an int >= 0, got {size!r}."
+        )
+    return number
+
+
 def checked_exchange(
     owner: str,
     axis_name: AxisName,
@@ -65,10 +76,8 @@ def checked_exchange(
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
         check_axis_argument(owner, "local_axis_name", local_axis_name)
-    if bucket_bytes is not None and bucket_bytes < 0:
-        raise ValueError(
-            f"{owner}: `bucket_bytes` is a size in bytes and must be >= 0, got {bucket_bytes}."
-        )
+    if bucket_bytes is not None:
+        bucket_bytes = checked_bytes(owner, "bucket_bytes", bucket_bytes)
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
         raise ValueError(

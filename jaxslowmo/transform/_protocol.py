@@ -344,6 +344,9 @@ def parameter_transform(
         updates, _, state = exchange(updates, [], state, params, **extra)
         return updates, state
 
+    for name in ("shards", "skipped"):  # asked of states that no update has looked at
+        if told.get(name) is not None and told.get("state") is not None:
+            told[name] = _of_own_state(owner, told["state"], told[name])
     if everyone.param_specs is not None and (inner is None or not inner.axes):
         told.pop("with_specs", None)  # specs that were given stay
     return ParameterTransform(
@@ -358,6 +361,20 @@ def parameter_transform(
         ),
         **told,
     )
+
+
+def _of_own_state(owner: str, kind: type, ask: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+    """`ask` for states of this class; for others it raises `ValueError`."""
+
+    def asked(state: PyTree) -> Any:
+        if not isinstance(state, kind):
+            raise ValueError(
+                f"{owner}: `state` must be what this transform's `init` makes, {kind.__name__}, "
+                f"got {type(state).__name__}: was it made by another transform?"
+            )
+        return ask(state)
+
+    return asked
 
 
 def _all_names(axes: Iterable[AxisName], inner: tuple[str, ...]) -> tuple[str, ...]:

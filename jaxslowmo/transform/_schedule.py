@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .._integers import as_int
+
 
 @dataclass(frozen=True)
 class Every:
@@ -25,10 +27,13 @@ class Every:
     before: Literal["none", "all"] = "none"
 
     def __post_init__(self) -> None:
-        _check_int("k", self.k, 1)
-        _check_int("start", self.start, 0)
-        if not isinstance(self.offset, int) or isinstance(self.offset, bool):
-            raise ValueError(f"`offset` counts updates and must be an int, got {self.offset!r}.")
+        numbers = {
+            "k": _updates("k", self.k, 1),
+            "start": _updates("start", self.start, 0),
+            "offset": _updates("offset", self.offset),
+        }
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)  # as plain ints, whatever they were
         if self.before not in ("none", "all"):
             raise ValueError(f'`before` must be "none" or "all", got {self.before!r}.')
 
@@ -93,8 +98,7 @@ def as_schedule(period: int | Every, argument: str = "sync_every") -> Every:
     """`period` as a schedule; `ValueError` naming `argument` for periods below 1."""
     if isinstance(period, Every):
         return period
-    _check_int(argument, period, 1)
-    return Every(period)
+    return Every(_updates(argument, period, 1))
 
 
 _SCAN = 2**16  # instants looked at per schedule; exact for all periods up to that
@@ -134,6 +138,9 @@ def _is_congruent(t: Any, shift: int, k: int) -> Any:
     return found
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"`{name}` counts updates and must be an int >= {least}, got {value!r}.")
+def _updates(name: str, value: object, least: int | None = None) -> int:
+    number = as_int(value, least)
+    if number is None:
+        rule = "an int" if least is None else f"an int >= {least}"
+        raise ValueError(f"`{name}` counts updates and must be {rule}, got {value!r}.")
+    return number

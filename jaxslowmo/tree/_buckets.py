@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .._integers import as_int
+
 MIB = 2**20
 # Cuts of a split leaf fall on multiples of this many elements, a whole number of vector registers.
 _CUT = 1024
@@ -197,7 +199,7 @@ def _merge(
     dtypes: dict[int, np.dtype],
     expect_sparse: Sequence[bool] | None,
 ) -> list[tuple[_Bucket, int]]:
-    if not isinstance(max_buckets, int) or max_buckets < 1:
+    if as_int(max_buckets, 1) is None:
         raise ValueError(f"`max_buckets` must be an int >= 1, got {max_buckets!r}.")
 
     def kind(bucket: _Bucket) -> Any:
@@ -250,8 +252,10 @@ def _merge(
 def _check_limits(limits: Sequence[int]) -> None:
     if not limits:
         raise ValueError("`limits` must hold at least one size in bytes, got none.")
-    if min(limits) < 0:
-        raise ValueError(f"`limits` are sizes in bytes and must be >= 0, got {list(limits)}.")
+    if any(as_int(size, 0) is None for size in limits):
+        raise ValueError(
+            f"`limits` are sizes in bytes and must be ints >= 0, got {list(limits)!r}."
+        )
 
 
 def _check_labels(

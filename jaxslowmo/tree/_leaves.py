@@ -50,17 +50,29 @@ def check_floating(owner: str, tree: PyTree) -> None:
     Raises:
       ValueError: a leaf is integer, boolean, complex or a PRNG key.
     """
+    if wrong := not_floating(tree):
+        raise ValueError(
+            f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: "
+            "leave other leaves out with `optax.masked(transform, mask)` around the whole chain, "
+            "and give it zeros as their gradients; `js.make_train_step` takes them as "
+            "`model_state`."
+        )
+
+
+def not_floating(tree: PyTree) -> list[str]:
+    """Return name and dtype of every leaf that is not real floating point, such as `"n (int32)"`.
+
+    Args:
+      tree: arrays or anything with `dtype`.
+    """
     leaves = jax.tree.leaves(tree)
     kinds = [leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in leaves]
     # Thousands of leaves have a few dtypes.
     other = {kind for kind in set(kinds) if not jnp.issubdtype(kind, jnp.floating)}
-    if other:
-        named = zip(leaf_names(tree), leaves, kinds, strict=True)
-        wrong = [f"{name} ({jnp.result_type(x)})" for name, x, kind in named if kind in other]
-        raise ValueError(
-            f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: "
-            "leave other leaves out with `optax.masked(transform, mask)` in the chain."
-        )
+    if not other:
+        return []
+    named = zip(leaf_names(tree), leaves, kinds, strict=True)
+    return [f"{name} ({jnp.result_type(x)})" for name, x, kind in named if kind in other]
 
 
 def at_least_float32(dtype: Any) -> np.dtype:

@@ -139,7 +139,7 @@ def test_any_number_is_a_rate(rate):
         state = tx.init(w)
         for _ in range(2):
             _, state = tx.update(w, state, w, learning_rate=rate)
-        return state.outer.learning_rate, state.outer.since
+        return state.outer.last_rate, state.outer.since
 
     now, since = jax.vmap(one, axis_name="replica")(jnp.ones((REPLICAS, 2)))
     assert now.tolist() == [np.float32(rate)] * REPLICAS
@@ -185,14 +185,14 @@ def test_the_rate_of_an_idle_replica_does_not_count():
         history, state = trained(step, weights_of(idle))
         given, _ = trained(step_of(slow(falling), optimizer), weights_of(idle))
         assert_same(history, given)
-        np.testing.assert_allclose(state.opt_state[-1].outer.learning_rate, falling(7), rtol=1e-6)
+        np.testing.assert_allclose(state.opt_state[-1].outer.last_rate, falling(7), rtol=1e-6)
 
 
 def test_where_all_are_idle_the_rate_stays_and_momentum_is_kept():
     weights = np.ones((STEPS, REPLICAS), np.float32)
     weights[4:8] = 0
     history, state = trained(step_of(slow("optimizer")), weights)
-    np.testing.assert_allclose(state.opt_state[-1].outer.learning_rate, RATES[3])
+    np.testing.assert_allclose(state.opt_state[-1].outer.last_rate, RATES[3])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(history))
 
 

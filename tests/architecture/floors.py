@@ -11,6 +11,7 @@ TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
 # A package imports only from lower floors; packages on one floor do not import each other.
 FLOORS = {
     "_warn": -1,
+    "_integers": -1,
     "_typing": -1,
     "_scopes": -1,
     "_coordinator": -1,

@@ -1,12 +1,15 @@
 """Resumed runs are undisturbed runs, bit by bit, from any step of a period."""
 
+import json
+
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, PERIOD, SYNCS, batch, bits, make_step
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _record
+from jaxslowmo.tree import leaf_names
 from support.exhaustive import sweep
 
 LAST = PERIOD + 1
@@ -124,3 +127,34 @@ def test_parameters_of_another_width_are_refused(tmp_path):
         checkpoints.save(1, step.init(wide, model_state=MODEL_STATE))
         with pytest.raises(CheckpointError, match=r"params/b is float32\[40\] in the checkpoint"):
             checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
+
+
+# Names of fields that were other ones in 0.1.0, whose leaves are stored under these.
+NAMES_OF_0_1_0 = {"last_rate": "learning_rate", "loss_scale": "scale", "clip_factor": "scale"}
+
+
+def test_states_are_restored_whose_fields_had_other_names(monkeypatch, tmp_path):
+    optimizer = optax.chain(js.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(1e-2))
+    step = make_step(
+        "slowmo over local_sgd",
+        js.virtual_mesh({"replica": 2}),
+        optimizer=js.dynamic_loss_scale(optimizer, initial=4.0),
+    )
+    state, _ = step(step.init(PARAMS, model_state=MODEL_STATE), batch(0, 2))
+
+    def names_then(tree):
+        parts = [name.rpartition("/") for name in leaf_names(tree)]
+        return [f"{path}{slash}{NAMES_OF_0_1_0.get(field, field)}" for path, slash, field in parts]
+
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as then:
+            then.setattr(_record, "leaf_names", names_then)
+            checkpoints.save(1, state, wait=True)
+        saved = [
+            leaf[1]
+            for leaf in json.loads((tmp_path / "1" / "record" / "metadata").read_text())["leaves"]
+        ]
+        assert sum(x.endswith(("/learning_rate", "/scale")) for x in saved) == 4
+        found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
+    assert found.is_exact
+    assert bits(found.state) == bits(state)

@@ -167,13 +167,13 @@ def test_against_torch_and_optax():
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([[4.0]])}
     tx = js.clip_by_global_norm(1.0)
     found, state = tx.update(grads, tx.init(grads))
-    assert (float(state.norm), float(state.scale)) == (5.0, float(np.float32(1 / (5 + 1e-6))))
+    assert (float(state.norm), float(state.clip_factor)) == (5.0, float(np.float32(1 / (5 + 1e-6))))
     np.testing.assert_array_equal(found["a"], grads["a"] * np.float32(1 / (5 + 1e-6)))
     theirs, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
     np.testing.assert_allclose(found["b"], theirs["b"], rtol=1e-6)
     whole, state = js.clip_by_global_norm(5.1).update(grads, state)
     np.testing.assert_array_equal(whole["a"], grads["a"])
-    assert float(state.scale) == 1.0
+    assert float(state.clip_factor) == 1.0
 
 
 def test_half_precision_is_measured_in_float32():
@@ -193,7 +193,7 @@ def test_gradients_of_rows_hidden_leaves_and_integers():
     found, state = tx.update(grads, tx.init({"w": grads["w"]}))
     dense = rows.to_dense()
     np.testing.assert_allclose(state.norm, norm_of([dense, grads["w"]], 2), rtol=1e-6)
-    np.testing.assert_allclose(found["table"].to_dense(), state.scale * dense, rtol=1e-6)
+    np.testing.assert_allclose(found["table"].to_dense(), state.clip_factor * dense, rtol=1e-6)
     np.testing.assert_array_equal(found["table"].rows, rows.rows)
     np.testing.assert_array_equal(found["steps"], [7])
     masked = optax.masked(tx, {"table": False, "w": True, "steps": False})

@@ -33,7 +33,7 @@ def test_found_inside_of(name):
 
 def test_none_without_one_and_a_stack_of_them():
     assert js.loss_scale_of(optax.adam(0.1).init(PARAMS)) is None
-    stacked = SCALED.init(PARAMS)._replace(scale=np.float32([8, 4]))
+    stacked = SCALED.init(PARAMS)._replace(loss_scale=np.float32([8, 4]))
     np.testing.assert_array_equal(js.loss_scale_of((stacked, ())), [8, 4])
 
 

@@ -318,8 +318,7 @@ CONTRIB: dict[str, Case] = {
     "sophia": Case(lambda: _with_objective(contrib.sophia(0.1)), condition=OBJECTIVE),
     "split_real_and_imaginary": Case(
         lambda: contrib.split_real_and_imaginary(_adam()),
-        condition="changes nothing: complex leaves are refused by `sync=` (`optax.masked` leaves "
-        "them alone)",
+        condition="changes nothing: complex leaves are refused (give real and imaginary part)",
     ),
 }
 

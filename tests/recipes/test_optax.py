@@ -242,3 +242,30 @@ def test_masked_leaves_stay_as_they_are():
             sync=optax.masked(found["slow"](), {"w": True, "b": False}),
             mesh=found["mesh"],
         )
+
+
+def test_exchanges_per_group_are_refused_by_a_host_scheduled_step():
+    found = recipe("optax.partition")
+    options = {"mesh": found["mesh"], "donate": False}
+    for mode in ("traced", "host"):
+        step = js.make_train_step(found["loss_fn"], found["tx_groups"], mode=mode, **options)
+        if mode == "traced":
+            step(step.init(found["params"]), found["batches"][0])
+        else:
+            with pytest.raises(ValueError, match=r'`mode`="host" .* use mode="traced"'):
+                step.init(found["params"])
+
+
+def test_an_exported_step_has_no_container_that_jax_cannot_write():
+    found = recipe("jax.export: the training step itself")
+
+    def kinds(tree):
+        data = tree.node_data()
+        return {data and data[0]}.union(*map(kinds, tree.children()))
+
+    exported, step, batch = (found[name] for name in ("exported", "step", "batches"))
+    for tree in (exported.in_tree, exported.out_tree):
+        assert kinds(tree) <= {None, tuple, list, dict}
+    state, metrics = step(step.init(found["params"]), batch[0])
+    assert_close(found["state"].params, state.params)
+    assert_close(found["metrics"], metrics)

@@ -1,12 +1,12 @@
 """What a graph and a mixing ask of the program: its rounds, and whether weights move or travel."""
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..._integers import as_int
 from ...topology import ExchangeRound, Graph, Mixing, exchange_rounds
 
 
@@ -31,11 +31,8 @@ def checked_overlap(owner: str, overlap: Any) -> int:
     Raises:
       ValueError: no integer, or a negative one.
     """
-    try:
-        count = -1 if isinstance(overlap, bool) else operator.index(overlap)
-    except TypeError:
-        count = -1
-    if count < 0:
+    count = as_int(overlap, 0)
+    if count is None:
         raise ValueError(
             f"{owner}: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}."
         )

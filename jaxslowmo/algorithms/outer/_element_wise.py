@@ -42,6 +42,8 @@ def element_wise(
             # Another thread is outside of what is being traced in this one, and of its settings.
             with ThreadPoolExecutor(1) as pool:
                 whole, split = pool.submit(_whole_and_split, optimizer).result()
+        except jax.errors.UnexpectedTracerError:
+            return  # made of values that are being traced, which cannot be tried apart from that
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{refusal} It can't be applied to them: {what}") from error

@@ -218,7 +218,9 @@ class Outer:
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
             if self.rate.is_told and weight is not None:
-                rate = jnp.where(weight > 0, rate, NO_RATE)
+                # Differentiated as if it counted: what the others took depends on it, too.
+                away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
+                rate = jnp.where(weight > 0, rate, away)
             state = state._replace(outer=self.rate.observe(state.outer, rate))
         state = state._replace(count=increment(state.count))
         step = OuterStep(self, params, weight, phase, rate, extra)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._integers import as_int
 from ..._typing import PyTree
 from ...collectives import all_mean
 from ...mesh import axis_names, match_varying, vary_over
@@ -220,13 +221,10 @@ def _means_of_factors(bucket: GradBucket, factors: list[jax.Array]) -> list[jax.
 
 
 def _check(rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any) -> None:
-    def is_int(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool)
-
-    if not is_int(rank) or rank < 1:
+    if as_int(rank, 1) is None:
         raise ValueError(f"{_OWNER}: `rank` must be an int >= 1, got {rank!r}.")
     least = 2 if remembers else 0
-    if not is_int(start_step) or start_step < least:
+    if as_int(start_step, least) is None:
         why = " with error feedback or warm start" if remembers else ""
         raise ValueError(
             f"{_OWNER}: `start_step` counts updates and must be an int >= {least}{why}, got "
@@ -236,7 +234,7 @@ def _check(rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any
         raise ValueError(
             f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got {min_rate!r}."
         )
-    if not is_int(seed):
+    if as_int(seed) is None:
         raise ValueError(f"{_OWNER}: `seed` must be an int, got {seed!r}.")
 
 

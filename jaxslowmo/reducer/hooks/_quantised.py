@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ..._integers import as_int
 from ...collectives import E4M3, E5M2, INT8, Codec, Quantised, quantised_mean
 from .._hook import CommHook, GradBucket
 from ._error_feedback import lossy
@@ -96,11 +97,11 @@ def fp8(
 def _quantised(
     owner: str, codec: Codec, block_size: Any, error_feedback: bool, stochastic: bool, seed: Any
 ) -> CommHook:
-    if not isinstance(block_size, int) or block_size < 1:
+    if as_int(block_size, 1) is None:
         raise ValueError(f"{owner}: `block_size` must be an int >= 1, got {block_size!r}.")
-    if not isinstance(seed, int):
+    if as_int(seed) is None:
         raise ValueError(f"{owner}: `seed` must be an int, got {seed!r}.")
-    how = Quantised(codec, block_size)
+    how = Quantised(codec, int(block_size))
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = _key(seed, bucket) if stochastic else None

@@ -4,6 +4,7 @@ import math
 
 import jax
 
+from ..._integers import as_int
 from ...collectives import top_k_mean
 from .._hook import CommHook, GradBucket
 from ._error_feedback import lossy
@@ -43,14 +44,14 @@ def top_k(
     """
     if ratio is not None and k is not None:
         raise ValueError(f"top_k: give `ratio` or `k`, not both, got {ratio!r} and {k!r}.")
-    if k is not None and (not isinstance(k, int) or k < 1):
+    if k is not None and as_int(k, 1) is None:
         raise ValueError(f"top_k: `k` must be an int >= 1, got {k!r}.")
     share = 0.01 if ratio is None else ratio
     if not 0 < share <= 1:
         raise ValueError(f"top_k: `ratio` must be in (0, 1], got {ratio!r}.")
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
+        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else int(k)
         return top_k_mean(
             flat, bucket.axis_name, min(max(wanted, 1), bucket.size), dtype=bucket.dtype
         )

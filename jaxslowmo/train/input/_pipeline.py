@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import jax
 
+from ..._integers import as_int
 from ..._typing import PyTree
 from .._hooks import StepResult
 from .._state import TrainState
@@ -303,7 +304,7 @@ def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
 
 def check_accumulation(accumulate: Any, partial: Any) -> None:
     """Raise `ValueError` for what is no number of batches, or no way to end."""
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if as_int(accumulate, 1) is None:
         raise ValueError(
             f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
         )
@@ -315,7 +316,7 @@ def check_accumulation(accumulate: Any, partial: Any) -> None:
 def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:
     if not callable(step):
         raise ValueError(f"`step` must be a function, got {type(step).__name__}.")
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+    if as_int(depth, 0) is None:
         raise ValueError(f"`depth` counts batches and must be an int >= 0, got {depth!r}.")
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and (depth == 0 or not is_number or not timeout > 0):

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from ..._integers import as_int
 from ..._typing import PyTree
 from .._state import TrainState
 from ._programs import Task, add_to_window, anew, ask, update
@@ -176,7 +177,7 @@ def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
             "js.make_train_step(embeddings=...)."
         )
-    if not isinstance(num_exact, int) or isinstance(num_exact, bool) or num_exact < 0:
+    if as_int(num_exact, 0) is None:
         raise ValueError(f"`num_exact` counts batches and must be >= 0, got {num_exact!r}.")
     if num_exact and mode != "stale":
         raise ValueError(

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import optax
 
+from ..._integers import as_int
 from ..._typing import AxisName
 from ...embedding import Embeddings
 from ...mesh import AnyMesh, replica_count
@@ -145,7 +146,7 @@ def make_train_step(
         raise ValueError(f'`host_batch` must be "local" or "global", got {host_batch!r}.')
     if order not in ("reverse", "ready"):
         raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if as_int(accumulate, 1) is None:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
     apart = isinstance(sync, str) and sync == "none"
     if not apart and sync is not None and not isinstance(sync, ParameterTransform):

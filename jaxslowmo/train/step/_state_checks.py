@@ -8,6 +8,7 @@ from .._hyperparams import Numbers
 from .._state import TrainState
 from ._probe import check_remembered
 from ._transforms import check_shards, check_transforms
+from ._usable import refuse_untrainable
 from .update import StepParts
 
 
@@ -50,6 +51,7 @@ class StateChecks:
 
     def before_first_use(self, state: TrainState) -> None:
         """What is asked once for every program."""
+        refuse_untrainable(state.params)
         self.transforms(state)
         if self._parts.sync is not None:
             check_shards(self._parts.sync.shards(state.opt_state[-1]))

@@ -33,6 +33,8 @@ from ._tables import seen_by_loss, stacked_params
 from ._usable import (
     forget,
     refuse_others,
+    refuse_state_of_others,
+    refuse_untrainable,
     refuse_unusable,
     refuse_unusable_window,
     tells_where_it_lies,
@@ -49,8 +51,7 @@ class TrainStep:
       tx: the whole chain, for `TrainState.create`; `init` does that.
       mesh: the mesh it runs on.
       axis_name: the replica axis.
-      mode: `"traced"` or `"host"`.
-      host_batch: `"local"` or `"global"`.
+      mode, host_batch: as `make_train_step` was given them.
       sync: the parameter transform, sized for the mesh; None without one. Programs use it
         `with_specs` of the parameters that they are for.
       embeddings: the tables; None without.
@@ -82,6 +83,7 @@ class TrainStep:
 
         Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
         """
+        refuse_untrainable(params)
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         if self._parts.raw_keys:
             model_state = typed_keys(model_state)
@@ -98,16 +100,17 @@ class TrainStep:
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
         refuse_unusable(state)
+        refuse_state_of_others(state, self._parts)
         sync, so_far = self._parts.sync, self._counts.of(state, self._parts.sync)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
     def shares(self, state: TrainState) -> Shares | None:
         """Return how replicas count in the consensus: `shares=` of `js.consensus`; None: alike.
 
-        Raises:
-          ValueError: several `js.sgp` in `optimizer`, each over leaves of its own.
+        It raises `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
         refuse_unusable(state)
+        refuse_state_of_others(state, self._parts)
         if self.sync is not None:
             return self.sync.shares(state.opt_state[-1])
         return shares_of_gossip(state.opt_state)
@@ -153,11 +156,10 @@ class TrainStep:
           a window too.
 
         Raises:
-          ValueError: a batch that does not split evenly, a weight of another shape, a state whose
-            buffers were donated; host-scheduled, a call inside of jax.jit or the like; a window of
-            batches with weights and a batch without one, or the other way round, or of other
-            parameters; with a window, a line search. On all processes: batches that do not fit
-            together.
+          ValueError: a batch that does not split evenly, a weight of another shape, a state of
+            another algorithm or whose buffers were donated; in host mode a call inside of jax.jit;
+            a window of other parameters, or where not all batches have a weight; with a window, a
+            line search. On all processes: batches that do not fit together.
 
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
@@ -361,6 +363,7 @@ class TrainStep:
 
     def _next_phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
+        refuse_state_of_others(state, self._parts)
         return self.next_phase(state) if self.mode == "host" else None
 
     def _program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:

@@ -4,14 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..._typing import PyTree
 from ...embedding import WithTables
-from ...tree import leaf_names
+from ...transform import NoExchangeState
+from ...tree import leaf_names, not_floating
 from .._state import TrainState
-from .update import GradientWindow
+from .update import GradientWindow, StepParts
 
 
 def refuse_others(state: TrainState) -> None:
@@ -34,6 +36,46 @@ def refuse_unusable(state: TrainState) -> None:
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
+            )
+
+
+def refuse_untrainable(params: PyTree) -> None:
+    """Raise `ValueError` for parameters that have no gradient, or none that optimizers can follow.
+
+    jax refuses to differentiate integers, and optimizers would move complex numbers to the wrong
+    side: their gradients are conjugated.
+    """
+    dense = params.dense if isinstance(params, WithTables) else params
+    if wrong := not_floating(dense):
+        raise ValueError(
+            "`params`: a training step differentiates real floating-point leaves only, got "
+            f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
+            "loss function is given and returns, or let it close over them. Instead of a complex "
+            "leaf that shall be trained give real and imaginary part, and join them in the loss "
+            "function by `jax.lax.complex`."
+        )
+
+
+def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
+    """Raise `ValueError` for the state of a step with another `sync` or `gradients`, by its class.
+
+    What the optimizer keeps is not looked at, nor what has no class of its own.
+    """
+    sync, gradients = parts.sync, parts.gradients
+    wanted = {
+        "sync": NoExchangeState if sync is None else sync.state,
+        "gradients": optax.EmptyState if gradients is None else None,
+    }
+    members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
+    for argument, kind in wanted.items():
+        if kind is None:
+            continue
+        held = state.opt_state[-1 if argument == "sync" else 0] if members else state.opt_state
+        if not isinstance(held, kind):
+            raise ValueError(
+                f"`state` must come from a step with the same `{argument}`: this step keeps "
+                f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
+                "the state by this step's `init`; `state.params` go over by `js.consensus`."
             )
 
 

@@ -61,7 +61,7 @@ def validated(run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state:
     skipped = was_skipped(optimizer_state, first.state)
 
     def again() -> Made:
-        clipped = grads if outside is None else scaled(grads, found.scale)
+        clipped = grads if outside is None else scaled(grads, found.clip_factor)
         return run(clipped, Validation(inside, skipped))
 
     second = jax.make_jaxpr(again, return_shape=True)()
@@ -74,7 +74,7 @@ def validated(run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state:
 
     # NaN is no 1, either: what the clipping makes of it is what an earlier one would have made.
     return lax.cond(
-        found.scale != 1, lambda: alike(again(), first), lambda: alike(first, second[1])
+        found.clip_factor != 1, lambda: alike(again(), first), lambda: alike(first, second[1])
     )
 
 

@@ -90,7 +90,7 @@ def run(setting, validate, mesh=None, *, bad=None, weights=None, **options):
         state, metrics = step(state, batch, None if weights is None else weights[t])
         told.append(metrics)
         found = clip_state(state.opt_state)
-        scales.append(1.0 if found is None else float(found.scale.min()))
+        scales.append(1.0 if found is None else float(found.clip_factor.min()))
     return state, [{**metrics, "scales": np.array(scales)} for metrics in told]
 
 
