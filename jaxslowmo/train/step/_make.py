@@ -116,7 +116,8 @@ def make_train_step(
         `js.slowmo(learning_rate="optimizer")` and an `optimizer` whose state does not hold one
         learning rate.
       UserWarning: once, for an `optimizer` that takes back what `sync` does (one that nobody knows
-        is tried on few numbers), and for `optax.contrib.sam` with a period that `sync` cuts.
+        is tried on few numbers), for `optax.contrib.sam` with a period that `sync` cuts, and for
+        `js.Policy("float16")` without a `js.dynamic_loss_scale` in `optimizer`.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
@@ -180,5 +181,6 @@ def make_train_step(
         order=order,
         tables=tables,
         validate=validate,
+        policy=policy,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

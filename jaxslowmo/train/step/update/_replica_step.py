@@ -12,7 +12,7 @@ from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....clipping import clip_state
 from ....mesh import axis_names, laid_out, vary_over, varying_axes
-from ....precision import loss_scale_of, unless_overflow, was_skipped
+from ....precision import Policy, loss_scale_of, unless_overflow, was_skipped
 from ....reducer import mean_gradients
 from ....transform import (
     ParameterTransform,
@@ -82,6 +82,7 @@ class StepParts:
     tables: Tables | None = None
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
     validate: Validate = "before"
+    policy: Policy | None = None  # that the loss function computes by
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
