@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ..._typing import PyTree
 from ...transform import ParameterTransform
+from .._state import TrainState
 
 
 class Counted(NamedTuple):
@@ -21,6 +23,11 @@ class Counted(NamedTuple):
 
     updates: int
     skipped: int
+
+
+def counter_of(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
+    """Return the counter of the updates in a state, (replicas,)."""
+    return state.step if sync is None else state.opt_state[-1].count
 
 
 def counted(counter: Any, sync: ParameterTransform | None, state: PyTree) -> Counted:
@@ -56,7 +63,17 @@ class HostCounts:
         return found[1] if found is not None and found[0]() is array else None
 
     def read(self, array: Any, from_device: Callable[[], Counted]) -> Counted:
-        """What belongs to `array`; from the device where it is not known."""
+        """What belongs to `array`; from the device where it is not known.
+
+        Raises:
+          ValueError: it is traced.
+        """
+        if isinstance(array, Tracer):
+            raise ValueError(
+                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
+                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
+                'outside, or use mode="traced", whose one program decides by itself.'
+            )
         known = self.get(array)
         if known is None:
             known = from_device()

@@ -122,7 +122,8 @@ def make_train_step(
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
       and model state; where the optimizer uses an averaged `value`, one of 4 bytes (12 with a
-      weight).
+      weight); with `embeddings` and `gradients`, one of 4 bytes with which all skip an update of
+      ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
     if mode not in ("traced", "host"):

@@ -3,17 +3,16 @@
 from typing import Any, Literal
 
 import jax
-from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
 from ...mesh import AnyMesh, VirtualMesh
 from ...tracing import ready_order
-from ...transform import ParameterTransform, phase_name
+from ...transform import phase_name
 from .._state import Layout, TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._host import Counted, HostCounts, counted
+from ._host import Counted, HostCounts, counted, counter_of
 from ._in_flight import StepsInFlight
 from ._layouts import Layouts
 from ._placing import Placing
@@ -131,8 +130,8 @@ class TrainStep:
           ValueError: a batch that does not split evenly, a weight of another shape, a state whose
             buffers were donated; host-scheduled, a call inside of jax.jit or the like; a window of
             batches with weights and a batch without one, or the other way round, or of other
-            parameters; with a window, a line search. On all processes: batches that do not fit
-            together.
+            parameters; with a window, a line search; ids in no table (`refuse_ids`). On all
+            processes: batches that do not fit together.
 
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
@@ -206,19 +205,37 @@ class TrainStep:
         task = update_of_window(self._next_phase(state), self._collected)
         return self._update(task, self._layouts.of(state), state, Given(window=window))[:2]
 
+    def refuse_ids(self, num_running: int = 0) -> None:
+        """Raise `ValueError` where a batch that has run had ids that are in no table; wait for it.
+
+        Ids that only devices know are counted, their update is skipped as by a loss scale, and the
+        second call after it raises. Call this at the end of a loop, as `js.TrainPipeline` and
+        `js.train_loop` do. It tells of the replicas of this process.
+
+        Args:
+          num_running: how many of the last calls are not asked and not waited for.
+        """
+        self._placing.refuse_counted(num_running)
+
     def place(
-        self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
+        self,
+        batch: PyTree,
+        weight: Any = None,
+        *,
+        state: TrainState | None = None,
+        check_ids: bool = True,
     ) -> tuple[PyTree, Any]:
         """A batch and its weight on the devices, as a call would place them; nothing waits.
 
-        The call that is given them copies nothing, so one batch is copied while another is used:
-        `js.TrainPipeline` does that. What lies there already stays as it is.
+        The call that is given them copies nothing: `js.TrainPipeline` copies one batch while another
+        is used. What lies there already stays as it is.
 
         Args:
           batch: as a call takes it.
           weight: likewise.
           state: one as the batch is for, which tells over which axes parameters are sharded, and
             batches so are not. None: the last that this step has seen.
+          check_ids: False where ids are made of the batch before the call: none are looked at.
 
         Returns:
           `(batch, weight)`, arrays on the devices; weight None stays None.
@@ -232,7 +249,7 @@ class TrainStep:
         if state is not None:
             refuse_others(state)
             layout = self._layouts.of(state)
-        batch, weight = self._placing.compared(batch, weight, layout)
+        batch, weight = self._placing.compared(batch, weight, layout, check_ids=check_ids)
         if isinstance(self.mesh, VirtualMesh):
             batch = self._placing.copied(batch)
         return batch, weight
@@ -261,6 +278,7 @@ class TrainStep:
         layout = self._layouts.of(state)
         given = Given(*self.place(batch, weight, state=state))
         state = state._replace(opt_state=())  # at which an evaluation does not look
+        self._placing.refuse_counted()
         metrics = self._programs.get(evaluate(), layout, state, given)(state, *given)
         self._in_flight.admit(metrics)
         self._placing.ran(given.batch, metrics)
@@ -336,13 +354,7 @@ class TrainStep:
 
     def _counted(self, state: TrainState) -> Counted:
         """The counter of the parameter transform (else the step), and what it skipped."""
-        array = _counter(state, self._parts.sync)
-        if isinstance(array, Tracer):
-            raise ValueError(
-                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
-                'outside, or use mode="traced", whose one program decides by itself.'
-            )
+        array = counter_of(state, self._parts.sync)
         sync = self._parts.sync
         return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
@@ -358,6 +370,7 @@ class TrainStep:
         self, task: Task, layout: Layout, state: TrainState, given: Given
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Run a program that adds to a window, which begins here where there is none."""
+        self._placing.refuse_counted()
         if given.window is None:
             first = Given(given.batch, given.weight)
             window = self._program(open_window(), layout, state, first)(state, *first)
@@ -373,8 +386,9 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """Run the program of an update, and know of its result what is known without reading it."""
         self._checks.numbers(state).replace(state.opt_state)
+        self._placing.refuse_counted()
         program = self._program(task, layout, state, given)
-        so_far = self._counts.get(_counter(state, self._parts.sync))
+        so_far = self._counts.get(counter_of(state, self._parts.sync))
         new_state, metrics, carry = program(state, *given)
         self._in_flight.admit(metrics)
         self._placing.ran(given.batch, metrics)
@@ -382,10 +396,6 @@ class TrainStep:
         if given.window is not None and self._programs.donate:
             forget(given.window)
         if so_far is not None:  # count on, without asking the device
-            counter = _counter(new_state, self._parts.sync)
+            counter = counter_of(new_state, self._parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics, carry
-
-
-def _counter(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
-    return state.step if sync is None else state.opt_state[-1].count

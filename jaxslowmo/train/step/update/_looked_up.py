@@ -20,11 +20,13 @@ class Requested(NamedTuple):
       batch: as the step was given it.
       requests: what it asks the tables for, and is asked by others.
       vectors: by table, the rows that it asked for.
+      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed.
     """
 
     batch: PyTree
     requests: Requests
     vectors: PyTree
+    counts: dict[str, jax.Array]
 
 
 def differentiated(
@@ -80,7 +82,7 @@ def pooled(
 
     Communication: none.
     """
-    batch, requests, vectors = requested
+    batch, requests, vectors, _ = requested
 
     def of(vectors: PyTree, params: PyTree) -> PyTree:
         return embeddings.pooled(vectors, requests, params)

@@ -98,7 +98,7 @@ class TableParts:
             own = self._requested(local.tables, given)
             following, read = self._following(local.tables, given.upcoming)
             gathered, metrics = self._differentiation.gathered(local.dense, own)
-            metrics = {**metrics, **self._counts(own)}
+            metrics = {**metrics, **own.batch.counts}
             moved = self.parts.moved(local.dense, gathered, own.batch)
             return self._moved(local, moved, read), metrics, following
 
@@ -131,7 +131,7 @@ class TableParts:
             own = self._requested(local.tables, given)
             following, _ = self._following(local.tables, given.upcoming)
             window, metrics = self._differentiation.collected(local.dense, own)
-            return window, {**metrics, **self._counts(own)}, following
+            return window, {**metrics, **own.batch.counts}, following
 
         out = WINDOW_KINDS, "whole", "device"
         return self._on_shards(inside, keyed(state)[0], given, out)
@@ -158,7 +158,7 @@ class TableParts:
 
         def inside(local: Local, given: Given) -> Metrics:
             own = self._requested(local.tables, given)
-            return {**self.parts.evaluated(local.dense, own), **self._counts(own)}
+            return {**self.parts.evaluated(local.dense, own), **own.batch.counts}
 
         return self._on_shards(inside, state, given, "whole")
 
@@ -218,7 +218,8 @@ class TableParts:
             requests = requests._replace(asked=self._typed(requests.asked))
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
-        return given._replace(batch=Requested(given.batch, requests, vectors))
+        counts = self._summed(self.embeddings.metrics(requests))
+        return given._replace(batch=Requested(given.batch, requests, vectors, counts))
 
     def _following(self, tables: PyTree, upcoming: PyTree) -> tuple[Any, PyTree]:
         """The `Carry` of the next batch, None without one, and what was read for it."""
@@ -237,10 +238,6 @@ class TableParts:
 
     def _asked_by(self, batch: PyTree) -> Requests:
         return self.embeddings.exchange_ids(self.embeddings.bags_of(batch))
-
-    def _counts(self, own: Given) -> Metrics:
-        """What the requests of a batch tell."""
-        return self._summed(self.embeddings.metrics(own.batch.requests))
 
     def _summed(self, counts: Metrics) -> Metrics:
         """Sums of counts over the devices of a replica.
