@@ -61,8 +61,9 @@ class TrainPipeline(Iterator[Any]):
       timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
       mode: for a step with `embeddings`, what is done for the next batch beside a step. `"exact"`:
         row numbers are exchanged; `"stale"`: rows are looked up and sent, too, as they were before
-        that step, so a batch trains with rows that are one update old; `"patched"`: likewise, and
-        the rows that the step has changed are sent again, so that nothing is stale.
+        that step, so a batch trains with rows that are one update old (of several that make one
+        update the first one: no update comes between the others); `"patched"`: likewise, and the
+        rows that the step has changed are sent again, so that nothing is stale.
       num_exact: batches of `"stale"` that begin as `"exact"`.
       room: of `"patched"`: the part of the slots in which rows can be sent again; where more have
         changed, all are.

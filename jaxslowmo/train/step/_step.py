@@ -227,7 +227,7 @@ class TrainStep:
     ) -> tuple[PyTree, Any]:
         """A batch and its weight on the devices, as a call would place them; nothing waits.
 
-        The call that is given them copies nothing: `js.TrainPipeline` copies one batch while another
+        The call that is given them copies nothing: `js.TrainPipeline` copies a batch while another
         is used. What lies there already stays as it is.
 
         Args:
@@ -354,8 +354,7 @@ class TrainStep:
 
     def _counted(self, state: TrainState) -> Counted:
         """The counter of the parameter transform (else the step), and what it skipped."""
-        array = counter_of(state, self._parts.sync)
-        sync = self._parts.sync
+        sync, array = self._parts.sync, counter_of(state, self._parts.sync)
         return self._counts.read(array, lambda: counted(array, sync, state.opt_state[-1]))
 
     def _next_phase(self, state: TrainState) -> Phase | None:
