@@ -58,8 +58,8 @@ def resized(
         # A mean would be no power of two, and too large for the replica that needs the least; of
         # several with that one it is the replica that is furthest from the growth of its scale.
         replica = np.lexsort((x.growth_count, x.scale))[0]
-        own = (stacked(leaf[replica], new) for leaf in x[:-1])
-        return DynamicLossScaleState(*own, move(x.inner))
+        own = [stacked(leaf[replica], new) for leaf in x[:-1]]
+        return DynamicLossScaleState._make([*own, move(x.inner)])
 
     def move_statistics(x: Any, struct: Any) -> Any:
         return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)

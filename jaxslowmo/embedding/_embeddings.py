@@ -166,10 +166,7 @@ class Embeddings:
         return metrics_of(requests)
 
     def num_refused(self, counts: Mapping[str, Any]) -> Any:
-        """Return how many ids `refuse` would raise for; () int32, 0 for all that is well.
-
-        Args:
-          counts: as `metrics` returns them, of one device or summed over several.
+        """Return how many ids `refuse` would raise for, () int32, from what `metrics` returns.
 
         Communication: none.
         """

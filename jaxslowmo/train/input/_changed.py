@@ -97,7 +97,7 @@ def _prints(x: np.ndarray, random: np.random.Generator, kept: list[Any]) -> Iter
         elif x.dtype.hasobject:  # strings of any length
             yield tuple(piece.tolist())
         else:
-            checksum = zlib.crc32(np.ascontiguousarray(piece).view(np.uint8), checksum)
+            checksum = zlib.crc32(np.ascontiguousarray(piece).view(np.uint8).data, checksum)
     yield checksum
 
 

@@ -1,6 +1,6 @@
 """Gradients of several batches that become one update."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +97,11 @@ def added_to(window: GradientWindow, found: Found, weight: jax.Array | None) -> 
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
         beside(window.rows, found.rows, weight),
-        None if found.refused is None else window.refused + of_active(found.refused, weight),
+        None if window.refused is None else window.refused + of_active(found.refused, weight),
     )
 
 
-def of_active(count: jax.Array | None, weight: jax.Array | None) -> jax.Array | None:
+def of_active(count: Any, weight: jax.Array | None) -> Any:
     """Return a count, or 0 on a replica of weight 0, whose batch may hold anything."""
     return count if count is None or weight is None else kept_if(weight > 0, count)
 
