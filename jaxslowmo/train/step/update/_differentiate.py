@@ -27,7 +27,7 @@ from ._model_state import (
     vary_statistics,
 )
 from ._rows import Rows
-from ._window import Found, GradientWindow, Metrics, added_to, empty_window, means_of, of_active
+from ._window import Found, GradientWindow, Metrics, added_to, empty_window, means_of
 
 
 class Data(NamedTuple):
@@ -102,8 +102,8 @@ class Differentiation:
         model_state = self._agreed(found.model_state)
         metrics, model_state = _counted(given.weight, found.metrics, model_state, before)
         loss, data = metrics["loss"], data._replace(batch=found.batch)
-        weight, refused = given.weight, of_active(found.refused, given.weight)
-        return Gathered(found.grads, loss, model_state, weight, found.rows, data, refused), metrics
+        grads, rows, refused = found.grads, found.rows, found.refused
+        return Gathered(grads, loss, model_state, given.weight, rows, data, refused), metrics
 
     def opened(self, state: TrainState, given: Given) -> GradientWindow:
         """An empty window, for batches of the shapes of this one.
@@ -201,7 +201,7 @@ class Differentiation:
             *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
             return results, grads, own
 
-        refused = self.tables.num_refused(batch.counts)
+        refused = batch.refused
         (metrics, model_state), grads, rows, batch = differentiated(
             self.tables, batch, params, compute, key, seen, scale
         )

@@ -21,12 +21,15 @@ class Requested(NamedTuple):
       requests: what it asks the tables for, and is asked by others.
       vectors: by table, the rows that it asked for.
       counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed.
+      refused: () int32, ids among these because of which no update must be made; 0 on a replica of
+        weight 0, whose batch may hold anything.
     """
 
     batch: PyTree
     requests: Requests
     vectors: PyTree
     counts: dict[str, jax.Array]
+    refused: jax.Array
 
 
 def differentiated(
@@ -82,7 +85,7 @@ def pooled(
 
     Communication: none.
     """
-    batch, requests, vectors, _ = requested
+    batch, requests, vectors, *_ = requested
 
     def of(vectors: PyTree, params: PyTree) -> PyTree:
         return embeddings.pooled(vectors, requests, params)

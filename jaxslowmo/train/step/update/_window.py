@@ -1,6 +1,6 @@
 """Gradients of several batches that become one update."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,7 @@ class Found(NamedTuple):
       model_state: of this device, after the batch.
       rows: by table, gradients of the rows that it holds; {} without tables.
       batch: as the loss function saw it.
-      refused: () int32, of the replica: its ids that are in no table, or have no slot; None without
-        tables.
+      refused: as `Requested.refused`; None without tables.
     """
 
     grads: PyTree
@@ -97,13 +96,8 @@ def added_to(window: GradientWindow, found: Found, weight: jax.Array | None) -> 
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
         beside(window.rows, found.rows, weight),
-        None if window.refused is None else window.refused + of_active(found.refused, weight),
+        jax.tree.map(jnp.add, window.refused, found.refused),
     )
-
-
-def of_active(count: Any, weight: jax.Array | None) -> Any:
-    """Return a count, or 0 on a replica of weight 0, whose batch may hold anything."""
-    return count if count is None or weight is None else kept_if(weight > 0, count)
 
 
 def means_of(window: GradientWindow) -> tuple[PyTree, Rows, Metrics]:

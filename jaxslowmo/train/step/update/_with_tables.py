@@ -23,6 +23,7 @@ from ....embedding import (
     typed_as_equal,
 )
 from ....transform import increment
+from ....tree import kept_if
 from ..._state import TrainState
 from ._differentiate import Differentiation
 from ._given import GIVEN_ROLES, Ahead, Carry, Given
@@ -219,7 +220,10 @@ class TableParts:
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
         counts = self._summed(self.embeddings.metrics(requests))
-        return given._replace(batch=Requested(given.batch, requests, vectors, counts))
+        refused = self.embeddings.num_refused(counts)
+        if given.weight is not None:
+            refused = kept_if(given.weight > 0, refused)
+        return given._replace(batch=Requested(given.batch, requests, vectors, counts, refused))
 
     def _following(self, tables: PyTree, upcoming: PyTree) -> tuple[Any, PyTree]:
         """The `Carry` of the next batch, None without one, and what was read for it."""
