@@ -8,6 +8,7 @@ import numpy as np
 
 from .._typing import PyTree
 from ..mesh import numbered_key
+from ..precision import DynamicLossScaleState
 from ..train import TrainState
 from ..transform import ParameterTransform, Placement, carry_leaf, shifted_copies, stacked
 from ._record import is_key
@@ -49,7 +50,16 @@ def resized(
         carried = sync_state
 
     def move(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: carry_leaf(x, old, new), tree)
+        return jax.tree.map(move_one, tree, is_leaf=_is_scale)
+
+    def move_one(x: Any) -> Any:
+        if not _is_scale(x):
+            return carry_leaf(x, old, new)
+        # A mean would be no power of two, and too large for the replica that needs the least; of
+        # several with that one it is the replica that is furthest from the growth of its scale.
+        replica = np.lexsort((x.growth_count, x.scale))[0]
+        own = [stacked(leaf[replica], new) for leaf in x[:-1]]
+        return DynamicLossScaleState._make([*own, move(x.inner)])
 
     def move_statistics(x: Any, struct: Any) -> Any:
         return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
@@ -93,6 +103,10 @@ def _consensus(
     return jax.tree.map(mean, params, *(values for _, values in shares[1:]))
 
 
+def _is_scale(x: Any) -> bool:
+    return isinstance(x, DynamicLossScaleState)
+
+
 def _keys(step: int, seed: int, new: Placement) -> Any:
     """Data of a fresh key per replica, unlike those of the start of any run."""
     key = jax.random.key(seed)
@@ -130,5 +144,7 @@ def _notes(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
         )
+    if any(map(_is_scale, jax.tree.leaves(state.opt_state[:-1], is_leaf=_is_scale))):
+        notes.append("The loss scale and its counters are those of the replica with the least one.")
     notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
     return tuple(notes)

@@ -46,6 +46,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            # `--dtype float16` has one by itself, unless `--loss-scale 0` asks for none.
+            warnings.filterwarnings("ignore", ".*`optimizer` has no loss scale", UserWarning)
             result = command.main(args=argv, prog_name="jaxslowmo", standalone_mode=False)
     except Exception as error:
         # Usage errors of typer, or of click in versions that build on it.

@@ -13,6 +13,7 @@ from ._requests import BagsByTable, Requests
 from ._table import OWNER, Table
 
 PREFIX = "embeddings/"
+_UNCHANGED = "Its update was skipped, so that training can go on."
 
 
 def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
@@ -130,6 +131,12 @@ def metrics_of(requests: Requests) -> dict[str, jax.Array]:
     }
 
 
+def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
+    """See `Embeddings.num_refused`."""
+    kinds = ("/invalid",) if drop else ("/invalid", "/overflow")
+    return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
+
+
 def refuse(
     metrics: Mapping[str, Any],
     tables: Mapping[str, Table],
@@ -144,15 +151,15 @@ def refuse(
             raise ValueError(
                 f"{OWNER}: in a batch that was used before, {invalid} ids of "
                 f"{_features(name, table)} were not in table {name!r}, which has the rows 0 to "
-                f"{table.num_rows - 1}. Batches of the host (NumPy) are looked at before they are "
-                "used, and the error names the id."
+                f"{table.num_rows - 1}. {_UNCHANGED} Batches of the host (NumPy) are looked at "
+                "before they are used, and the error names the id."
             )
         overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
         if overflow:
             raise ValueError(
                 f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
                 f"{name!r} had no slot: `capacity` is {capacity[name]} for each owner "
-                '(overflow="drop" would count them as zeros).'
+                f'(overflow="drop" would count them as zeros). {_UNCHANGED}'
             )
 
 

@@ -11,7 +11,15 @@ from .._typing import PyTree
 from ..mesh import is_bound, require_axes
 from ..sparse import RowGradient, add_up_rows
 from ._bags import Bags, bags_of
-from ._check import check_capacities, check_width, host_checked, metrics_of, refuse, slots_needed
+from ._check import (
+    check_capacities,
+    check_width,
+    host_checked,
+    metrics_of,
+    num_refused,
+    refuse,
+    slots_needed,
+)
 from ._exchange import num_devices, swap_blocks
 from ._initial import first_local_values, first_values
 from ._layout import Layout, layout_of, read_tables, whole_on_each, write_tables
@@ -156,6 +164,13 @@ class Embeddings:
         Communication: none.
         """
         return metrics_of(requests)
+
+    def num_refused(self, counts: Mapping[str, Any]) -> Any:
+        """Return how many ids `refuse` would raise for, () int32, from what `metrics` returns.
+
+        Communication: none.
+        """
+        return num_refused(counts, drop=self.overflow == "drop")
 
     def refuse(self, metrics: Mapping[str, Any]) -> None:
         """Raise `ValueError` where these metrics tell of what must not be; waits for them.

@@ -35,8 +35,8 @@ def embeddings(
       inputs: `inputs(batch)` returns ids or `js.Bags` by feature; a function of the batch alone.
         None: `batch[feature]`.
       overflow: for ids beyond the capacity. `"error"`: the training step raises, before it for
-        batches of the host, else at its next call. `"drop"`: their vectors are 0, and the metrics
-        count them.
+        batches of the host; else it skips the update, and its second call after that raises.
+        `"drop"`: their vectors are 0, and the metrics count them.
 
     Returns:
       `Embeddings`, for `js.make_train_step(embeddings=...)`, or for a loop of your own.

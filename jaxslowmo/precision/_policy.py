@@ -21,8 +21,8 @@ class Policy:
 
     `js.make_train_step(policy=js.Policy("bfloat16"))` gives the loss function parameters and batch
     in bfloat16. Parameters stay as they are: gradients arrive in their dtypes, and the optimizer
-    works on float32 master weights. Results are at least float32. With `"float16"` use
-    `js.dynamic_loss_scale`, too.
+    works on float32 master weights. Results are at least float32. With `"float16"` put
+    `js.dynamic_loss_scale` around `optimizer`: without it a step issues a `UserWarning` once.
 
     Attributes:
       compute: `"float32"`, `"bfloat16"` or `"float16"`: what floating leaves are cast to.

@@ -68,7 +68,8 @@ def train_loop(
     Raises:
       ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline that
         evaluates, or beside a state, batches, prefetch or accumulate; no state or batches;
-        `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step.
+        `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step; ids
+        that are in no table, by `step.refuse_ids`, also behind the last step.
 
     Communication: the step's; hooks state their own.
 
@@ -140,6 +141,7 @@ def _run(
                 if is_hook_due(hook, done):
                     result.reports.update(hook(result) or {})
             yield result
+        results.refuse_ids()
 
 
 def _next_update(pipeline: TrainPipeline) -> StepResult | None:

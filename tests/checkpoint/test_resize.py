@@ -103,6 +103,61 @@ def test_4_to_3_to_8(name, tmp_path):
     assert np.isfinite(np.asarray(state.params["w"])).all()
 
 
+def scaled_step(replicas: int, around, axes=()):
+    tx = js.dynamic_loss_scale(optax.adam(0.1), axes, growth_interval=5, initial=16.0)
+    return js.make_train_step(
+        lambda params, x: (params["w"] * x).mean(),
+        around(tx),
+        sync=js.local_sgd("replica", sync_every=2),
+        mesh=js.virtual_mesh({"replica": replicas}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("around", "axes"),
+    [
+        (lambda tx: tx, ()),
+        (lambda tx: optax.chain(js.accumulate(tx, 2), optax.identity()), ()),
+        (lambda tx: tx, "replica"),
+    ],
+    ids=["alone", "wrapped", "common to all"],
+)
+def test_the_least_loss_scale_goes_on_with_its_counters(around, axes, tmp_path):
+    """Its mean, 12.25, was no power of two, and the counters were those of replica 0."""
+    params = {"w": np.ones(3, np.float32)}
+    old = scaled_step(4, around, axes)
+    state = old.init(params)
+    values = {
+        "scale": [16.0, 1.0, 16.0, 1.0],
+        "growth_count": [4, 3, 2, 1],
+        "skipped": [0, 4, 0, 5],
+    }
+    if axes:
+        values = {name: [x[1]] * 4 for name, x in values.items()}
+
+    def is_scale(x):
+        return hasattr(x, "growth_count")
+
+    def with_values(x):
+        if not is_scale(x):
+            return x
+        return x._replace(
+            **{n: jax.numpy.asarray(v, getattr(x, n).dtype) for n, v in values.items()}
+        )
+
+    opt_state = jax.tree.map(with_values, state.opt_state, is_leaf=is_scale)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state._replace(opt_state=opt_state), wait=True)
+        for replicas in (1, 3, 4, 6):
+            found = checkpoints.restore(scaled_step(replicas, around, axes), params)
+            leaves = jax.tree.leaves(found.state.opt_state, is_leaf=is_scale)
+            (own,) = filter(is_scale, leaves)
+            for name, x in values.items():
+                wanted = x if replicas == 4 else [x[-1]] * replicas
+                assert getattr(own, name).tolist() == wanted, (replicas, name)
+            assert ("loss scale" in " ".join(found.notes)) == (replicas != 4)
+
+
 def test_new_keys_depend_on_the_seed(tmp_path):
     step = make_step("local_sgd", js.virtual_mesh({"replica": 2}))
     with Checkpoints(tmp_path) as checkpoints:

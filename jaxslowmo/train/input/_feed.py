@@ -93,7 +93,8 @@ class Feed:
         first = self._held.popleft()
         if isinstance(first, Prepared):
             # Not before: arrays on CPU devices may be those of the iterator, without a copy.
-            refuse_changed(first.loaded.batch, first.loaded.sample)
+            if first.loaded.sample is not None:
+                refuse_changed(first.loaded.batch, first.loaded.sample)
             return first
         if not self._loaders:
             self._is_open = False

@@ -19,12 +19,12 @@ class Loaded(NamedTuple):
     Attributes:
       batch: a `WeightedBatch`, or whatever the step takes.
       position: what the iterator's `get_state()` said right after; None without one.
-      sample: of its arrays, to see whether they change.
+      sample: of its arrays, to see whether they change; None where it does not wait for its turn.
     """
 
     batch: PyTree
     position: Any
-    sample: Sample
+    sample: Sample | None
 
 
 class SharedIterator:
@@ -35,15 +35,19 @@ class SharedIterator:
         self._lock = threading.Lock()
         self._last: Any = None
 
-    def take(self) -> Loaded | None:
-        """The next batch, None after the last; raises what the iterator does."""
+    def take(self, *, waits: bool = False) -> Loaded | None:
+        """Return the next batch, None after the last; raise what the iterator does.
+
+        Args:
+          waits: whether the batch will wait for its turn, so that its arrays may change meanwhile.
+        """
         with self._lock:
             try:
                 batch = next(self.iterator)
             except StopIteration:
                 return None
             self._last = self._position()
-            return Loaded(batch, self._last, sample_of(batch))
+            return Loaded(batch, self._last, sample_of(batch) if waits else None)
 
     def position(self) -> Any:
         """What `get_state()` says now; None for iterators without one.

@@ -7,6 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -51,7 +53,7 @@ class Direct:
         del timeout  # nothing can interrupt an iterator
         if self._is_finished:
             return Ended()
-        return _taken(self._source, self._clock) if wait else None
+        return _taken(self._source.take, self._clock) if wait else None
 
     def finish(self) -> None:
         """Take no further batch."""
@@ -173,7 +175,7 @@ class _Queue:
 
 def _load(source: SharedIterator, queue: _Queue, clock: Clock) -> None:
     while queue.wait_for_room():
-        found = _taken(source, clock)
+        found = _taken(partial(source.take, waits=True), clock)
         queue.put(found)
         if isinstance(found, Ended):
             return
@@ -181,9 +183,9 @@ def _load(source: SharedIterator, queue: _Queue, clock: Clock) -> None:
     queue.put(Ended())
 
 
-def _taken(source: SharedIterator, clock: Clock) -> Loaded | Ended:
+def _taken(take: Callable[[], Loaded | None], clock: Clock) -> Loaded | Ended:
     try:
-        found = clock(source.take)
+        found = clock(take)
     except BaseException as error:  # for the call that needs this batch
         return Ended(error, error.__traceback__)
     if found is None:

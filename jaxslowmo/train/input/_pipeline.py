@@ -18,7 +18,7 @@ from ._clock import Clock
 from ._feed import Feed
 from ._report import PipelineReport, StageTimes
 from ._runner import Evaluation, Partial, Runner, Training
-from ._stages import Prepared, Stage, Stages
+from ._stages import Prepared, Stage, Stages, of_step
 
 
 class TrainPipeline(Iterator[Any]):
@@ -44,8 +44,9 @@ class TrainPipeline(Iterator[Any]):
       batches: of anything that `step` takes; `js.uneven_batches`, a generator, grain, torch's
         DataLoader. It may be left out where `progress` is given iterators.
       stages: functions `batch -> batch`, best made by `jax.jit`, which come after `step.place`, in
-        the calling thread; on a weighted batch without its weights. None: none, and for a function
-        as `step` arrays are put on the default device.
+        the calling thread; on a weighted batch without its weights. They may make the ids of
+        tables, which are looked at behind them. None: none, and for a function as `step` arrays are
+        put on the default device.
       depth: how many batches may be loaded beyond the one that is used. 0: none, and no thread.
       drain: train the batches that are held when an iterator ends. False keeps them for the next
         iterator that `progress` is given, as torchrec does: of the first one all but `depth`.
@@ -61,8 +62,9 @@ class TrainPipeline(Iterator[Any]):
       timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
       mode: for a step with `embeddings`, what is done for the next batch beside a step. `"exact"`:
         row numbers are exchanged; `"stale"`: rows are looked up and sent, too, as they were before
-        that step, so a batch trains with rows that are one update old; `"patched"`: likewise, and
-        the rows that the step has changed are sent again, so that nothing is stale.
+        that step, so a batch trains with rows that are one update old (of several that make one
+        update the first one: no update comes between the others); `"patched"`: likewise, and the
+        rows that the step has changed are sent again, so that nothing is stale.
       num_exact: batches of `"stale"` that begin as `"exact"`.
       room: of `"patched"`: the part of the slots in which rows can be sent again; where more have
         changed, all are.
@@ -106,6 +108,7 @@ class TrainPipeline(Iterator[Any]):
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
+        self._refuse_ids = of_step(step, "refuse_ids")
         prepare = Stages(step, stages)
         step = self._beside(step, state, depth, mode, num_exact=num_exact, room=room)
         runner = _runner(step, state, accumulate, partial)
@@ -149,6 +152,8 @@ class TrainPipeline(Iterator[Any]):
           ValueError: likewise, with `partial="error"` in the middle of an update.
           TimeoutError: none came within `timeout`; the next call waits for the same.
           ValueError: there is no iterator, or the pipeline was closed.
+          ValueError: a batch but the last one had ids that are in no table, as devices have found;
+            its update was skipped, and no batch is lost. At the end also for the last one.
           Exception: what the iterator or a stage raised in place of this batch, with its traceback;
             the batches before it were used, or wait for the others of an update. The next call goes
             on behind it.
@@ -170,8 +175,10 @@ class TrainPipeline(Iterator[Any]):
         began = time.perf_counter()
         self._began = began if self._began is None else self._began
         try:
+            self.refuse_ids(num_running=1)  # before a batch is taken, which would be lost
             batch = self._feed.next()
             if batch is None:
+                self.refuse_ids()
                 if self._drain:
                     self._runner.end()
                 raise StopIteration
@@ -181,6 +188,18 @@ class TrainPipeline(Iterator[Any]):
         finally:
             self._ended = time.perf_counter()
             self._inside += self._ended - began
+
+    def refuse_ids(self, num_running: int = 0) -> None:
+        """Raise `ValueError` where a batch that was used had ids that are in no table.
+
+        `TrainStep.refuse_ids` of the step, where it has one: to be called where one leaves before
+        the batches end. At their end the pipeline does it by itself.
+
+        Args:
+          num_running: how many of the last batches are not asked and not waited for.
+        """
+        if self._refuse_ids is not None:
+            self._refuse_ids(num_running)
 
     @property
     def trains(self) -> bool:

@@ -1,6 +1,7 @@
 """What is done with a batch before its turn: on the devices, and in stages of the user's."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,11 +42,12 @@ class Stages:
     """
 
     def __init__(self, step: Any, stages: Sequence[Stage] | None) -> None:
-        owner = getattr(step, "__self__", None)  # of a method, such as `step.evaluate`
-        self._place: Any = getattr(step, "place", None) or getattr(owner, "place", None)
+        self._place = of_step(step, "place")
         if stages is None:
             stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
         self._stages = [bounded(stage) for stage in stages]
+        # Stages may make the ids: the step looks at what they return.
+        self._options = {"check_ids": False} if stages else {}
         names = ["place"] if self._place else []
         self.clocks = [Clock(name) for name in [*names, *_names(stages)]]
 
@@ -60,10 +62,16 @@ class Stages:
         if isinstance(batch, WeightedBatch):
             batch, weight = batch
         if self._place:
-            batch, weight = next(clocks)(lambda: self._place(batch, weight, state=state))
+            place = partial(self._place, batch, weight, state=state, **self._options)
+            batch, weight = next(clocks)(place)
         for stage, clock in zip(self._stages, clocks, strict=True):
             batch = clock(stage, batch)
         return Prepared(batch, weight, loaded.position, loaded)
+
+
+def of_step(step: Any, name: str) -> Any:
+    """Return a method of a step, or of the owner of one such as `step.evaluate`; None without."""
+    return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
 
 
 def put_arrays(batch: PyTree) -> PyTree:

@@ -4,9 +4,11 @@ import weakref
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from ..._integers import as_int
 from ..._typing import PyTree
+from ...embedding import Embeddings
 from .._state import TrainState
 from ._programs import Task, add_to_window, anew, ask, update
 from ._usable import refuse_unusable, refuse_unusable_window
@@ -21,10 +23,12 @@ class Asked(NamedTuple):
 
     Attributes:
       carry: on the devices.
+      batch: the one that was asked for, as it was placed.
       tables: the arrays of the state that the rows are for; () where there are none yet.
     """
 
     carry: Carry
+    batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
     def is_of(self, state: TrainState) -> bool:
@@ -74,7 +78,7 @@ class AheadStep:
         given = Given(step.place(batch, state=state)[0])
         carry = self._ask(ask(self.asks_for(given.batch)), state, given)
         self._count += 1
-        return _asked(carry, state)
+        return _asked(carry, given.batch, state)
 
     def __call__(
         self,
@@ -92,8 +96,7 @@ class AheadStep:
           state: as the step takes it. If its tables are not those that the step before has left,
             such as after a rollback, rows are looked up in them first.
           batch: the one that was asked for.
-          asked: what `prime` or the call before returned for this batch. Nothing compares them:
-            what was asked for another one would give it that one's rows.
+          asked: what `prime` or the call before returned for this batch.
           next_batch: None: nothing is asked for.
           weight: of `batch`.
           window: as the step takes it.
@@ -102,6 +105,10 @@ class AheadStep:
         Returns:
           `(state, metrics, asked)`, or with `collect` `(window, metrics, asked)`. With
           `"patched"` metrics hold `embeddings/NAME/resent` besides.
+
+        Raises:
+          ValueError: as the step; what was asked for a batch with other ids. Arrays of jax that are
+            the same objects need no look; others are compared on the host, before anything runs.
 
         Communication: the step's, that of `Embeddings.exchange_ids` and, but in `"exact"`, of
           `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
@@ -117,19 +124,20 @@ class AheadStep:
             )
         layout = step._layouts.of(state)
         batch, weight = step.place(batch, weight, state=state)
+        _refuse_other_ids(step.embeddings, asked.batch, batch)
         if next_batch is not None:
             next_batch, _ = step.place(next_batch, state=state)
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         if not asked.is_of(state):
-            asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), state)
+            asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
             done, metrics, carry = step._collect(add_to_window(ahead), layout, state, given)
-            return done, metrics, _asked(carry, state)
+            return done, metrics, _asked(carry, next_batch, state)
         task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
         done, metrics, carry = step._update(task, layout, state, given)
-        return done, metrics, _asked(carry, done)
+        return done, metrics, _asked(carry, next_batch, done)
 
     def compiled(
         self,
@@ -162,11 +170,40 @@ class AheadStep:
         return programs.get(task, layout, state, given)(state, *given)
 
 
-def _asked(carry: Carry | None, state: TrainState) -> Any:
+def _asked(carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
     if carry is None:
         return None
     tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)
-    return Asked(carry, tuple(map(weakref.ref, tables)))
+    return Asked(carry, batch, tuple(map(weakref.ref, tables)))
+
+
+def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) -> None:
+    """Raise `ValueError` unless both batches look up the same.
+
+    Communication: none; device to host where they are not the same arrays.
+    """
+    before, now = jax.tree.leaves(asked_for), jax.tree.leaves(batch)
+    if len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True)):
+        return
+    before, now = embeddings.bags_of(asked_for), embeddings.bags_of(batch)
+    for feature in {**before, **now}:
+        if _content(before.get(feature)) != _content(now.get(feature)):
+            raise ValueError(
+                f"`asked` is for another batch: its ids of feature {feature!r} are not those of "
+                "`batch`. Give each batch what `prime(state, batch)` returned for it, or the call "
+                "before, whose `next_batch` it was."
+            )
+
+
+def _content(tree: PyTree) -> list[Any]:
+    """What this process has of some arrays, to be compared."""
+
+    def parts(x: Any) -> Any:
+        if getattr(x, "is_fully_addressable", True):
+            return np.shape(x), np.asarray(x).tobytes()
+        return {str(part.index): np.asarray(part.data).tobytes() for part in x.addressable_shards}
+
+    return [parts(x) for x in jax.tree.leaves(tree)]
 
 
 def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:

@@ -14,7 +14,8 @@ from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
-from ._step import Mode, TrainStep
+from ._running import Mode
+from ._step import TrainStep
 from ._tables import sync_of_tables, tables_of
 from ._transforms import check_gradients, check_sync_axes, checked_gradients, divisor_of_rows
 from .update import (
@@ -128,12 +129,14 @@ def make_train_step(
         a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")` and
         an `optimizer` whose state does not hold one learning rate.
       UserWarning: once, for an `optimizer` that takes back what `sync` does (one that nobody knows
-        is tried on few numbers), and for `optax.contrib.sam` with a period that `sync` cuts.
+        is tried on few numbers), for `optax.contrib.sam` with a period that `sync` cuts, and for
+        `js.Policy("float16")` without a `js.dynamic_loss_scale` in `optimizer`.
 
     Communication: what `gradients` and `sync` state, once per update whatever `accumulate`; model
       state as above (one all-reduce of its bytes); over inner axes one all-reduce each of metrics
       and model state; where the optimizer uses an averaged `value`, one of 4 bytes (12 with a
-      weight).
+      weight); with `embeddings` and `gradients`, one of 4 bytes with which all skip an update of
+      ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
     if mode not in ("traced", "host"):
@@ -199,5 +202,6 @@ def make_train_step(
         tables=tables,
         validate=validate,
         raw_keys=raw_keys,
+        policy=policy,
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

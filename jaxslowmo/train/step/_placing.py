@@ -1,6 +1,7 @@
 """Batches and weights where the programs of a step want them."""
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,15 +49,15 @@ class Placing:
         self._compare = Comparison(mesh, host_batch)
         self._embeddings = embeddings
         self._looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._doubtful: dict[str, Any] = {}
+        self._counts: deque[dict[str, Any]] = deque()  # by program, of ids that only devices know
 
     def compared(
-        self, batch: PyTree, weight: Any, layout: Layout
+        self, batch: PyTree, weight: Any, layout: Layout, *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """A batch that is to run, when processes have compared what they give, and its weight."""
         batch = as_arrays(batch)
         self._compare(batch, self._layouts.data_axes(layout))
-        if self._embeddings is None:
+        if self._embeddings is None or not check_ids:
             return self.placed(batch, weight, layout)
         is_known = self._refuse_ids(self._embeddings, batch, layout)
         placed, weight = self.placed(batch, weight, layout)
@@ -79,21 +80,31 @@ class Placing:
     def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
         """Take note of what a program counted in a batch; of ids that only devices have known.
 
-        The next call looks at that, and waits for it.
+        `refuse_counted` looks at that.
         """
-        known = [self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch)]
-        if self._embeddings is not None and not all(known):
-            self._doubtful = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
+        if self._embeddings is None:
+            return
+        is_known = all(self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch))
+        counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
+        self._counts.append({} if is_known else counts)
+
+    def refuse_counted(self, num_running: int = 1) -> None:
+        """Raise `ValueError` where a program has counted ids that are in no table.
+
+        Args:
+          num_running: the last programs, which may be at work still and are not waited for.
+        """
+        while self._embeddings is not None and len(self._counts) > num_running:
+            counts = self._counts.popleft()
+            self._embeddings.refuse({name: count_here(x) for name, x in counts.items()})
 
     def _refuse_ids(self, embeddings: Embeddings, batch: PyTree, layout: Layout) -> bool:
-        """Raise `ValueError` for ids that are in no table, in this batch or the one before.
+        """Raise `ValueError` for ids of the host that are in no table.
 
         Returns:
           Whether all ids were there to look at: also of arrays of the host `inputs` may make some
           of a device.
         """
-        doubtful, self._doubtful = self._doubtful, {}
-        embeddings.refuse({name: count_here(x) for name, x in doubtful.items()})
         host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
         if not host:
             return False

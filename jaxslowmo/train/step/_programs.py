@@ -233,7 +233,7 @@ class Programs:
             totals = jax.tree.map(
                 lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
             )
-            return GradientWindow._make((totals, None, None, None, None, each))
+            return GradientWindow._make((totals, None, None, None, None, each, None))
         return places(state), None, each
 
     def _parts_for(self, layout: Layout) -> StepParts:

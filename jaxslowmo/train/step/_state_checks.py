@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from ...mesh import AnyMesh, axis_names
+from ...precision import loss_scale_of
 from .._hyperparams import Numbers
 from .._state import TrainState
 from ._probe import check_remembered
@@ -42,6 +43,14 @@ class StateChecks:
             has_tables=parts.tables is not None,
             validate=parts.validate,
         )
+        computes = None if parts.policy is None else parts.policy.compute
+        if computes == "float16" and loss_scale_of(state.opt_state) is None:
+            self._warn(
+                '`policy` is js.Policy("float16"), and `optimizer` has no loss scale, so that '
+                "gradients below 6e-8 become 0: put js.dynamic_loss_scale(...) around `optimizer`, "
+                'or use js.Policy("bfloat16"). If the loss function scales its loss by itself, '
+                "nothing is wrong."
+            )
         if parts.sync is not None and not self._is_probed:
             self._is_probed = True
             opt_state, params = state.opt_state[1], state.params

@@ -1,37 +1,22 @@
 """The training step over all replicas: which program runs, and where its arguments lie."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from ..._typing import Phase, PyTree
-from ..._warn import warn_once
 from ...algorithms import shares_of_gossip
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
 from .._raw_keys import typed_keys
-from .._state import Layout, TrainState, started
+from .._state import TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._host import HostCounts, counter_of
-from ._in_flight import StepsInFlight
-from ._layouts import Layouts
-from ._placing import Placing
-from ._programs import (
-    Programs,
-    Task,
-    abstract,
-    add_to_window,
-    evaluate,
-    open_window,
-    update,
-    update_of_window,
-)
-from ._state_checks import StateChecks
+from ._programs import abstract, add_to_window, evaluate, update, update_of_window
+from ._running import Mode, Running
 from ._tables import seen_by_loss, stacked_params
 from ._usable import (
-    forget,
     refuse_others,
     refuse_state_of_others,
     refuse_untrainable,
@@ -39,12 +24,10 @@ from ._usable import (
     refuse_unusable_window,
     tells_where_it_lies,
 )
-from .update import Carry, Given, GradientWindow, Metrics, StepParts, table_chain
-
-Mode = Literal["traced", "host"]
+from .update import Given, GradientWindow, Metrics, StepParts, table_chain
 
 
-class TrainStep:
+class TrainStep(Running):
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `make_train_step`.
 
     Attributes:
@@ -60,21 +43,11 @@ class TrainStep:
     def __init__(
         self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
     ) -> None:
-        self._parts = parts
-        self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
-        self.host_batch: HostBatch = host_batch
+        super().__init__(parts, mesh, mode, host_batch, donate)
         tables = parts.tables
         self.tx = parts.chain() if tables is None else table_chain(parts, tables)
-        self.embeddings = None if tables is None else tables.embeddings
+        self.host_batch: HostBatch = host_batch
         self.sync = parts.sync
-        self._warn = warn_once()
-        self._checks = StateChecks(parts, mesh, mode, self._warn)
-        self._counts = HostCounts()
-        self._layouts = Layouts(mesh, parts.axis_name, tables, parts.sync)
-        self._programs = Programs(parts, mesh, self._layouts, donate, self._warn)
-        self._in_flight = StepsInFlight()
-        self._placing = Placing(mesh, parts.axis_name, host_batch, self._layouts, self.embeddings)
-        self._collected: PyTree | None = None  # types of a device's part of the last such batch
 
     def init(
         self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
@@ -159,7 +132,8 @@ class TrainStep:
           ValueError: a batch that does not split evenly, a weight of another shape, a state of
             another algorithm or whose buffers were donated; in host mode a call inside of jax.jit;
             a window of other parameters, or where not all batches have a weight; with a window, a
-            line search. On all processes: batches that do not fit together.
+            line search; ids in no table (`refuse_ids`). On all processes: batches that do not fit
+            together.
 
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
@@ -233,19 +207,37 @@ class TrainStep:
         task = update_of_window(self._next_phase(state), self._collected)
         return self._update(task, self._layouts.of(state), state, Given(window=window))[:2]
 
+    def refuse_ids(self, num_running: int = 0) -> None:
+        """Raise `ValueError` where a batch that has run had ids that are in no table; wait for it.
+
+        Ids that only devices know are counted, their update is skipped as by a loss scale, and the
+        second call after it raises. Call this at the end of a loop, as `js.TrainPipeline` and
+        `js.train_loop` do. It tells of the replicas of this process.
+
+        Args:
+          num_running: how many of the last calls are not asked and not waited for.
+        """
+        self._placing.refuse_counted(num_running)
+
     def place(
-        self, batch: PyTree, weight: Any = None, *, state: TrainState | None = None
+        self,
+        batch: PyTree,
+        weight: Any = None,
+        *,
+        state: TrainState | None = None,
+        check_ids: bool = True,
     ) -> tuple[PyTree, Any]:
         """A batch and its weight on the devices, as a call would place them; nothing waits.
 
-        The call that is given them copies nothing, so one batch is copied while another is used:
-        `js.TrainPipeline` does that. What lies there already stays as it is.
+        The call that is given them copies nothing: `js.TrainPipeline` copies a batch while another
+        is used. What lies there already stays as it is.
 
         Args:
           batch: as a call takes it.
           weight: likewise.
           state: one as the batch is for, which tells over which axes parameters are sharded, and
             batches so are not. None: the last that this step has seen.
+          check_ids: False where ids are made of the batch before the call: none are looked at.
 
         Returns:
           `(batch, weight)`, arrays on the devices; weight None stays None.
@@ -259,7 +251,7 @@ class TrainStep:
         if state is not None:
             refuse_others(state)
             layout = self._layouts.of(state)
-        batch, weight = self._placing.compared(batch, weight, layout)
+        batch, weight = self._placing.compared(batch, weight, layout, check_ids=check_ids)
         if isinstance(self.mesh, VirtualMesh):
             batch = self._placing.copied(batch)
         return batch, weight
@@ -288,6 +280,7 @@ class TrainStep:
         layout = self._layouts.of(state)
         given = Given(*self.place(batch, weight, state=state))
         state = state._replace(opt_state=())  # at which an evaluation does not look
+        self._placing.refuse_counted()
         metrics = self._programs.get(evaluate(), layout, state, given)(state, *given)
         self._in_flight.admit(metrics)
         self._placing.ran(given.batch, metrics)
@@ -365,39 +358,3 @@ class TrainStep:
         """Of the program of the next update; None where one program does for all."""
         refuse_state_of_others(state, self._parts)
         return self.next_phase(state) if self.mode == "host" else None
-
-    def _program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
-        """The compiled program of a task, made at its first use."""
-        return self._programs.get(task, layout, state, given, self._checks.before_first_use)
-
-    def _collect(
-        self, task: Task, layout: Layout, state: TrainState, given: Given
-    ) -> tuple[GradientWindow, Metrics, Carry | None]:
-        """Run a program that adds to a window, which begins here where there is none."""
-        if given.window is None:
-            first = Given(given.batch, given.weight)
-            window = self._program(open_window(), layout, state, first)(state, *first)
-            given = given._replace(window=window)
-        self._collected = self._placing.share(given.batch, layout)
-        window, metrics, carry = self._program(task, layout, state, given)(state, *given)
-        self._in_flight.admit(metrics)
-        self._placing.ran(given.batch, metrics)
-        return window, metrics, carry
-
-    def _update(
-        self, task: Task, layout: Layout, state: TrainState, given: Given
-    ) -> tuple[TrainState, Metrics, Carry | None]:
-        """Run the program of an update, and know of its result what is known without reading it."""
-        self._checks.numbers(state).replace(state.opt_state)
-        program = self._program(task, layout, state, given)
-        so_far = self._counts.get(counter_of(state, self._parts.sync))
-        new_state, metrics, carry = program(state, *given)
-        self._in_flight.admit(metrics)
-        self._placing.ran(given.batch, metrics)
-        self._layouts.note(new_state, layout)
-        if given.window is not None and self._programs.donate:
-            forget(given.window)
-        if so_far is not None:  # count on, without asking the device
-            counter = counter_of(new_state, self._parts.sync)
-            self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
-        return new_state, metrics, carry

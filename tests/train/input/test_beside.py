@@ -180,6 +180,28 @@ def test_what_was_asked_must_be_there():
         step.ahead("exact")(step.init(DENSE), BATCHES[0], None, BATCHES[1])
 
 
+@pytest.mark.parametrize("mode", sweep(["exact", "patched"], lambda mode: mode == "patched"))
+def test_what_was_asked_for_another_batch_is_refused(mode):
+    """It gave the batch rows of the other one, silently. Equal ids in other arrays are the same."""
+    step = step_for("row", 2, "local_sgd")
+    ahead, state = step.ahead(mode), step.init(DENSE)
+    asked = ahead.prime(state, BATCHES[0])
+    with pytest.raises(ValueError, match=r"`asked` is for another batch: .* feature 'item'"):
+        ahead(state, BATCHES[1], asked, None)
+    one_other = {**BATCHES[0], "user": BATCHES[0]["user"][::-1]}
+    with pytest.raises(ValueError, match=r"`asked` is for another batch: .* feature 'user'"):
+        ahead(state, one_other, asked, None)
+    again = {**jax.tree.map(np.copy, BATCHES[0]), "y": BATCHES[0]["y"]}
+    expected, _ = plainly("row", 2, "local_sgd", 1)
+    state, metrics, asked = ahead(state, again, asked, BATCHES[1])
+    same(metrics["loss"], expected[0])
+    with pytest.raises(ValueError, match="`asked` is for another batch"):
+        ahead(state, BATCHES[2], asked, None)
+    _, metrics, asked = ahead(state, BATCHES[1], asked, None)
+    same(metrics["loss"], expected[1])
+    assert asked is None
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["local_sgd", "host", "gradients"])
 @pytest.mark.parametrize("shard", ["row", "column", "table"])
@@ -235,9 +257,11 @@ def test_tables_that_two_processes_share(tmp_path):
         assert 0 < shares[2] <= 1
 
 
-@pytest.mark.parametrize("num_exact", sweep([0, 3], lambda n: n == 3))
-def test_stale_rows_are_one_update_old(num_exact):
-    """Against NumPy: batch i sees the rows that the tables had before update i - 1."""
+@pytest.mark.parametrize(
+    ("num_exact", "accumulate"), sweep([(0, 1), (3, 1), (0, 3)], lambda n, a: (n, a) != (0, 1))
+)
+def test_stale_rows_are_one_update_old(num_exact, accumulate):
+    """Against NumPy: of an update the first batch sees rows of before the last one, others not."""
     made = js.embeddings(
         {"user": js.Table(24, 4)}, axis_name="shard", optimizer=js.rowwise_sgd(0.5)
     )
@@ -251,16 +275,24 @@ def test_stale_rows_are_one_update_old(num_exact):
     state = step.init({"w": np.ones(4, np.float32)})
     sized = made.over(2)
     table = np.asarray(sized.read(jax.tree.map(lambda x: x[0], state.params.tables))["user"])
-    now, w, seen, expected = table.copy(), np.ones(4), [], []
+    now, w, expected = table.copy(), np.ones(4), []
+    before = now.copy()  # the last update
+    of_rows, of_w = np.zeros_like(now), np.zeros(4)
     for i, batch in enumerate(BATCHES):
-        seen.append(now.copy())
+        is_stale = i >= num_exact and i % accumulate == 0
         ids, y = batch["user"], batch["y"]
-        vectors = seen[max(i - 1, 0) if i >= num_exact else i][ids]
+        vectors = (before if is_stale else now)[ids]
         error = vectors @ w - y
         expected.append(np.mean(error**2))
-        np.subtract.at(now, ids, 0.5 * 2 / len(y) * error[:, None] * w)
-        w = w - 0.1 * 2 / len(y) * error @ vectors
-    pipeline = js.TrainPipeline(step, state, BATCHES, mode="stale", num_exact=num_exact)
+        np.add.at(of_rows, ids, 2 / len(y) * error[:, None] * w)
+        of_w += 2 / len(y) * error @ vectors
+        if (i + 1) % accumulate == 0:
+            before = now.copy()
+            now -= 0.5 * of_rows / accumulate
+            w = w - 0.1 * of_w / accumulate
+            of_rows, of_w = np.zeros_like(now), np.zeros(4)
+    options = {"mode": "stale", "num_exact": num_exact, "accumulate": accumulate}
+    pipeline = js.TrainPipeline(step, state, BATCHES, **options)
     found = [result.metrics["loss"][0] for result in pipeline]
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 

@@ -265,7 +265,9 @@ def test_a_model_that_diverges_in_float16_trains_with_the_scale():
         return np.asarray(found), metrics
 
     rate = optax.sgd(16384.0**2 * 0.1)
-    alone, _ = distances(rate, "float16", corrupt=10, steps=12)
+    with pytest.warns(UserWarning, match="put js.dynamic_loss_scale.* around `optimizer`") as told:
+        alone, _ = distances(rate, "float16", corrupt=10, steps=12)
+    assert len(told) == 1
     assert alone[:10].min() > 0.9  # gradients of 0
     assert np.isnan(alone[10:]).all()
     with_scale = js.dynamic_loss_scale(rate, growth_interval=20)
@@ -366,7 +368,10 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
             {"optimizer": optax.contrib.sam(scaled(optax.sgd(1.0)), optax.sgd(0.1))},
             "does not pass on",
         ),
-        ({"policy": js.Policy("float16", keep="x")}, "`keep` must name leaves"),
+        (
+            {"optimizer": scaled(optax.sgd(1.0)), "policy": js.Policy("float16", keep="x")},
+            "`keep` must name leaves",
+        ),
         ({"optimizer": scaled(optax.sgd(1.0), "fsdp")}, "`axes` 'fsdp' is not a mapped axis"),
     ],
 )

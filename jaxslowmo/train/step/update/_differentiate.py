@@ -54,6 +54,8 @@ class Gathered(NamedTuple):
       weight: () this replica's share in averages over replicas; None where all are alike.
       rows: by table, mean gradients of the rows that this device holds, each row once.
       data: what the loss saw; None for a window, whose batches are gone.
+      refused: () int32, ids of the replica because of which the update must not be made; None
+        without tables.
     """
 
     grads: PyTree
@@ -62,6 +64,7 @@ class Gathered(NamedTuple):
     weight: jax.Array | None
     rows: Rows
     data: Data | None
+    refused: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Differentiation:
         model_state = self._agreed(found.model_state)
         metrics, model_state = _counted(given.weight, found.metrics, model_state, before)
         loss, data = metrics["loss"], data._replace(batch=found.batch)
-        return Gathered(found.grads, loss, model_state, given.weight, found.rows, data), metrics
+        grads, rows, refused = found.grads, found.rows, found.refused
+        return Gathered(grads, loss, model_state, given.weight, rows, data, refused), metrics
 
     def opened(self, state: TrainState, given: Given) -> GradientWindow:
         """An empty window, for batches of the shapes of this one.
@@ -131,7 +135,8 @@ class Differentiation:
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), grads, state.params)
         weight, model_state = window.weight, self._agreed(window.model_state)
         metrics, model_state = _counted(weight, metrics, model_state, state.model_state)
-        return Gathered(grads, metrics["loss"], model_state, weight, rows, None), metrics
+        loss, refused = metrics["loss"], window.refused
+        return Gathered(grads, loss, model_state, weight, rows, None, refused), metrics
 
     def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """Metrics of one replica's batch, or of what one of its devices has of it.
@@ -196,10 +201,11 @@ class Differentiation:
             *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
             return results, grads, own
 
+        refused = batch.refused
         (metrics, model_state), grads, rows, batch = differentiated(
             self.tables, batch, params, compute, key, seen, scale
         )
-        return Found(grads, self._of_replica(metrics), model_state, rows, batch)
+        return Found(grads, self._of_replica(metrics), model_state, rows, batch, refused)
 
     def _agreed(self, model_state: PyTree) -> PyTree:
         with jax.named_scope(f"{MODEL_STATE}/inner"):

@@ -20,11 +20,16 @@ class Requested(NamedTuple):
       batch: as the step was given it.
       requests: what it asks the tables for, and is asked by others.
       vectors: by table, the rows that it asked for.
+      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed.
+      refused: () int32, ids among these because of which no update must be made; 0 on a replica of
+        weight 0, whose batch may hold anything.
     """
 
     batch: PyTree
     requests: Requests
     vectors: PyTree
+    counts: dict[str, jax.Array]
+    refused: jax.Array
 
 
 def differentiated(
@@ -80,7 +85,7 @@ def pooled(
 
     Communication: none.
     """
-    batch, requests, vectors = requested
+    batch, requests, vectors, *_ = requested
 
     def of(vectors: PyTree, params: PyTree) -> PyTree:
         return embeddings.pooled(vectors, requests, params)

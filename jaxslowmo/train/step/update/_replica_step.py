@@ -12,7 +12,14 @@ from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....clipping import clip_state
 from ....mesh import axis_names, laid_out, vary_over, varying_axes
-from ....precision import loss_scale_of, unless_overflow, was_skipped
+from ....precision import (
+    Policy,
+    as_before_if,
+    loss_scale_of,
+    unless_overflow,
+    was_skipped,
+    zero_if,
+)
 from ....reducer import mean_gradients
 from ....transform import (
     ParameterTransform,
@@ -49,6 +56,7 @@ class Reduced(NamedTuple):
     state: PyTree  # of the gradient transform
     loss: jax.Array
     over: tuple[str, ...]  # axes, in some update
+    refused: jax.Array | None  # () bool, whether the update must not be made; None without tables
 
 
 class Moved(NamedTuple):
@@ -83,6 +91,7 @@ class StepParts:
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
     validate: Validate = "before"
     raw_keys: bool = False  # whether untyped keys in new model state become typed ones
+    policy: Policy | None = None  # that the loss function computes by
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""
@@ -150,13 +159,29 @@ class StepParts:
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
         skipped = was_skipped(state.opt_state[1], optimizer_state)
-        model_state = gathered.model_state
+        gradients_state, model_state = reduced.state, gathered.model_state
+        if reduced.refused is not None:
+            # Ids of the batch are in no table, so nothing that was made of it is a number.
+            updates = zero_if(reduced.refused, updates)
+            optimizer_state = as_before_if(reduced.refused, optimizer_state, state.opt_state[1])
+            # Counters go on, since they say when gradients are exchanged.
+            gradients_state = statistics_before_if(
+                reduced.refused, gradients_state, state.opt_state[0]
+            )
+            skipped = reduced.refused if skipped is None else skipped | reduced.refused
         if skipped is not None:
-            # What the optimizer has skipped tables and model state skip, too.
+            # What was skipped tables and model state skip, too.
             active = ~skipped if active is None else active & ~skipped
             model_state = statistics_before_if(skipped, model_state, state.model_state)
         return Moved(
-            updates, reduced.rows, active, reduced.state, optimizer_state, model_state, weight, rate
+            updates,
+            reduced.rows,
+            active,
+            gradients_state,
+            optimizer_state,
+            model_state,
+            weight,
+            rate,
         )
 
     def exchanged(
@@ -194,6 +219,7 @@ class StepParts:
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         inner_axes = self.inner_axes
         value, averaged = as_value(gathered.loss), frozenset[str]()
+        refused = None if gathered.refused is None else gathered.refused > 0
         # Devices along other inner axes have other examples and the same rows.
         tables = self.tables
         axis, nested, divide_by = (None, None, "initial") if tables is None else tables[1:]
@@ -225,13 +251,16 @@ class StepParts:
                 check_asked(late)
             value, averaged = reduction.mean(value, weight, *operands), reduction.axes
             rows = reduction.rows(rows, weight, divide_by, *operands)
+            if refused is not None:  # by one replica, the mean is of no use to any
+                refused = reduction.mean(refused.astype(value.dtype), None, *operands) > 0
         elif inner_axes:
             grads = mean_gradients(grads, inner_axes, order, specs)
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
         names = axis_names(self.axis_name)
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        return Reduced(vary_over(grads, names), rows, after, vary_over(value, names), over)
+        value, refused = vary_over((value, refused), names)
+        return Reduced(vary_over(grads, names), rows, after, value, over, refused)
 
     def _optimized(
         self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool

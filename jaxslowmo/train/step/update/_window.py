@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ...._typing import PyTree
-from ....tree import added, at_least_float32, by_dtype, cast, kept_if
+from ....mesh import match_varying
+from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._loss import wide_zeros
 from ._rows import Rows, beside, no_rows, summed
 
@@ -27,6 +28,8 @@ class GradientWindow(NamedTuple):
       count: (replicas,) int32, batches so far; equal on all replicas.
       rows: by table, (devices, k) and (devices, k, *s): weighted gradients of the rows that a
         device holds, those of one batch beside those of the others; {} without tables.
+      refused: (replicas,) int32: ids so far that are in no table, or have no slot; where it is not
+        0 the update will be skipped. None without tables.
     """
 
     totals: PyTree
@@ -35,10 +38,13 @@ class GradientWindow(NamedTuple):
     weight: jax.Array | None
     count: jax.Array
     rows: Rows
+    refused: jax.Array | None = None
 
 
 # How each part relates to the replicas, as `map_replicas` wants to know.
-ROLES = GradientWindow._make(("device", "stacked", "device", "stacked", "stacked", "device"))
+ROLES = GradientWindow._make(
+    ("device", "stacked", "device", "stacked", "stacked", "device", "stacked")
+)
 
 
 class Found(NamedTuple):
@@ -50,6 +56,7 @@ class Found(NamedTuple):
       model_state: of this device, after the batch.
       rows: by table, gradients of the rows that it holds; {} without tables.
       batch: as the loss function saw it.
+      refused: as `Requested.refused`; None without tables.
     """
 
     grads: PyTree
@@ -57,6 +64,7 @@ class Found(NamedTuple):
     model_state: PyTree
     rows: Rows
     batch: PyTree
+    refused: jax.Array | None = None
 
 
 def empty_window(found: Found, model_state: PyTree, weight: jax.Array | None) -> GradientWindow:
@@ -75,6 +83,7 @@ def empty_window(found: Found, model_state: PyTree, weight: jax.Array | None) ->
         None if weight is None else jnp.zeros_like(weight),
         count,
         no_rows(found.rows),
+        jax.tree.map(lambda x: match_varying(zeros_like(x), x), found.refused),
     )
 
 
@@ -87,6 +96,7 @@ def added_to(window: GradientWindow, found: Found, weight: jax.Array | None) -> 
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
         beside(window.rows, found.rows, weight),
+        jax.tree.map(jnp.add, window.refused, found.refused),
     )
 
 

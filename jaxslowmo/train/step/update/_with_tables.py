@@ -23,6 +23,7 @@ from ....embedding import (
     typed_as_equal,
 )
 from ....transform import increment
+from ....tree import kept_if
 from ..._state import TrainState
 from ._differentiate import Differentiation
 from ._given import GIVEN_ROLES, Ahead, Carry, Given
@@ -98,7 +99,7 @@ class TableParts:
             own = self._requested(local.tables, given)
             following, read = self._following(local.tables, given.upcoming)
             gathered, metrics = self._differentiation.gathered(local.dense, own)
-            metrics = {**metrics, **self._counts(own)}
+            metrics = {**metrics, **own.batch.counts}
             moved = self.parts.moved(local.dense, gathered, own.batch)
             return self._moved(local, moved, read), metrics, following
 
@@ -131,7 +132,7 @@ class TableParts:
             own = self._requested(local.tables, given)
             following, _ = self._following(local.tables, given.upcoming)
             window, metrics = self._differentiation.collected(local.dense, own)
-            return window, {**metrics, **self._counts(own)}, following
+            return window, {**metrics, **own.batch.counts}, following
 
         out = WINDOW_KINDS, "whole", "device"
         return self._on_shards(inside, keyed(state)[0], given, out)
@@ -158,7 +159,7 @@ class TableParts:
 
         def inside(local: Local, given: Given) -> Metrics:
             own = self._requested(local.tables, given)
-            return {**self.parts.evaluated(local.dense, own), **self._counts(own)}
+            return {**self.parts.evaluated(local.dense, own), **own.batch.counts}
 
         return self._on_shards(inside, state, given, "whole")
 
@@ -218,7 +219,11 @@ class TableParts:
             requests = requests._replace(asked=self._typed(requests.asked))
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
-        return given._replace(batch=Requested(given.batch, requests, vectors))
+        counts = self._summed(self.embeddings.metrics(requests))
+        refused = self.embeddings.num_refused(counts)
+        if given.weight is not None:
+            refused = kept_if(given.weight > 0, refused)
+        return given._replace(batch=Requested(given.batch, requests, vectors, counts, refused))
 
     def _following(self, tables: PyTree, upcoming: PyTree) -> tuple[Any, PyTree]:
         """The `Carry` of the next batch, None without one, and what was read for it."""
@@ -237,10 +242,6 @@ class TableParts:
 
     def _asked_by(self, batch: PyTree) -> Requests:
         return self.embeddings.exchange_ids(self.embeddings.bags_of(batch))
-
-    def _counts(self, own: Given) -> Metrics:
-        """What the requests of a batch tell."""
-        return self._summed(self.embeddings.metrics(own.batch.requests))
 
     def _summed(self, counts: Metrics) -> Metrics:
         """Sums of counts over the devices of a replica.

@@ -143,7 +143,7 @@ def test_no_gradient_of_a_table_exists():
 
 
 def test_ids_outside_of_a_table_are_refused():
-    """Those of the host before the step, by name; others at the next call."""
+    """Those of the host before the step, by name; others at the second call after it."""
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
     state = step.init(DENSE)
@@ -153,6 +153,7 @@ def test_ids_outside_of_a_table_are_refused():
         step(state, wrong)
     state, metrics = step(state, jax.tree.map(jax.numpy.asarray, wrong))
     assert np.isnan(metrics["loss"]).any()
+    state, _ = step(state, BATCHES[0])
     with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
         step(state, BATCHES[0])
     with pytest.raises(ValueError, match="`mesh` has the axes"):
@@ -166,13 +167,11 @@ def test_batches_of_the_host_that_were_placed_are_waited_for_by_nobody(kind):
     mesh = js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes, jax.devices()[:2])
     step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
     batch, _ = step.place(BATCHES[0])
-    step._placing.ran(
-        batch, {"embeddings/user/invalid": 1}
-    )  # looked at by the next call, if at all
-    step.place(batch)
+    step._placing.ran(batch, {"embeddings/user/invalid": 1})
+    step.refuse_ids()
     step._placing.ran(jax.tree.map(jax.numpy.copy, batch), {"embeddings/user/invalid": 1})
     with pytest.raises(ValueError, match="1 ids of feature 'user'"):
-        step.place(batch)
+        step.refuse_ids()
 
 
 def test_ids_of_devices_are_refused_after_every_kind_of_call():
@@ -190,11 +189,11 @@ def test_ids_of_devices_are_refused_after_every_kind_of_call():
     ):
         call()
         with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
-            step.evaluate(state, BATCHES[0])
-        step.evaluate(state, BATCHES[0])  # refused once
+            step.refuse_ids()
+        step.refuse_ids()  # refused once
 
 
-def test_ids_that_inputs_makes_on_a_device_are_refused_at_the_next_call():
+def test_ids_that_inputs_makes_on_a_device_are_counted_there():
     """Though the batch is of the host: what it holds is not what is looked up."""
     inputs = lambda batch: {"user": jax.numpy.asarray(batch["user"]) + 1}  # noqa: E731
     step = js.make_train_step(
@@ -207,7 +206,7 @@ def test_ids_that_inputs_makes_on_a_device_are_refused_at_the_next_call():
     state, batch = step.init(DENSE), {"user": np.array([23, 0])}
     step.evaluate(state, batch)
     with pytest.raises(ValueError, match="1 ids of feature 'user' were not in table 'user'"):
-        step.evaluate(state, batch)
+        step.refuse_ids()
 
 
 def test_tables_of_ones_own():
