@@ -11,7 +11,8 @@ from jaxslowmo.cli._app import run
 from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._launchers import CHILD
 from jaxslowmo.cli.processes._supervise import describe_loss, supervise
-from support.fake_children import Fake, ended_together, wait_for
+from support.fake_children import Fake, ended_together
+from support.waiting import wait_until
 
 # As jaxlib 0.10 and 0.12 print it.
 FATAL = (
@@ -129,7 +130,7 @@ def test_a_signal_at_the_start_is_not_followed_by_a_restart(tmp_path, number, co
         [sys.executable, "-c", PARENT, child.path, tmp_path], stderr=subprocess.PIPE, text=True
     )
     with ended_together(run):
-        wait_for(lambda: child.starts())
+        wait_until(lambda: child.starts())
         run.send_signal(number)
         _, said = run.communicate(timeout=60)
     assert run.returncode == code

@@ -14,6 +14,7 @@ from jaxslowmo._coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
 from jaxslowmo.cli.processes._peers import failing_together
 from jaxslowmo.cli.processes._watch import Watch
+from support.waiting import wait_until
 
 
 class Ended(SystemExit):
@@ -53,13 +54,6 @@ def ends(monkeypatch):
 
 def watch(index=1, stall=0, saved="the last saved step is 30"):
     return Watch(index, 2, stall, lambda: saved)
-
-
-def wait_until(done):
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, capfd):

@@ -12,6 +12,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.train.input import _loader
+from support.waiting import PATIENCE_SECONDS, wait_until
 from train.input.small import (
     BATCHES,
     Counted,
@@ -35,13 +36,6 @@ def pipeline_of(batches, **options):
 def failing(count, error):
     yield from BATCHES[:count]
     raise error
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # How far ahead
