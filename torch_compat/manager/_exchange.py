@@ -14,8 +14,7 @@ from typing import Any
 from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
 
-
-# A process that is ending has its exit code only when it has ended, on a busy machine seconds later.
+# A process that ends has its exit code when it has ended: on a busy machine, seconds later.
 _REAP_SECONDS = 10.0
 
 

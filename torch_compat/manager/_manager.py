@@ -17,7 +17,6 @@ from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, a
 from ._backends import choose_backend
 from ._exchange import StepExchange
 
-
 # How long `shutdown` waits for the device process after a request, after SIGTERM, after SIGKILL.
 _END_SECONDS = (1.0, 0.3, 0.2)
 
@@ -234,7 +233,7 @@ class TPUManager(mp.Process):
             self._synchronizer.zero_grad()
 
     def shutdown(self) -> None:
-        """End the device process and the loader thread, and wait for them less than 2 seconds in all.
+        """End the device process and the loader thread, and wait for that less than 2 seconds.
 
         It may be called again.
 

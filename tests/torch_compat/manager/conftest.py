@@ -8,7 +8,7 @@ from torch_compat.manager import _manager
 
 @pytest.fixture(autouse=True)
 def patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """Let `shutdown` wait long, so that exit codes tell how a process ended; return what it waits."""
+    """Let `shutdown` wait long, so that exit codes say how processes ended; return its waits."""
     usual = _manager._END_SECONDS
     monkeypatch.setattr(_manager, "_END_SECONDS", (PATIENCE_SECONDS,) * 3)
     return usual

@@ -16,10 +16,14 @@ from torch_compat.reader import DataError, EndOfData, SampleReader
 def test_sample_i_goes_to_device_i_modulo_nprocs():
     manager = SampleReader(range(9), nprocs=3)
     queues = manager.device_queues
-    taken = [[queues[device].get(timeout=PATIENCE_SECONDS) for _ in range(3)] for device in range(3)]
+    taken = [
+        [queues[device].get(timeout=PATIENCE_SECONDS) for _ in range(3)] for device in range(3)
+    ]
     assert taken == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     for queue in queues:
-        assert queue.get(timeout=PATIENCE_SECONDS) == EndOfData("The dataset ended after 9 samples.")
+        assert queue.get(timeout=PATIENCE_SECONDS) == EndOfData(
+            "The dataset ended after 9 samples."
+        )
 
 
 def test_a_queue_dataset_ends_for_good():

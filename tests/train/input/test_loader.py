@@ -12,7 +12,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.train.input import _loader
-from support.waiting import PATIENCE_SECONDS, wait_until
+from support.waiting import wait_until
 from train.input.small import (
     BATCHES,
     Counted,
