@@ -11,7 +11,7 @@ import pytest
 from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._launch import _own_port, launch
 from support.fake_children import ended_together, pids_with
-from support.waiting import wait_until
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_sigterm_while_processes_start_ends_all(launched):
     run, out = launched
     wait_until(lambda: len(pids_with(out)) == 5)  # with their parents, and the launcher
     run.terminate()
-    _, said = run.communicate(timeout=120)
+    _, said = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 143, said
     # Of those that had got so far as to have something to say; else of the launcher.
     assert ": ended by SIGTERM; no checkpoint in " in said
@@ -146,5 +146,5 @@ def test_no_process_outlives_a_launcher_that_is_killed_at_once(launched, process
     run, out = launched
     wait_until(lambda: len(pids_with(out)) >= processes)
     run.kill()
-    run.communicate(timeout=120)
+    run.communicate(timeout=PATIENCE_SECONDS)
     wait_until(lambda: not pids_with(out))

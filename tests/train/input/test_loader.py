@@ -163,7 +163,7 @@ def test_arrays_that_are_filled_again_are_told():
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
     batches = Gated(2)
     pipeline = pipeline_of(batches, timeout=0.05)
-    losses = losses_of([next(pipeline), next(pipeline)])
+    losses = losses_of([_next_in_time(pipeline), _next_in_time(pipeline)])
     for _ in range(2):
         with pytest.raises(TimeoutError, match=r"`timeout`=0\.05 s"):
             next(pipeline)
