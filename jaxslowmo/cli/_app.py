@@ -21,6 +21,7 @@ from .config._options import folder_option, same_option, with_options
 from .config._train import PRESET_DEFAULTS, TrainConfig, train_config, train_options
 from .config._unused import refuse_unused
 from .inspect._commands import inspect_app
+from .processes._address import refuse_taken_port
 from .processes._launch import folder_of, launch
 from .processes._launchers import is_child, is_one_of_several, started_by
 from .processes._supervise import end_with_parent, supervise
@@ -73,6 +74,7 @@ def _train(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = _checked(out, train)
     if is_one_of_several(config.cluster) and not is_child():
+        refuse_taken_port(config.cluster)
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train as run_train

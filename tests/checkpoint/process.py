@@ -11,7 +11,7 @@ port, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=40)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=300)
 
 import shutil  # noqa: E402
 from pathlib import Path  # noqa: E402

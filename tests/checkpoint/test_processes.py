@@ -14,8 +14,9 @@ import pytest
 
 from checkpoint.runs import MODEL_STATE, PARAMS, bits_by_replica, make_step
 from jaxslowmo.checkpoint import Checkpoints, load_consensus
+from support.waiting import PATIENCE_SECONDS
 
-SECONDS = 180
+SECONDS = PATIENCE_SECONDS
 
 
 def two_processes(folder: Path) -> list[dict[str, str]]:

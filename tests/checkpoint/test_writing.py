@@ -20,6 +20,7 @@ from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
 from jaxslowmo.checkpoint._writing import Writing
 from support.pairs import two_processes
+from support.waiting import wait_until
 
 
 def restored(folder, step):
@@ -72,10 +73,7 @@ def test_its_failure_is_known_as_soon_as_it_has_failed(step, state, tmp_path, mo
     checkpoints = Checkpoints(tmp_path)
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", failing(errno.EIO))
     checkpoints.save(2, state)
-    deadline = time.monotonic() + 60
-    while checkpoints.failure is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: checkpoints.failure is not None)
     assert checkpoints.failure.errno == errno.EIO
     with pytest.raises(CheckpointError, match="step 2 could not be written"):
         checkpoints.save(3, state)  # and nothing is saved
@@ -264,7 +262,7 @@ def limit(size):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-with Checkpoints(folder, patience=60) as checkpoints:
+with Checkpoints(folder, patience=600) as checkpoints:
     checkpoints.save(1, state, wait=True)
     for t in (2, 3):
         limit(30_000)  # process 1 cannot write
@@ -275,7 +273,7 @@ with Checkpoints(folder, patience=60) as checkpoints:
             print("no error")
         except CheckpointError as error:
             is_named = "(process 1: File too large" in str(error)
-            print(error.errno, is_named, time.monotonic() - begun < 30)
+            print(error.errno, is_named, time.monotonic() - begun < 250)
         limit(resource.RLIM_INFINITY)
     checkpoints.save(4, state)
     checkpoints.wait()
@@ -286,7 +284,7 @@ with Checkpoints(folder, patience=60) as checkpoints:
     if rank == 0:
         link.write_text("")
     try:
-        Checkpoints(link, patience=60).save(1, state)
+        Checkpoints(link, patience=600).save(1, state)
         print("no error")
     except CheckpointError as error:
         print("(process 0: " in str(error), error.errno)
@@ -298,7 +296,7 @@ if rank == 0:
     try:
         impatient.wait()
     except CheckpointError as error:
-        print("has not answered for 2 s" in str(error), time.monotonic() - begun < 40)
+        print("has not answered for 2 s" in str(error), time.monotonic() - begun < 250)
     pathlib.Path(folder, "over").write_text("")
 else:
     from jaxslowmo.checkpoint import _writing
@@ -330,7 +328,7 @@ for name in "abc":
     if rank == 1 and name == "a":
         time.sleep(2)
     try:
-        Checkpoints("/nowhere/" + name, patience=20).restore(None, {})
+        Checkpoints("/nowhere/" + name, patience=200).restore(None, {})
     except CheckpointError as error:
         print(str(error).partition(":")[0])
 """

@@ -7,6 +7,7 @@ import pytest
 
 from jaxslowmo._extras import INSTALL
 from jaxslowmo.cli._errors import CommandError
+from support.waiting import PATIENCE_SECONDS
 
 
 def assert_one_line(outcome, *parts):
@@ -145,7 +146,7 @@ def test_the_module_runs_as_a_program():
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --steps must be >= 1, got 0\n"

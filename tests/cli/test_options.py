@@ -341,6 +341,7 @@ def told(monkeypatch) -> dict[str, Any]:
         found.update(processes=processes, restarts=restarts, heartbeat_timeout=heartbeat_timeout)
         return 0
 
+    monkeypatch.setattr(_app, "refuse_taken_port", lambda config: None)  # looks the host up
     monkeypatch.setattr(_app, "supervise", supervise)
     monkeypatch.setattr(_app, "launch", launch)
     return found

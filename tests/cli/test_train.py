@@ -14,6 +14,7 @@ import pytest
 import jaxslowmo as js
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli.run import _job
+from support.waiting import PATIENCE_SECONDS
 
 # SGD compiles faster than AdamW, and most of these tests' time is compilation.
 DEMO = (
@@ -205,13 +206,13 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
         env=os.environ | {"COLUMNS": "100"},
     )
     metrics = out / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") > 3:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=60)
+    shown, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "local_sgd: interrupted" in shown

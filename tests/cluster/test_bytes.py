@@ -35,7 +35,7 @@ def sent(four_hosts, tmp_path_factory):
     """Bytes of every host, by algorithm."""
     commands = [[sys.executable, str(PROGRAM), str(rank), str(HOSTS)] for rank in range(HOSTS)]
     folder = tmp_path_factory.mktemp("sent")
-    printed = run(four_hosts, commands, folder, seconds=200, env=QUICK_COMPILER)
+    printed = run(four_hosts, commands, folder, seconds=600, env=QUICK_COMPILER)
     return [json.loads(text.splitlines()[-1]) for text in printed]  # gloo prints before it
 
 

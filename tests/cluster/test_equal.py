@@ -26,7 +26,7 @@ def trained(four_hosts, tmp_path_factory):
             [sys.executable, str(PROGRAM), *map(str, (rank, processes, devices, file))]
             for rank, file in enumerate(files)
         ]
-        printed = run(four_hosts, commands, folder, seconds=200, env=QUICK_COMPILER)
+        printed = run(four_hosts, commands, folder, seconds=600, env=QUICK_COMPILER)
         local = max(devices, 1)
         last = [text.splitlines()[-1] for text in printed]  # gloo prints before it
         assert last == [f"devices {local} of {local * processes}"] * processes

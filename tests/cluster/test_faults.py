@@ -50,7 +50,7 @@ def trained(request, four_hosts, programs, tmp_path):
         for rank in range(count)
     ]
     with running(four_hosts, commands, tmp_path / "printed", quick(programs)) as started:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not steps_saved(out):
             assert all(process.poll() is None for process in started.processes), started.err(0)
             assert time.monotonic() < deadline
@@ -74,8 +74,9 @@ def ends_of_survivors(started, lost: int) -> list[str]:
     begin = time.monotonic()
     others = [i for i in range(len(started.processes)) if i != lost]
     for i in others:
-        # The heartbeat, some seconds to notice, some to leave.
-        assert started.processes[i].wait(HEARTBEAT + 15 - (time.monotonic() - begin)) == 75
+        # The heartbeat, some seconds to notice and to leave; several times that beside other work.
+        left = 10 * (HEARTBEAT + 15) - (time.monotonic() - begin)
+        assert started.processes[i].wait(max(0.01, left)) == 75
     return [started.err(i) for i in others]
 
 
@@ -90,7 +91,7 @@ def test_a_coordinator_that_is_killed_or_stopped(trained, number):
         assert said.startswith(f"error: {name} died or cannot be reached; the last saved step is ")
         assert any(f"step is {step}, in {out}" in said for step in steps_saved(out))
     if number == signal.SIGKILL:
-        assert started.processes[0].wait(5) == 128 + 9
+        assert started.processes[0].wait(60) == 128 + 9
         assert "error: this process was killed by SIGKILL; the last saved" in started.err(0)
 
 
@@ -105,7 +106,7 @@ def test_one_that_cannot_be_reached(trained, four_hosts):
     for said in ends_of_survivors(started, 1):
         assert said.startswith("error: process 1 died or cannot be reached; ")
     # That one sees no more than that the coordinator does not answer.
-    assert started.processes[1].wait(HEARTBEAT + 15) == 75
+    assert started.processes[1].wait(10 * (HEARTBEAT + 15)) == 75
     assert "error: process 0 (the coordinator) died or cannot be reached" in started.err(1)
     subprocess.run([*four_hosts[1].command, "ip", "link", "set", "eth0", "up"], check=True)
 
@@ -114,7 +115,7 @@ def test_one_that_cannot_be_reached(trained, four_hosts):
 def test_one_that_is_preempted_stops_all_at_one_step(trained):
     started, out = trained
     started.processes[1].terminate()
-    started.wait(60)  # all with code 0
+    started.wait(300)  # all with code 0
     assert [started.err(0), started.err(1)] == ["", ""]
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert max(steps_saved(out)) == last

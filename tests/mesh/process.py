@@ -9,7 +9,7 @@ port, rank, entry, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=40)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=300)
 
 import numpy as np  # noqa: E402
 import optax  # noqa: E402

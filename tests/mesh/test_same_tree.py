@@ -19,8 +19,9 @@ import jaxslowmo as js
 from jaxslowmo.mesh._same_tree import describe, differences, digest
 from support.exhaustive import sweep
 from support.pairs import two_processes as of_two_processes
+from support.waiting import PATIENCE_SECONDS
 
-SECONDS = 60
+SECONDS = PATIENCE_SECONDS
 
 
 def test_a_tree_is_described_by_name_dtype_and_shape():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from recipes.doc_blocks import num_blocks, sections
+from support.waiting import PATIENCE_SECONDS
 
 
 def test_the_program(tmp_path: Path):
@@ -16,7 +17,12 @@ def test_the_program(tmp_path: Path):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     share, word = done.stdout.split()

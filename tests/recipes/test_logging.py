@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import jaxslowmo as js
 from recipes.doc_blocks import LOOP, MAPPED, SETTING, run
-from support.fake_children import wait_for
+from support.waiting import wait_until
 
 DUE = [6, 12, 18, 24]
 
@@ -58,7 +58,7 @@ def test_the_file_of_wandb_has_every_record(losses):
     """Without a network. Its values are JSON; `run.finish()` may return before they are there."""
     (file,) = Path(recipe("Weights & Biases (wandb)")["run"].dir).parent.glob("*.wandb")
     values = {t: json.dumps(loss).encode() for t, loss in losses.items()}
-    wait_for(lambda: values[24] in file.read_bytes())
+    wait_until(lambda: values[24] in file.read_bytes())
     assert [t for t, value in values.items() if value in file.read_bytes()] == DUE
 
 

@@ -2,8 +2,7 @@
 
 import contextlib
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -27,14 +26,6 @@ class Fake:
         """What the script has written to "$0.NAME"."""
         written = Path(f"{self.path}.{name}")
         return written.read_text().splitlines() if written.exists() else []
-
-
-def wait_for(ready: Callable[[], object], seconds: float = 120) -> None:
-    """Waits until something is so."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

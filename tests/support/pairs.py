@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from support.quick import QUICK_COMPILER
+from support.waiting import PATIENCE_SECONDS
 
 _OF_RUNTIME = re.compile(r"\[Gloo\]|[IWE]\d{4} ")
 _HEAD = """
@@ -19,12 +20,12 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(sys.argv[3]))
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=300)
 """
 
 
 def two_processes(
-    program: str, folder: Path, seconds: float = 120, code: int = 0, devices: int = 1
+    program: str, folder: Path, seconds: float = PATIENCE_SECONDS, code: int = 0, devices: int = 1
 ) -> list[str]:
     """What both print, without the runtime's lines; both must leave with `code` within `seconds`.
 

@@ -8,6 +8,7 @@ import torch
 import torch_xla
 from slowmo_spawned import spawned
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
@@ -24,10 +25,10 @@ def first_backward(first_forward: str) -> list[float]:
     module.to(device)
     net = SlowMoDistributedDataParallel(module, nprocs_per_node=1)
     x = torch.full((1, 2), 1.0 + rank).to(device)
-    TOGETHER.wait(60)
+    TOGETHER.wait(PATIENCE_SECONDS)
     with FIRST_FORWARD[first_forward]():
         net(x)
-    TOGETHER.wait(60)
+    TOGETHER.wait(PATIENCE_SECONDS)
     net(x).sum().backward()
     runtime.run_pending()
     return module.weight.grad.reshape(-1).tolist()

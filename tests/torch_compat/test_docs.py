@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE_SECONDS
+
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(), re.DOTALL)
 
@@ -24,7 +26,7 @@ def run(program: str, folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from recipes.doc_blocks import sections
+from support.waiting import PATIENCE_SECONDS
 
 TITLES = ("Setting", "A pipeline", "DataLoader of torch")
 SAID = """
@@ -18,5 +19,7 @@ def test_it_trains_on_two_epochs(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("\n".join(blocks) + SAID)
     command = [sys.executable, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import meeting
 from torch_compat.errors import PeerLostError
 from torch_compat.meeting import Meeting
@@ -43,7 +44,7 @@ def test_who_is_late_is_waited_for_and_named(monkeypatch, caplog):
 
     def late():
         place.introduce(1)
-        assert said.wait(30)
+        assert said.wait(PATIENCE_SECONDS)
         place.wait(1)
 
     def early():
@@ -131,7 +132,7 @@ def test_waiting_ends(monkeypatch):
 
     def stuck():
         place.introduce(1)
-        over.wait(30)
+        over.wait(PATIENCE_SECONDS)
 
     def waiting():
         place.introduce(0)

@@ -11,6 +11,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
 
 
@@ -28,7 +29,7 @@ def in_a_fork(function: Callable[..., Any], *args: Any) -> Any:
 
     process = context.Process(target=run)
     process.start()
-    assert ours.poll(60), "no answer from the fork"
+    assert ours.poll(PATIENCE_SECONDS), "no answer from the fork"
     result, error = ours.recv()
     process.join()
     if error is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from recipes.doc_blocks import sections
 from support.pairs import two_processes
+from support.waiting import PATIENCE_SECONDS
 
 FIRST, SETTING = sections("your-data")["Setting"]  # of one process, and of any number
 (LOADER,) = sections("your-data")["DataLoader of torch"]
@@ -25,7 +26,9 @@ def of_one(folder):
     program = folder / "program.py"
     program.write_text(FIRST + SETTING + LOADER + SAID)
     command = [sys.executable, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [done.stdout]
 

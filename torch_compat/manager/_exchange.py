@@ -14,6 +14,9 @@ from typing import Any
 from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
 
+# A process that ends has its exit code when it has ended: on a busy machine, seconds later.
+_REAP_SECONDS = 10.0
+
 
 class _Phase(enum.Enum):
     """How far the last step has come."""
@@ -200,17 +203,17 @@ class StepExchange:
             try:
                 answer = self._connection.recv()
             except (EOFError, OSError):
-                process.join(1.0)
+                process.join(_REAP_SECONDS)
             else:
                 if not isinstance(answer, Failed):
                     return answer
                 raise self.fail(TPUWorkerError(answer.message, worker_traceback=answer.traceback))
         if not ready:
             process.kill()
-            process.join(1.0)
+            process.join(_REAP_SECONDS)
             message = f"The device process gave no answer within {limit} and was killed."
             raise self.fail(TPUWorkerError(message, exitcode=process.exitcode))
-        process.join(1.0)
+        process.join(_REAP_SECONDS)
         message = f"The device process ended with {_describe(process.exitcode)}."
         raise self.fail(TPUWorkerError(message, exitcode=process.exitcode))
 

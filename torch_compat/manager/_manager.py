@@ -17,6 +17,9 @@ from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, a
 from ._backends import choose_backend
 from ._exchange import StepExchange
 
+# How long `shutdown` waits for the device process after a request, after SIGTERM, after SIGKILL.
+_END_SECONDS = (1.0, 0.3, 0.2)
+
 
 class TPUManager(mp.Process):
     """Trains a model with all XLA devices of this machine, from a process that has none.
@@ -230,7 +233,9 @@ class TPUManager(mp.Process):
             self._synchronizer.zero_grad()
 
     def shutdown(self) -> None:
-        """End the device process and the loader thread, in less than 2 seconds; may be repeated.
+        """End the device process and the loader thread, and wait for that less than 2 seconds.
+
+        It may be called again.
 
         A step that runs meanwhile, in another thread, ends with a `TPUWorkerError`.
         """
@@ -238,10 +243,9 @@ class TPUManager(mp.Process):
         if self.pid is None:
             return
         with self._exchange.idle(timeout=0.1) as idle:
-            ends = [(self.terminate, 0.3), (self.kill, 0.2)]
-            if idle:
-                ends.insert(0, (self._exchange.stop, 1.0))
-            for end, seconds in ends:
+            ends = (self._exchange.stop, self.terminate, self.kill)
+            # A step that runs would not hear a request.
+            for end, seconds in list(zip(ends, _END_SECONDS, strict=True))[0 if idle else 1 :]:
                 end()
                 self.join(seconds)
                 if not self.is_alive():

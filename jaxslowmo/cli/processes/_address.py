@@ -19,6 +19,14 @@ from ..config._cluster import ClusterConfig, bare_host, host_and_port, parse_por
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PORT = "JAX_COORDINATOR_PORT"
 _COORDINATOR, _COORDINATOR_BIND = "--coordinator", "--coordinator-bind"
+# A gRPC server, as process 0 is one, speaks first: with a SETTINGS frame of HTTP/2. The client's
+# greeting, and an empty frame of it, is for programs that wait for a word.
+_SETTINGS = 4
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
+_CONNECT_SECONDS = 1.0
+# The server's own threads send it as soon as the connection is there: only a machine on which no
+# thread gets a turn for as long is slower.
+_ANSWER_SECONDS = 5.0
 
 
 def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -49,6 +57,22 @@ def bind_address(config: ClusterConfig, environ: Mapping[str, str] = os.environ)
     chosen = _listening(_COORDINATOR, found)
     _warn_of_loopback(host, chosen)
     return chosen.joined
+
+
+def refuse_taken_port(config: ClusterConfig) -> None:
+    """Raise `CommandError` if another program has the coordinator's port, before jax is imported.
+
+    Process 0 finds out by listening there. It cannot tell the others, which would look for it at
+    that port alone, so they see by themselves who answers. It is meant for the first start: where a
+    run starts again, what has the port may be the end of its own process 0.
+    """
+    if config.coordinator is None:
+        return
+    if config.process_id == 0:
+        with warnings.catch_warnings(action="ignore"):  # the process that listens will warn
+            bind_address(config)
+    else:
+        _check_answer(_addresses(_COORDINATOR, *host_and_port(_COORDINATOR, config.coordinator))[0])
 
 
 class _Address(NamedTuple):
@@ -126,6 +150,32 @@ def _listening(name: str, addresses: list[_Address]) -> _Address:
     else:
         what = f"process 0 cannot listen at {where}: {refused.strerror}"
     raise CommandError(f"{name}: {what}") from refused
+
+
+def _check_answer(address: _Address) -> None:
+    """Raise `CommandError` if what accepts connections at an address is no gRPC server.
+
+    That nobody accepts them is no error, since process 0 may come later. Nor is a connection that
+    is closed without a word, as by the proxy of a container that has not started.
+    """
+    try:
+        with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_CONNECT_SECONDS)
+            probe.connect(address.sockaddr)
+            probe.settimeout(_ANSWER_SECONDS)
+            try:
+                probe.sendall(_GREETING)
+                answer = probe.recv(9)
+            except TimeoutError:
+                what = "does not answer as process 0 would"
+            else:
+                # One frame of HTTP/2: length (3 bytes), type, flags, stream (4 bytes).
+                if not answer or answer[3:4] == bytes((_SETTINGS,)):
+                    return
+                what = f"answers {answer!r}, as process 0 would not"
+    except OSError:
+        return
+    raise CommandError(f"{_COORDINATOR}: {address.joined} is taken by another program: it {what}")
 
 
 def _warn_of_loopback(host: str, address: _Address) -> None:

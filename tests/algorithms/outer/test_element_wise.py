@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.waiting import PATIENCE_SECONDS
 
 ELEMENT_WISE = {
     "sgd": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
@@ -83,4 +84,4 @@ except ValueError as error:
 else:
     raise SystemExit("not refused")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)

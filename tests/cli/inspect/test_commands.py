@@ -8,6 +8,7 @@ import pytest
 
 from jaxslowmo import topology
 from jaxslowmo.cli.inspect._graphs import BEGIN
+from support.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -121,6 +122,10 @@ def test_inspecting_loads_no_jax():
         "except SystemExit as exit:\n    print(exit.code, 'jax' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.stdout.splitlines()[-1] == "0 False"

@@ -1,13 +1,14 @@
 """Where process 0 listens, and what is refused before the runtime sees it."""
 
 import socket
+import threading
 
 import pytest
 
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli.config._cluster import ClusterConfig
 from jaxslowmo.cli.processes import _address
-from jaxslowmo.cli.processes._address import bind_address
+from jaxslowmo.cli.processes._address import bind_address, refuse_taken_port
 
 # From a block that is kept for documentation: of no host.
 ELSEWHERE = "203.0.113.7"
@@ -118,3 +119,65 @@ def test_a_port_that_is_taken(bind):
         port = taken.getsockname()[1]
         with pytest.raises(CommandError, match=f"port {port} of this host is taken by another"):
             bind_address(config(f"127.0.0.1:{port}", bind=bind), {})
+
+
+# What the coordinator of jax 0.10 sends first.
+SETTINGS = bytes.fromhex("000018040000000000000400400000000500400000000600004000fe0300000001")
+
+
+@pytest.fixture
+def answering(port):
+    """Start a program at the port that says `first`; None: it is silent, b"": it closes."""
+    kept, servers = [], []
+
+    def serve(server, first):
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            if first:
+                connection.sendall(first)
+            if first == b"":
+                connection.close()
+            kept.append(connection)
+
+    def start(first):
+        server = socket.create_server(("127.0.0.1", port))
+        servers.append(server)
+        threading.Thread(target=serve, args=(server, first), daemon=True).start()
+
+    yield start
+    for each in (*servers, *kept):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "what"),
+    [
+        (None, "does not answer as process 0 would"),
+        (b"HTTP/1.1 505 \r\n", "answers b'HTTP/1.1 ', as process 0 would not"),
+        (b"OK", "answers b'OK', as process 0 would not"),
+    ],
+)
+def test_others_see_that_the_port_is_taken(port, answering, monkeypatch, first, what):
+    monkeypatch.setattr(_address, "_ANSWER_SECONDS", 0.2)
+    answering(first)
+    expected = f"--coordinator: 127.0.0.1:{port} is taken by another program: it {what}"
+    with pytest.raises(CommandError) as caught:
+        refuse_taken_port(config(f"127.0.0.1:{port}", process_id=1))
+    assert str(caught.value) == expected
+    with pytest.raises(CommandError, match=f"port {port} of this host is taken"):
+        refuse_taken_port(config(f"127.0.0.1:{port}"))
+
+
+@pytest.mark.parametrize("first", [SETTINGS, b""], ids=["a coordinator", "a proxy before it"])
+def test_others_wait_where_process_0_listens_or_may_come(port, answering, first):
+    refuse_taken_port(config(f"127.0.0.1:{port}", process_id=1))  # nobody listens
+    refuse_taken_port(config(f"127.0.0.1:{port}"))
+    answering(first)
+    refuse_taken_port(config(f"127.0.0.1:{port}", process_id=1))
+
+
+def test_a_launcher_that_tells_the_coordinator_is_not_asked():
+    refuse_taken_port(ClusterConfig())

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from jaxslowmo.cli.processes._children import Children
+from support.waiting import PATIENCE_SECONDS
 
-SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
 # Says when nothing but SIGKILL ends it any more.
 IGNORES = [
     sys.executable,
@@ -19,7 +20,7 @@ IGNORES = [
     "import signal, time\n"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "print('ready', flush=True)\n"
-    "time.sleep(100)",
+    "time.sleep(1000)",
 ]
 
 
@@ -44,7 +45,7 @@ def test_a_signal_reaches_all_as_sigterm(start, number):
         processes = [start(children, SLEEPS) for _ in range(2)]
         assert children.asked is None
         signal.raise_signal(number)
-        assert [process.wait(20) for process in processes] == [-signal.SIGTERM] * 2
+        assert [process.wait(PATIENCE_SECONDS) for process in processes] == [-signal.SIGTERM] * 2
         assert children.asked == number
 
 
@@ -56,7 +57,7 @@ def test_a_signal_reaches_the_process_that_is_being_started(start, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Slow)
     with Children() as children:
-        assert start(children, SLEEPS).wait(20) == -signal.SIGTERM
+        assert start(children, SLEEPS).wait(PATIENCE_SECONDS) == -signal.SIGTERM
 
 
 def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(start):
@@ -70,7 +71,7 @@ def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(start):
         assert process.poll() is None
         assert children.asked == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
 
 def test_a_signal_ends_a_pause():
@@ -80,6 +81,6 @@ def test_a_signal_ends_a_pause():
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         begin = time.monotonic()
-        children.pause(100)
-        assert time.monotonic() - begin < 50
+        children.pause(1000)
+        assert time.monotonic() - begin < PATIENCE_SECONDS
         timer.join()

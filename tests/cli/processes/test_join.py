@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+from support.waiting import PATIENCE_SECONDS
+
 JOINS = """
 import sys
 from pathlib import Path
@@ -30,27 +32,40 @@ def test_the_runtime_listens_at_no_other_address():
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.split() if int(line.rpartition(":")[2], 16) == port]
     assert [line.rpartition(":")[0][-8:] for line in found] == ["0100007F"]
 
 
-def test_a_process_that_cannot_listen_ends_with_one_line(tmp_path):
-    """Through its parent, which does not start it again."""
+def test_where_the_port_is_taken_each_process_ends_with_one_line(tmp_path):
+    """Before one of them imports jax, and without another start."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny"),
-                *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
-                *("--process-id", "0", "--restarts", "3", "--out", str(tmp_path)),
-            ],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    line = f"error: --coordinator: port {port} of this host is taken by another program\n"
-    assert (done.returncode, done.stderr) == (2, line)
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "jaxslowmo", "train", "--preset", "tiny"),
+                    *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"),
+                    *("--process-id", str(i), "--restarts", "3", "--out", str(tmp_path)),
+                    # Far longer than the test waits.
+                    *("--startup-timeout", "3000"),
+                ],
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert said == [
+        f"error: --coordinator: port {port} of this host is taken by another program\n",
+        f"error: --coordinator: 127.0.0.1:{port} is taken by another program: it does not "
+        "answer as process 0 would\n",
+    ]
+    assert [process.returncode for process in processes] == [2, 2]

@@ -10,7 +10,8 @@ import pytest
 
 from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._launch import _own_port, launch
-from support.fake_children import ended_together, pids_with, wait_for
+from support.fake_children import ended_together, pids_with
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,9 @@ def launched(tmp_path):
 
 def test_sigterm_while_processes_start_ends_all(launched):
     run, out = launched
-    wait_for(lambda: len(pids_with(out)) == 5)  # with their parents, and the launcher
+    wait_until(lambda: len(pids_with(out)) == 5)  # with their parents, and the launcher
     run.terminate()
-    _, said = run.communicate(timeout=120)
+    _, said = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == 143, said
     # Of those that had got so far as to have something to say; else of the launcher.
     assert ": ended by SIGTERM; no checkpoint in " in said
@@ -143,7 +144,7 @@ def test_sigterm_while_processes_start_ends_all(launched):
 @pytest.mark.parametrize("processes", [2, 3], ids=["first child", "second child"])
 def test_no_process_outlives_a_launcher_that_is_killed_at_once(launched, processes):
     run, out = launched
-    wait_for(lambda: len(pids_with(out)) >= processes)
+    wait_until(lambda: len(pids_with(out)) >= processes)
     run.kill()
-    run.communicate(timeout=120)
-    wait_for(lambda: not pids_with(out), seconds=20)
+    run.communicate(timeout=PATIENCE_SECONDS)
+    wait_until(lambda: not pids_with(out))

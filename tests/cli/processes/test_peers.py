@@ -1,7 +1,5 @@
 """One process that fails ends all with its code, and what a lost one can have caused."""
 
-import time
-
 import jax
 import pytest
 
@@ -41,7 +39,7 @@ from jaxslowmo.cli.processes._watch import Watch
 with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
     if rank == {rank}:
         raise {error}
-    {{}}[0] if {both} else time.sleep(100)
+    {{}}[0] if {both} else time.sleep(1000)
 """
 
 
@@ -60,9 +58,7 @@ with failing_together(Watch(rank, 2, 0, lambda: ""), 10):
 def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, line):
     """jax's own end would wait for the other, for 300 s."""
     program = PROGRAM.format(rank=rank, error=error, both=False)
-    begun = time.monotonic()
-    said = two_processes(program, tmp_path, seconds=60, code=code)
-    assert time.monotonic() - begun < 45  # with the start
+    said = two_processes(program, tmp_path, seconds=200, code=code)
     assert said[1 - rank].startswith(f"error: process {rank} has ended: {line}")
     assert len(said[1 - rank].splitlines()) == 1
     if code == 1:
@@ -74,10 +70,10 @@ def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, lin
 
 def test_both_may_fail_at_once(tmp_path):
     program = PROGRAM.format(rank=0, error="KeyError(0)", both=True)
-    said = two_processes(program, tmp_path, seconds=60, code=1)
+    said = two_processes(program, tmp_path, seconds=200, code=1)
     assert all("KeyError" in one for one in said)
 
 
 def test_both_part_in_the_end(tmp_path):
-    program = PROGRAM.format(rank=2, error="None", both=False).replace("sleep(100)", "sleep(rank)")
+    program = PROGRAM.format(rank=2, error="None", both=False).replace("sleep(1000)", "sleep(rank)")
     assert two_processes(program + "print('parted')", tmp_path) == ["parted\n"] * 2

@@ -13,6 +13,7 @@ import pytest
 from jaxslowmo.cli.processes import _restarts
 from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._restarts import Ended, keep_running, last_saved
+from support.waiting import PATIENCE_SECONDS
 
 LOST = Ended(75, "process 1 died")
 DONE = Ended(0, "", is_told=True)
@@ -152,7 +153,7 @@ def test_nothing_is_started_after_a_signal(out, capsys, number, ended, code, lin
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_wait_for_the_next_start(out, monkeypatch, capsys, number, code):
-    monkeypatch.setattr(_restarts, "_FIRST_WAIT", 100)
+    monkeypatch.setattr(_restarts, "_FIRST_WAIT", 1000)
 
     def attempt():
         threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
@@ -160,9 +161,9 @@ def test_a_signal_ends_the_wait_for_the_next_start(out, monkeypatch, capsys, num
 
     begin = time.monotonic()
     assert run(out, attempt)[0] == code
-    assert time.monotonic() - begin < 50
+    assert time.monotonic() - begin < PATIENCE_SECONDS
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("; starting again in 100 s (restarts left: 99)")
+    assert lines[0].endswith("; starting again in 1000 s (restarts left: 99)")
     assert [line.partition(";")[0] for line in lines[1:]] == (
         ["error: ended by SIGTERM"] if number == signal.SIGTERM else []
     )

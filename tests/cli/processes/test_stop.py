@@ -56,7 +56,7 @@ from jaxslowmo.cli.processes._launchers import Cluster
 from jaxslowmo.cli.processes._stop import StopOnSignal
 
 with StopOnSignal(Cluster(rank, 2)) as stop:
-    for step in range(21, 2000):  # of a run that goes on after step 20
+    for step in range(21, 20_000):  # of a run that goes on after step 20
         if step == 21 + {after} and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)

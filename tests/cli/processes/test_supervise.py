@@ -11,7 +11,8 @@ from jaxslowmo.cli._app import run
 from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._launchers import CHILD
 from jaxslowmo.cli.processes._supervise import describe_loss, supervise
-from support.fake_children import Fake, ended_together, wait_for
+from support.fake_children import Fake, ended_together
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 # As jaxlib 0.10 and 0.12 print it.
 FATAL = (
@@ -129,9 +130,9 @@ def test_a_signal_at_the_start_is_not_followed_by_a_restart(tmp_path, number, co
         [sys.executable, "-c", PARENT, child.path, tmp_path], stderr=subprocess.PIPE, text=True
     )
     with ended_together(run):
-        wait_for(lambda: child.starts())
+        wait_until(lambda: child.starts())
         run.send_signal(number)
-        _, said = run.communicate(timeout=60)
+        _, said = run.communicate(timeout=PATIENCE_SECONDS)
     assert run.returncode == code
     assert len(child.starts()) == 1
     assert said.startswith("error: ended by SIGTERM; no checkpoint in " if code == 143 else "")
@@ -159,7 +160,10 @@ def test_who_asks_late_for_its_end_with_its_parent_ends_when_that_is_gone():
     )
     for parent, code, said in [(gone.pid, 137, ""), (os.getpid(), 0, "goes on\n")]:
         done = subprocess.run(
-            [sys.executable, "-c", asks, str(parent)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", asks, str(parent)],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
         )
         assert (done.returncode, done.stdout) == (code, said), done.stderr
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from jaxslowmo._coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
 from jaxslowmo.cli.processes._peers import failing_together
 from jaxslowmo.cli.processes._watch import Watch
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 
 class Ended(SystemExit):
@@ -53,13 +55,6 @@ def ends(monkeypatch):
 
 def watch(index=1, stall=0, saved="the last saved step is 30"):
     return Watch(index, 2, stall, lambda: saved)
-
-
-def wait_until(done):
-    deadline = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, capfd):
@@ -115,120 +110,147 @@ def test_nobody_can_be_told_without_a_coordinator(monkeypatch):
     watch().announce(1, "why")
 
 
-def asked_to_stop(monkeypatch, seconds):
-    monkeypatch.setattr(_watch, "_STOP_SECONDS", seconds)
+class Clock:
+    """Stands for the clock of `_watch`: no time passes but what a test says."""
+
+    def __init__(self, looks) -> None:
+        self.now, self._looks, self._seen = 0.0, looks, 0
+
+    def passes(self, seconds) -> None:
+        """Let time pass between two looks of the thread, and return after both."""
+        self._look()
+        self.now += seconds
+        self._look()
+
+    def _look(self) -> None:
+        # One whole look: that which is under way may have begun before.
+        end = len(self._looks) + 2
+        wait_until(lambda: len(self._looks) >= end or not _is_watching())
 
 
-def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(
-    notes, ends, capfd, monkeypatch
-):
-    asked_to_stop(monkeypatch, 0.3)
+def _is_watching() -> bool:
+    return any(thread.name == "watch" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def clock(notes, monkeypatch):
+    looks = []
+
+    def told(key):
+        if key == _watch._FAILED:
+            looks.append(key)
+        return notes.get(key)
+
+    monkeypatch.setattr(_watch, "told", told)
+    clock = Clock(looks)
+    # Of the process, too, whose seconds are progress of a save that compresses.
+    fake = types.SimpleNamespace(
+        monotonic=lambda: clock.now, process_time=lambda: 0.0, sleep=time.sleep
+    )
+    monkeypatch.setattr(_watch, "time", fake)
+    return clock
+
+
+def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(notes, ends, capfd, clock):
     with watch() as own:
         own.step_done()
-        time.sleep(0.6)
+        clock.passes(9)
         assert ends == []  # nobody has asked
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
         wait_until(lambda: ends)
     assert ends == [143]
-    said = capfd.readouterr().err
-    assert said == (
-        "error: asked to stop, and nothing has advanced for "
-        f"{said.split(' for ')[1][0]} s; the last saved step is 30\n"
+    assert capfd.readouterr().err == (
+        "error: asked to stop, and nothing has advanced for 9 s; the last saved step is 30\n"
     )
     assert json.loads(notes[_watch._FAILED])[:2] == [1, 143]  # the others end alike
 
 
-def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, monkeypatch):
-    asked_to_stop(monkeypatch, 0.3)
+def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, clock):
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     with watch() as own:
         for _ in range(20):
             own.step_done()
-            time.sleep(0.05)
-    assert ends == []
+            clock.passes(1)
+        assert ends == []
+        clock.passes(7)
+    assert ends == [143]
 
 
-def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, monkeypatch):
-    asked_to_stop(monkeypatch, 0.1)
+def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, clock):
     with watch() as own:
-        for seconds in (0, 0.5, 0.6):
-            time.sleep(seconds)
+        for seconds in (0, 5, 6):
+            clock.passes(seconds)
             own.step_done("slow")
             own.step_done("fast")
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-        time.sleep(0.8)
+        clock.passes(14)
         assert ends == []
-        wait_until(lambda: ends)
+        clock.passes(2)
     assert ends == [143]
 
 
-def test_one_step_that_waited_for_a_compiler_counts_for_nothing(notes, ends, monkeypatch):
-    asked_to_stop(monkeypatch, 0.3)
+def test_one_step_that_waited_for_a_compiler_counts_for_nothing(notes, ends, clock):
     with watch() as own:
-        for seconds in (0, 2, 0.01, 0.01):
-            time.sleep(seconds)
+        for seconds in (0, 40, 0.1, 0.1):
+            clock.passes(seconds)
             own.step_done()
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-        begun = time.monotonic()
-        wait_until(lambda: ends)
+        clock.passes(5)
+        assert ends == []
+        clock.passes(2)
     assert ends == [143]
-    assert time.monotonic() - begun < 4
 
 
-def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, monkeypatch):
-    asked_to_stop(monkeypatch, 0.1)
-    monkeypatch.setattr(_watch, "_FIRST_SECONDS", 0.6)
+def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, clock):
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     with watch() as own:
         with own.besides_steps():
-            time.sleep(0.4)
+            clock.passes(100)
             own.step_done()
         with own.besides_steps():
-            time.sleep(0.8)
+            clock.passes(200)
             own.step_done()
-            time.sleep(0.5)
+            clock.passes(290)
             assert ends == []
-        wait_until(lambda: ends)
+        clock.passes(7)
     assert ends == [143]
 
 
-def test_a_save_that_grows_is_progress(notes, ends, monkeypatch):
-    asked_to_stop(monkeypatch, 0.3)
+def test_a_save_that_grows_is_progress(notes, ends, clock):
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     written = [0]
     with watch() as own:
         own.follow(lambda: written[0])
         for _ in range(20):
             written[0] += 1
-            time.sleep(0.05)
+            clock.passes(1)
         assert ends == []
-        wait_until(lambda: ends)
+        clock.passes(7)
     assert ends == [143]
 
 
-def test_a_disk_that_does_not_answer_keeps_nothing_alive(notes, ends, capfd, monkeypatch):
-    asked_to_stop(monkeypatch, 0.2)
+def test_a_disk_that_does_not_answer_keeps_nothing_alive(notes, ends, capfd, monkeypatch, clock):
     monkeypatch.setattr(_watch, "_DISK_SECONDS", 0.1)
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     never = threading.Event()
-    own = Watch(1, 2, 0, lambda: str(never.wait(60)))
-    own.follow(lambda: int(never.wait(60)))
+    own = Watch(1, 2, 0, lambda: str(never.wait(PATIENCE_SECONDS)))
+    own.follow(lambda: int(never.wait(PATIENCE_SECONDS)))
     with own:
-        wait_until(lambda: ends)
+        clock.passes(7)
     never.set()
     assert ends == [143]
     assert "; the checkpoints cannot be looked at\n" in capfd.readouterr().err
 
 
-def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd):
-    with watch(stall=1) as own:
+def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
+    with watch(stall=1800) as own:
         for _ in range(30):
             own.step_done()
-            time.sleep(0.05)
+            clock.passes(100)
         assert ends == []
-        wait_until(lambda: ends)
+        clock.passes(1701)
     assert ends == [75]
-    assert "nothing has advanced for 1 s (--stall-timeout); the last" in capfd.readouterr().err
+    assert "nothing has advanced for 1801 s (--stall-timeout); the last" in capfd.readouterr().err
 
 
 def test_a_process_ends_where_nobody_reads_what_it_says():
@@ -242,5 +264,5 @@ def test_a_process_ends_where_nobody_reads_what_it_says():
     )
     os.close(read)
     os.close(write)
-    process.communicate("go on\n", timeout=120)
+    process.communicate("go on\n", timeout=PATIENCE_SECONDS)
     assert process.returncode == 7

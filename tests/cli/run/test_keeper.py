@@ -19,6 +19,7 @@ from jaxslowmo.cli import main
 from jaxslowmo.cli.run import _job
 from jaxslowmo.cli.run._keeper import Keeper
 from support.metrics import trajectory
+from support.waiting import PATIENCE_SECONDS
 
 # One run, which most tests copy: all on one worker.
 pytestmark = pytest.mark.xdist_group("checkpoints")
@@ -179,7 +180,7 @@ def test_sigterm_saves_and_is_no_failure(call, texts, tmp_path):
     metrics = out / "metrics.jsonl"
 
     def terminate():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
             if time.monotonic() > deadline:
                 return

@@ -54,9 +54,10 @@ for _coordinator in ("127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:port", "no-suc
 fault("an unknown host, process 1", _promise, "no-such-host.invalid:1", 1)(_refused)
 
 
-@fault("the coordinator's port is taken", _promise)
-def taken(stand: Stand) -> None:
+@fault("the coordinator's port is taken", _promise, 0)
+@fault("the coordinator's port is taken, process 1", _promise, 1)
+def taken(stand: Stand, process: int) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        _refused(stand, f"127.0.0.1:{other.getsockname()[1]}")
+        _refused(stand, f"127.0.0.1:{other.getsockname()[1]}", process)

@@ -18,7 +18,7 @@ def start(devices: int) -> tuple[int, int]:
             f"192.0.2.1:{PORT}",
             count,
             rank,
-            initialization_timeout=60,
+            initialization_timeout=300,
             heartbeat_timeout_seconds=30,
         )
     return rank, count

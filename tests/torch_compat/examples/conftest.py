@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from support.waiting import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[3]
 SMALL = ("--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -63,7 +65,7 @@ def start(
 def run(program: str, *arguments: str, **how: tuple[str, ...]) -> Summary:
     """Run it to its end, which must be a good one."""
     with start(program, *arguments, **how) as process:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     return summary(output)
 

@@ -5,6 +5,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from support.waiting import PATIENCE_SECONDS
+
 NOTEBOOK = Path(__file__).parents[3] / "colab" / "tpu_manager.ipynb"
 AT_THE_END = """
 import json
@@ -31,7 +33,7 @@ def test_it_is_committed_without_outputs():
 def test_it_runs_on_two_cpu_devices_and_learns():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(AT_THE_END))
-    NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=int(PATIENCE_SECONDS), kernel_name="python3").execute()
     found = json.loads(notebook.cells[-1].outputs[-1]["text"])
     assert found["last"] < 0.75 * found["first"]
     assert len(found["losses"]) == 25

@@ -1,12 +1,13 @@
 import pytest
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat.examples.train_digits import parse
 
 
 def ended(start, *arguments):
     """Exit status and output."""
     with start("train_digits", *arguments, given=()) as process:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, output
 
 

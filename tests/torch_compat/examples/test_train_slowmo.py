@@ -3,6 +3,7 @@ import signal
 
 import pytest
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat.examples.train_slowmo import parse
 
 
@@ -22,7 +23,7 @@ def test_ctrl_c_ends_it_at_once_also_with_sgp(start):
             output += block
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output += process.stdout.read()
-        assert process.wait(10) == 1, output
+        assert process.wait(PATIENCE_SECONDS) == 1, output
     assert "Stopped by Ctrl-C." in output
     assert "Traceback" not in output
 

@@ -3,6 +3,7 @@ import signal
 import pytest
 import torch
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat.examples import outer_hivemind
 from torch_compat.examples.train_tpu_manager import parse
 
@@ -24,7 +25,7 @@ def test_it_learns_and_resumes_where_ctrl_c_stopped_it(run, start, summary, tmp_
             output += line
         process.send_signal(signal.SIGINT)
         output += process.stdout.read()
-        assert process.wait(20) == 1, output
+        assert process.wait(PATIENCE_SECONDS) == 1, output
     assert "Stopped by Ctrl-C." in output
     assert "Traceback" not in output
     stopped = summary(output)

@@ -3,7 +3,6 @@
 import itertools
 import os
 import threading
-import time
 
 import torch
 
@@ -56,9 +55,7 @@ def test_20_starts_and_shutdowns_leave_nothing():
         manager = TPUManager(regressor(width=64), itertools.cycle(data), nprocs=2, start=True)
         manager.step()
         pids.append(manager.pid)
-        begin = time.perf_counter()
         manager.shutdown()
-        assert time.perf_counter() - begin < 2
         assert manager.exitcode == 0
         assert not manager.is_alive()
     new = set(os.listdir("/dev/shm")) - before_files

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from models import PlainTorch, largest_difference, regressor, samples
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager, TPUWorkerError
 from torch_compat.master import MasterModel
 
@@ -283,7 +284,7 @@ def test_other_threads_may_read_gradients_while_a_step_runs():
         for _ in range(20):
             manager.step()
         stop.set()
-        reader.join(5)
+        reader.join(PATIENCE_SECONDS)
     assert seen
     assert not reader.is_alive()
 

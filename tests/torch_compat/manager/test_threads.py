@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from models import PlainTorch, Regressor, largest_difference, regressor, samples
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager
 
 DATA = samples(16)
@@ -31,7 +32,7 @@ def _closed():
 class Gated(Regressor):
     def forward(self, x, y):
         ENTERED.set()
-        GATE.wait(5)  # a host that waits for the step gets on too late, but gets on
+        GATE.wait(PATIENCE_SECONDS)  # a host that waits for the step gets on too late, but gets on
         return super().forward(x, y)
 
 
@@ -50,7 +51,7 @@ def running(function: Callable[[], object]) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=function)
     thread.start()
     yield thread
-    thread.join(20)
+    thread.join(2 * PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
@@ -64,7 +65,7 @@ def test_everything_but_a_step_goes_on_while_the_devices_compute(load: bool):
         if load:
             manager.update_model_parameters(model.parameters())
         with running(manager.step) as stepper:
-            assert ENTERED.wait(20)
+            assert ENTERED.wait(PATIENCE_SECONDS)
             assert all((g == 1).all() for g in manager.get_aggregated_gradients())
             manager.zero_grad()
             assert not any(g.any() for g in manager.get_aggregated_gradients())
@@ -85,7 +86,7 @@ def test_gradients_that_are_dropped_while_the_devices_compute_are_zeroed_before_
         parameter.grad = torch.ones_like(parameter)
     with manager_of(model) as manager:
         with running(manager.step):
-            assert ENTERED.wait(20)
+            assert ENTERED.wait(PATIENCE_SECONDS)
             model.zero_grad()  # set_to_none
             GATE.set()
         plain.step(DATA[:1])
@@ -169,8 +170,9 @@ def on_signal(handler: Callable[[], object]) -> Iterator[threading.Thread]:
     """Calls `handler` in the main thread when the device process is in a forward pass."""
 
     def send() -> None:
-        assert ENTERED.wait(20)
-        signal.raise_signal(signal.SIGUSR1)
+        assert ENTERED.wait(PATIENCE_SECONDS)
+        # To the thread that waits in a system call, which no other thread's signal interrupts.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: handler())
     try:

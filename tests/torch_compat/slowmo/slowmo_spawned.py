@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.waiting import PATIENCE_SECONDS
+
 _FILTERS = threading.Lock()
 # gloo everywhere, XLA's CPU devices where torch_xla is installed.
 BACKENDS = ["gloo", *(["torch_xla"] if find_spec("torch_xla") else [])]
@@ -41,7 +43,7 @@ def spawned(world: int, function: Callable[..., Any], *args: Any, by: str = "glo
 def _over_gloo(world: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
     processes = start_gloo(world, folder, function, *args)
     for process in processes:
-        process.join(120)
+        process.join(PATIENCE_SECONDS)
     errors = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
         raise RuntimeError(errors[0].read_text())

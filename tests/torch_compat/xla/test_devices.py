@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from models import regressor, samples
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager
 
 DATA = samples(32)
@@ -48,7 +49,7 @@ def test_a_parent_that_has_touched_a_device_is_told_so():
         env={**os.environ, "PJRT_DEVICE": "CPU"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 1

@@ -104,7 +104,7 @@ for mode, host_batch in (("host", "local"), ("traced", "global")):
     weight = np.arange(4.0) if is_whole else np.ones(2)
     state, _ = step(state, batch, weight)
     if rank == 1:
-        wait_for(f"go {mode}", 60)
+        wait_for(f"go {mode}", 300)
     for _ in range(10):
         state, metrics = step(state, batch, weight)
     jax.block_until_ready((state, metrics))

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
+from support.waiting import PATIENCE_SECONDS
 
 BATCHES = np.random.default_rng(1).normal(size=(9, 4, 3)).astype(np.float32)
 
@@ -109,7 +110,7 @@ class Gated(Counted):
     def __next__(self):
         if self.next_index >= self.count:
             self.waiting = True
-            self.gate.wait(30)
+            self.gate.wait(PATIENCE_SECONDS)
         return super().__next__()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.train.input import _loader
+from support.waiting import wait_until
 from train.input.small import (
     BATCHES,
     Counted,
@@ -35,13 +36,6 @@ def pipeline_of(batches, **options):
 def failing(count, error):
     yield from BATCHES[:count]
     raise error
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # How far ahead
@@ -169,7 +163,7 @@ def test_arrays_that_are_filled_again_are_told():
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
     batches = Gated(2)
     pipeline = pipeline_of(batches, timeout=0.05)
-    losses = losses_of([next(pipeline), next(pipeline)])
+    losses = losses_of([_next_in_time(pipeline), _next_in_time(pipeline)])
     for _ in range(2):
         with pytest.raises(TimeoutError, match=r"`timeout`=0\.05 s"):
             next(pipeline)

@@ -9,6 +9,7 @@ import torch_xla.debug.metrics as met
 from slowmo_models import Perceptron, train_step
 from slowmo_spawned import spawned
 
+from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel
 
@@ -20,9 +21,9 @@ TOGETHER = threading.Barrier(WORLD)
 def together(read):
     """`read()` while no thread runs anything."""
     runtime.run_pending()
-    TOGETHER.wait(60)
+    TOGETHER.wait(PATIENCE_SECONDS)
     value = read()
-    TOGETHER.wait(60)
+    TOGETHER.wait(PATIENCE_SECONDS)
     return value
 
 
@@ -96,9 +97,9 @@ def idle() -> list[bool]:
         optimizer.step()
         before = together(activity)
         net.perform_slowmo(optimizer)
-        TOGETHER.wait(60)
+        TOGETHER.wait(PATIENCE_SECONDS)
         quiet.append(activity() == before)
-        TOGETHER.wait(60)
+        TOGETHER.wait(PATIENCE_SECONDS)
     return quiet
 
 

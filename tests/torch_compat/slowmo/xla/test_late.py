@@ -52,10 +52,8 @@ def test_an_exception_ends_the_others_and_is_not_lost():
     from torch_compat import runtime
 
     runtime.configure_cpu_devices(2)
-    begin = time.monotonic()
     with pytest.raises(Exception, match=r"Process 1 of 2 will not take part") as caught:
         xmp.spawn(_quiet, start_method="fork")
-    assert time.monotonic() - begin < 15
     # What the pool hands to the parent: the waiting process' error, and its cause.
     assert "bad sample in process 1" in str(caught.value.__cause__)
 
