@@ -114,6 +114,15 @@ class Gated(Counted):
         return super().__next__()
 
 
+def next_in_time(pipeline):
+    """Return the next result, None at the end; a batch may be late where the machine is busy."""
+    while True:
+        try:
+            return next(pipeline, None)
+        except TimeoutError:
+            pass
+
+
 @contextlib.contextmanager
 def ctrl_c():
     """Comes while the block runs."""

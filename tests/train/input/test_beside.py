@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from support.exhaustive import sweep
 from support.pairs import two_processes
-from train.input.small import Gated, ctrl_c
+from train.input.small import Gated, ctrl_c, next_in_time
 from train.step.tables import DENSE, batches, step_of
 
 ROOT = Path(__file__).parents[3]
@@ -153,11 +153,11 @@ def test_a_batch_that_is_late_is_not_looked_ahead_for():
     step, batches = step_for("row", 2, "local_sgd"), Gated(2, BATCHES)
     expected, _ = plainly("row", 2, "local_sgd", 1)
     pipeline = js.TrainPipeline(step, step.init(DENSE), batches, timeout=0.2)
-    found = [next(pipeline), next(pipeline)]
+    found = [next_in_time(pipeline), next_in_time(pipeline)]
     with pytest.raises(TimeoutError):
         next(pipeline)
     batches.gate.set()
-    found += pipeline
+    found += iter(lambda: next_in_time(pipeline), None)
     same(np.stack([result.metrics["loss"] for result in found]), expected)
 
 

@@ -21,6 +21,7 @@ from train.input.small import (
     ctrl_c,
     loaders,
     losses_of,
+    next_in_time,
     next_of,
     plain,
     small_step,
@@ -163,22 +164,14 @@ def test_arrays_that_are_filled_again_are_told():
 def test_a_late_batch_is_an_error_in_time_and_comes_all_the_same():
     batches = Gated(2)
     pipeline = pipeline_of(batches, timeout=0.05)
-    losses = losses_of([_next_in_time(pipeline), _next_in_time(pipeline)])
+    losses = losses_of([next_in_time(pipeline), next_in_time(pipeline)])
     for _ in range(2):
         with pytest.raises(TimeoutError, match=r"`timeout`=0\.05 s"):
             next(pipeline)
     batches.gate.set()
-    while (result := _next_in_time(pipeline)) is not None:
+    while (result := next_in_time(pipeline)) is not None:
         losses += losses_of([result])
     assert_same(losses, plain())
-
-
-def _next_in_time(pipeline):
-    while True:
-        try:
-            return next(pipeline, None)
-        except TimeoutError:  # of a machine that is busy
-            pass
 
 
 def test_a_result_does_not_wait_for_the_batch_after_it():
