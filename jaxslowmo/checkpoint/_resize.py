@@ -57,7 +57,7 @@ def resized(
             return carry_leaf(x, old, new)
         # A mean would be no power of two, and too large for the replica that needs the least; of
         # several with that one it is the replica that is furthest from the growth of its scale.
-        replica = np.lexsort((x.growth_count, x.scale))[0]
+        replica = np.lexsort((x.growth_count, x.loss_scale))[0]
         own = [stacked(leaf[replica], new) for leaf in x[:-1]]
         return DynamicLossScaleState._make([*own, move(x.inner)])
 

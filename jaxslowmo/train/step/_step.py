@@ -56,11 +56,11 @@ class TrainStep(Running):
 
         Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
         """
-        refuse_untrainable(params)
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         if self._parts.raw_keys:
             model_state = typed_keys(model_state)
         stacked = stacked_params(self._parts.tables, params, seed, **lies)
+        refuse_untrainable(stacked)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         self._checks.transforms(state)
         self._layouts.note(state, self._layouts.of(state))
