@@ -128,7 +128,7 @@ def test_the_least_loss_scale_goes_on_with_its_counters(around, axes, tmp_path):
     old = scaled_step(4, around, axes)
     state = old.init(params)
     values = {
-        "scale": [16.0, 1.0, 16.0, 1.0],
+        "loss_scale": [16.0, 1.0, 16.0, 1.0],
         "growth_count": [4, 3, 2, 1],
         "skipped": [0, 4, 0, 5],
     }
