@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 from ..._typing import PyTree
 from ._changed import Sample, sample_of
 
@@ -47,6 +49,8 @@ class SharedIterator:
             except StopIteration:
                 return None
             self._last = self._position()
+            # Containers of its own: an iterator may put other arrays into the same dict each time.
+            batch = jax.tree.map(lambda leaf: leaf, batch)
             return Loaded(batch, self._last, sample_of(batch) if waits else None)
 
     def position(self) -> Any:

@@ -66,6 +66,9 @@ class Stages:
             batch, weight = next(clocks)(place)
         for stage, clock in zip(self._stages, clocks, strict=True):
             batch = clock(stage, batch)
+        if self._place and self._stages:
+            # What a stage has made must not be refused first where another batch has its turn.
+            batch, weight = self._place(batch, weight, state=state)
         return Prepared(batch, weight, loaded.position, loaded)
 
 

@@ -168,3 +168,20 @@ def test_what_holds_nothing_or_cannot_change_is_not_refused():
             raise TypeError("is on a GPU")
 
     refuse_changed([OnAnotherDevice()], sample_of([OnAnotherDevice()]))
+
+
+@pytest.mark.parametrize("made", [lambda i: jnp.full(3, i), lambda i: np.full(3, i), float])
+def test_a_dict_that_gets_other_leaves_each_time(made):
+    """The last ones were trained again and again; silently, where they were none of NumPy."""
+
+    def batches():
+        batch = {}
+        for i in range(5):
+            batch["x"] = made(float(i))
+            yield batch
+
+    def first_number(state, batch):
+        return state, float(np.ravel(batch["x"])[0])
+
+    pipeline = js.TrainPipeline(first_number, {}, batches())
+    assert [result.metrics for result in pipeline] == [0, 1, 2, 3, 4]

@@ -201,3 +201,23 @@ def test_a_stage_that_makes_ids():
     pipeline = js.TrainPipeline(step, step.init(DENSE), words, stages=[lambda batch: batch])
     with pytest.raises(ValueError, match="were not in table 'user'"):
         list(pipeline)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "patched"}])
+def test_what_a_stage_makes_is_refused_in_the_turn_of_its_batch(options):
+    """The batch before it was lost, and the error was raised twice."""
+    step, host = local_step(), batches(4)
+
+    def numpy_stage(batch):
+        batch = jax.tree.map(np.array, batch)
+        if np.array_equal(batch["user"], host[1]["user"]):
+            batch["user"][3] = 24
+        return batch
+
+    pipeline = js.TrainPipeline(step, step.init(DENSE), host, stages=[numpy_stage], **options)
+    first = next(pipeline)
+    with pytest.raises(ValueError, match="table 'user'"):
+        next(pipeline)
+    losses = [np.asarray(first.metrics["loss"]), *losses_of(pipeline)]
+    wanted = losses_of(js.TrainPipeline(step, step.init(DENSE), [host[0], *host[2:]]))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
