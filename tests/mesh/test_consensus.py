@@ -215,10 +215,29 @@ def test_a_step_whose_replicas_count_alike_gives_the_plain_mean():
     assert step.shares(state) == [(1.0, None)]
 
 
-def test_several_gossips_have_no_one_consensus():
-    gossip = {"a": js.sgp("replica", graph=STAR), "b": js.sgp("replica", graph=STAR)}
-    groups = optax.partition(gossip, {"h": "a", "w": "b"})
+def grouped(first, second):
+    groups = optax.partition({"a": first, "b": second}, {"h": "a", "w": "b"})
     mesh = js.virtual_mesh({"replica": REPLICAS})
     step = js.make_train_step(linear, optax.chain(optax.sgd(RATE), groups), mesh=mesh)
-    with pytest.raises(ValueError, match=r"at most one state of js\.sgp .* got 2"):
-        step.consensus(step.init(START))
+    state = step.init(START)
+    return step, step(state, {key: jnp.asarray(x[0]) for key, x in BATCHES.items()})[0]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_weights_that_hold_for_some_leaves_are_no_weights_of_all(overlap):
+    uneven = js.sgp("replica", graph=STAR, overlap=overlap)
+    for second in (js.local_sgd("replica"), uneven):
+        step, state = grouped(uneven, second)
+        with pytest.raises(ValueError, match=r"holds js\.sgp for some of its leaves, or several"):
+            step.consensus(state)
+        with pytest.raises(ValueError, match=r"holds js\.sgp for some of its leaves, or several"):
+            js.Evaluate(lambda *_: {}, mesh=step.mesh)(js.StepResult(1, state, (), {}, {}))
+
+
+def test_regular_gossip_of_several_groups_has_the_plain_mean():
+    step, state = grouped(js.sgp("replica"), js.sgp("replica"))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        step.consensus(state),
+        js.consensus(state.params, mesh=step.mesh),
+    )

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from ..._typing import PyTree
 from ...mesh import Shares
@@ -26,21 +28,39 @@ def shares_of_gossip(opt_state: PyTree) -> Shares | None:
 
     Returns:
       Pairs of push-sum weights (replicas,) and parameters, None for the replicas' own; None where
-      no state of `js.sgp` is in `opt_state`, so that all replicas count alike.
+      all replicas count alike: without a state of `js.sgp`, and where several, or some inside of
+      `optax.masked` or `optax.partition`, have no weights but 1 and nothing in flight.
 
     Raises:
-      ValueError: several states of `js.sgp`, each of which weighs leaves of its own.
+      ValueError: replicas that count differently in some leaves than in others.
 
-    Communication: none.
+    Communication: none; the weights of such states are read from the devices.
     """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, SGPState))
-    states = [x for x in leaves if isinstance(x, SGPState)]
-    if not states:
+    everywhere, in_some_leaves = _states_of_gossip(opt_state)
+    states = [*everywhere, *in_some_leaves]
+    if len(states) == 1 and everywhere:
+        (state,) = states
+        return [(state.weight, None), *((a.weight, a.mean) for a in state.in_flight)]
+    if all(map(_counts_alike, states)):
         return None
-    if len(states) > 1:
-        raise ValueError(
-            f"`state` must hold at most one state of js.sgp for one consensus, got {len(states)}: "
-            "take the js.consensus of the leaves of each apart, with `shares` of its own transform."
-        )
-    (state,) = states
-    return [(state.weight, None), *((a.weight, a.mean) for a in state.in_flight)]
+    raise ValueError(
+        "`state` holds js.sgp for some of its leaves, or several, and their replicas do not count "
+        "alike there, so that no weights hold for all leaves: take the js.consensus of each part, "
+        "with `shares` of its own transform."
+    )
+
+
+def _states_of_gossip(tree: PyTree) -> tuple[list[SGPState], list[SGPState]]:
+    """The states of `js.sgp` in a tree, and those that belong to some leaves alone."""
+    kinds = SGPState | optax.MaskedState
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    everywhere = [x for x in nodes if isinstance(x, SGPState)]
+    masked = [_states_of_gossip(x.inner_state) for x in nodes if isinstance(x, optax.MaskedState)]
+    return everywhere, [state for pair in masked for states in pair for state in states]
+
+
+def _counts_alike(state: SGPState) -> bool:
+    """Whether all weights are 1 and nothing is in flight, so far as that can be read."""
+    if state.in_flight or isinstance(state.weight, jax.core.Tracer):
+        return False
+    return bool(jnp.all(jnp.asarray(state.weight) == 1))  # also of arrays over several processes
