@@ -140,8 +140,8 @@ def train(
     state = step.init(params, model_state=statistics, seed=seed)
     for result in js.train_loop(step, state, batches(digits.shares, batch_size), num_steps=steps):
         state = result.state
-    averaged = js.consensus((state.params, state.model_state), mesh=mesh)
-    model = nnx.merge(graphdef, *averaged)
+    statistics = js.consensus(state.model_state, mesh=mesh)
+    model = nnx.merge(graphdef, step.consensus(state), statistics)
     model.eval()  # BatchNorm uses the averaged statistics
     images, labels = digits.held_out
     return float(jnp.mean(jnp.argmax(model(images), -1) == labels))

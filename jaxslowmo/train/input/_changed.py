@@ -41,8 +41,9 @@ def sample_of(batch: PyTree, seed: int | None = None) -> Sample:
 
     Args:
       batch: any tree. Arrays of NumPy are read, whatever their layout and dtype, and those of other
-        libraries that share their memory with NumPy, such as torch's on the CPU. Arrays of objects
-        are compared by which objects they hold. Arrays of jax cannot change.
+        libraries that share their memory with NumPy, such as torch's on the CPU (but for bfloat16
+        and tensors that require gradients). Arrays of objects are compared by which objects they
+        hold, masks of masked arrays not at all. Arrays of jax cannot change.
       seed: of the places; None: random ones.
     """
     seed = int(np.random.default_rng().integers(1 << 32)) if seed is None else seed
@@ -71,7 +72,7 @@ def refuse_changed(batch: PyTree, sample: Sample) -> None:
 
 
 def _memory_of(leaf: Any) -> np.ndarray | None:
-    """The memory of an array of the host; None for what is none, or cannot change."""
+    """Return a NumPy array that shares the memory of a leaf; None where there is none to share."""
     if isinstance(leaf, jax.Array | np.generic):
         return None
     shares = isinstance(leaf, _BUFFERS) or any(hasattr(leaf, name) for name in _INTERFACES)
@@ -84,7 +85,7 @@ def _memory_of(leaf: Any) -> np.ndarray | None:
 
 
 def _prints(x: np.ndarray, random: np.random.Generator, kept: list[Any]) -> Iterator[Any]:
-    """What tells the content of an array; adds objects in it to `kept`."""
+    """Yield checksums of an array, or the ids of the objects in it, which are added to `kept`."""
     if x.dtype.names is not None and x.dtype.hasobject:
         for name in x.dtype.names:
             yield from _prints(x[name], random, kept)
@@ -102,7 +103,7 @@ def _prints(x: np.ndarray, random: np.random.Generator, kept: list[Any]) -> Iter
 
 
 def _pieces(x: np.ndarray, random: np.random.Generator) -> Iterator[np.ndarray]:
-    """The array, flat; of a large one some pieces."""
+    """Yield the elements of an array as one flat array, or some pieces of a large one."""
     if x.size == 0 or x.itemsize == 0:
         return
     is_large = x.nbytes > _WHOLE_BYTES
