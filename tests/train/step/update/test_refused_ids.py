@@ -15,7 +15,7 @@ from train.step.tables import DENSE, REPLICAS, batches, embeddings, loss, step_o
 
 GOOD = [jax.tree.map(jnp.asarray, batch) for batch in batches(5)]
 BAD = {**GOOD[1], "user": GOOD[1]["user"].at[3].set(24)}  # of the first replica
-MESSAGE = "1 ids of feature 'user' were not in table 'user'.* An update with such a batch is skipped"
+MESSAGE = "1 ids of feature 'user' were not in table 'user'.* An update .* is skipped"
 IDLE = np.float32([0, 1])
 MEAN = {"gradients": js.all_reduce_gradients("replica", hook=js.hooks.top_k(0.5))}
 LOCAL = {"sync": js.local_sgd("replica", sync_every=4)}
@@ -149,7 +149,7 @@ def test_bad_ids_of_an_evaluation_are_not_said_to_be_of_an_update():
     """There was none that could be skipped."""
     step = local_step()
     step.evaluate(step.init(DENSE), BAD)
-    with pytest.raises(ValueError, match="An update with such a batch is skipped"):
+    with pytest.raises(ValueError, match=r"An update .* is skipped"):
         step.refuse_ids()
 
 
@@ -162,7 +162,7 @@ def test_ids_without_a_slot_are_skipped_likewise_unless_they_are_dropped():
         state, _ = step(state, GOOD[0])
         if overflow == "error":
             assert_kept(before, state, range(REPLICAS))
-            with pytest.raises(ValueError, match=r"had no slot: .* An update with such a batch is skipped"):
+            with pytest.raises(ValueError, match=r"had no slot: .* An update .* is skipped"):
                 step.refuse_ids()
         else:
             assert np.any(before[0][0].dense["w"] != state.params.dense["w"][0])
