@@ -13,7 +13,7 @@ from ._requests import BagsByTable, Requests
 from ._table import OWNER, Table
 
 PREFIX = "embeddings/"
-_UNCHANGED = "Its update was skipped, so that training can go on."
+_UNCHANGED = "An update with such a batch is skipped, so that training can go on."
 
 
 def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ..._integers import as_int
 from ..._typing import PyTree
@@ -107,8 +108,9 @@ class AheadStep:
           `"patched"` metrics hold `embeddings/NAME/resent` besides.
 
         Raises:
-          ValueError: as the step; what was asked for a batch with other ids. Arrays of jax that are
-            the same objects need no look; others are compared on the host, before anything runs.
+          ValueError: as the step; what was asked for a batch with other ids or weights of bags.
+            Arrays of jax that are the same objects need no look; others are compared on the host,
+            before anything runs. Inside of jax.jit nothing is compared.
 
         Communication: the step's, that of `Embeddings.exchange_ids` and, but in `"exact"`, of
           `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
@@ -178,7 +180,7 @@ def _asked(carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
 
 
 def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) -> None:
-    """Raise `ValueError` unless both batches look up the same.
+    """Raise `ValueError` unless both batches look up the same; what is traced is not compared.
 
     Communication: none; device to host where they are not the same arrays.
     """
@@ -187,21 +189,30 @@ def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) 
         return
     before, now = embeddings.bags_of(asked_for), embeddings.bags_of(batch)
     for feature in {**before, **now}:
-        if _content(before.get(feature)) != _content(now.get(feature)):
+        both = before.get(feature), now.get(feature)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(both)):
+            continue
+        if _content(both[0]) != _content(both[1]):
             raise ValueError(
-                f"`asked` is for another batch: its ids of feature {feature!r} are not those of "
+                f"`asked` is for another batch: its bags of feature {feature!r} are not those of "
                 "`batch`. Give each batch what `prime(state, batch)` returned for it, or the call "
                 "before, whose `next_batch` it was."
             )
 
 
 def _content(tree: PyTree) -> list[Any]:
-    """What this process has of some arrays, to be compared."""
+    """What this process has of some arrays, to be compared: values, whatever their dtypes."""
+
+    def values(x: Any) -> bytes:
+        x = np.asarray(x)
+        # All negative ids are padding.
+        is_ids = np.issubdtype(x.dtype, np.integer)
+        return (np.maximum(x.astype(np.int64), -1) if is_ids else x.astype(float)).tobytes()
 
     def parts(x: Any) -> Any:
         if getattr(x, "is_fully_addressable", True):
-            return np.shape(x), np.asarray(x).tobytes()
-        return {str(part.index): np.asarray(part.data).tobytes() for part in x.addressable_shards}
+            return np.shape(x), values(x)
+        return {str(part.index): values(part.data) for part in x.addressable_shards}
 
     return [parts(x) for x in jax.tree.leaves(tree)]
 

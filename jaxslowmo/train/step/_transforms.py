@@ -137,6 +137,14 @@ _SEE_DENSE_ALONE = {
     "use js.dynamic_loss_scale, which tables follow",
     "MultiStepsState": "optax.MultiSteps, and rows would move in calls that only collect: use "
     "`accumulate` of js.make_train_step or step.collect",
+    "ApplyEvery": "optax.apply_every, and rows would move in calls that only collect: use "
+    "`accumulate` of js.make_train_step or step.collect",
+    "AccumulateAvgUpdatesState": "optax.experimental.aggregating.accumulate_avg_updates, and rows "
+    "would move in calls that only collect: use `accumulate` of js.make_train_step or step.collect",
+    "ConditionallyMaskState": "optax.conditionally_mask, and rows would move in updates that it "
+    "drops: leave these calls out, or freeze dense parameters alone by a learning rate of 0",
+    "SAMState": "optax.contrib.sam, and rows would move in its adversarial calls, too: pass "
+    "the optimizer inside of it alone",
     "AccumulateState": "js.accumulate, and rows would move in calls that only collect: use "
     "`accumulate` of js.make_train_step or step.collect",
 }

@@ -202,6 +202,33 @@ def test_what_was_asked_for_another_batch_is_refused(mode):
     assert asked is None
 
 
+def test_other_dtypes_and_paddings_of_the_ids_that_were_asked_for():
+    """The carry is of the same rows, so the results are those of a plain loop."""
+    step = step_for("row", 2, "local_sgd")
+    ahead, state = step.ahead("patched"), step.init(DENSE)
+    asked = ahead.prime(state, BATCHES[0])
+    assert (BATCHES[0]["item"] == -1).any()
+    other = np.where(BATCHES[0]["item"] < 0, -2, BATCHES[0]["item"]).astype(np.int16)
+    _, metrics, _ = ahead(state, {**BATCHES[0], "item": other}, asked, None)
+    same(metrics["loss"], plainly("row", 2, "local_sgd", 1)[0][0])
+
+
+def test_a_step_that_looks_ahead_inside_of_jit():
+    """Ids that are traced are not compared: nobody knows them yet."""
+    step = step_for("row", 2, "local_sgd")
+    ahead = step.ahead("exact")
+
+    @jax.jit
+    def both(state, first, again, second):
+        state, metrics, asked = ahead(state, again, ahead.prime(state, first), second)
+        return metrics["loss"], ahead(state, second, asked, None)[1]["loss"]
+
+    again = jax.tree.map(np.copy, BATCHES[0])
+    found = both(step.init(DENSE), BATCHES[0], again, BATCHES[1])
+    expected, _ = plainly("row", 2, "local_sgd", 1)
+    np.testing.assert_allclose(np.stack(found), expected[:2], rtol=1e-5)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["local_sgd", "host", "gradients"])
 @pytest.mark.parametrize("shard", ["row", "column", "table"])

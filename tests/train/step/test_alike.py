@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
+from optax.experimental import aggregating
 
 import jaxslowmo as js
 from support.exhaustive import sweep
@@ -211,6 +213,10 @@ def test_averaging_by_hand(kind, reduce):
         "optax.apply_if_finite": optax.apply_if_finite(sgd, 3),
         "optax.MultiSteps": optax.MultiSteps(sgd, 2).gradient_transformation(),
         "js.accumulate": js.dynamic_loss_scale(js.accumulate(sgd, 2)),
+        "optax.apply_every": optax.chain(optax.apply_every(2), sgd),
+        "optax.conditionally_mask": optax.conditionally_mask(sgd, lambda step: step % 2 == 0),
+        "optax.contrib.sam": optax.contrib.sam(sgd, sgd),
+        "optax.experimental.aggregating": aggregating.accumulate_avg_updates(2),
     }.items(),
 )
 def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
@@ -254,6 +260,7 @@ def test_gradients_that_do_more_than_average(name, gradients):
             "gradients": js.post_local_gradients(js.every(1, start=2), average(), optax.identity()),
             "optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
         },
+        {"optimizer": optax.conditionally_transform(sgd, lambda step: step > 0), "sync": local},
     ],
 )
 def test_what_is_not_refused(options):

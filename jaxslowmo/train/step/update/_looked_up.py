@@ -20,9 +20,9 @@ class Requested(NamedTuple):
       batch: as the step was given it.
       requests: what it asks the tables for, and is asked by others.
       vectors: by table, the rows that it asked for.
-      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed.
-      refused: () int32, ids among these because of which no update must be made; 0 on a replica of
-        weight 0, whose batch may hold anything.
+      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed;
+        zeros on a replica of weight 0, whose batch may hold anything.
+      refused: () int32, ids that `counts` counts because of which no update must be made.
     """
 
     batch: PyTree

@@ -22,8 +22,7 @@ from ....embedding import (
     send_rows,
     typed_as_equal,
 )
-from ....transform import increment
-from ....tree import kept_if
+from ....transform import increment, unless_idle
 from ..._state import TrainState
 from ._differentiate import Differentiation
 from ._given import GIVEN_ROLES, Ahead, Carry, Given
@@ -109,7 +108,7 @@ class TableParts:
         if self.ahead.patches and following is not None:
             moved_all = self._moves_all(state, phase)
             following, resent = self._patched(new, following, done.changed, moved_all)
-            metrics = {**metrics, **resent}
+            metrics = {**metrics, **unless_idle(resent, given.weight)}
         return new, metrics, following
 
     def opened(self, state: TrainState, given: Given) -> GradientWindow:
@@ -219,10 +218,8 @@ class TableParts:
             requests = requests._replace(asked=self._typed(requests.asked))
         if vectors is None:
             vectors = self.embeddings.lookup(tables, requests)
-        counts = self._summed(self.embeddings.metrics(requests))
+        counts = unless_idle(self._summed(self.embeddings.metrics(requests)), given.weight)
         refused = self.embeddings.num_refused(counts)
-        if given.weight is not None:
-            refused = kept_if(given.weight > 0, refused)
         return given._replace(batch=Requested(given.batch, requests, vectors, counts, refused))
 
     def _following(self, tables: PyTree, upcoming: PyTree) -> tuple[Any, PyTree]:

@@ -15,7 +15,8 @@ from train.step.tables import DENSE, REPLICAS, batches, embeddings, loss, step_o
 
 GOOD = [jax.tree.map(jnp.asarray, batch) for batch in batches(5)]
 BAD = {**GOOD[1], "user": GOOD[1]["user"].at[3].set(24)}  # of the first replica
-MESSAGE = "1 ids of feature 'user' were not in table 'user'.* Its update was skipped"
+MESSAGE = "1 ids of feature 'user' were not in table 'user'.* An update .* is skipped"
+IDLE = np.float32([0, 1])
 MEAN = {"gradients": js.all_reduce_gradients("replica", hook=js.hooks.top_k(0.5))}
 LOCAL = {"sync": js.local_sgd("replica", sync_every=4)}
 SCALED = {**MEAN, "optimizer": js.dynamic_loss_scale(optax.adam(0.1), initial=8.0)}
@@ -126,6 +127,32 @@ def test_an_idle_replica_may_hold_anything():
     assert np.any(before[0][0].dense["w"] != state.params.dense["w"][0])
 
 
+def test_ids_of_an_idle_replica_are_neither_counted_nor_refused():
+    """Its batch may hold anything: the update is made, and nothing is raised after it."""
+    step = local_step()
+    state, _ = step(step.init(DENSE), GOOD[0])
+    before = whole(state)
+    state, metrics = step(state, BAD, IDLE)
+    assert metrics["embeddings/user/invalid"].tolist() == [0, 0]
+    assert metrics["embeddings/user/asked"][0] == 0 < metrics["embeddings/user/asked"][1]
+    step.refuse_ids()
+    window, _ = step.collect(state, GOOD[2], IDLE)
+    state, _ = step(state, BAD, IDLE, window=window)
+    window, _ = step.collect(state, BAD, IDLE)
+    state, _ = step.apply(state, window)
+    step.evaluate(state, BAD, IDLE)
+    step.refuse_ids()
+    assert np.any(before[1][0].dense["w"] != state.params.dense["w"][1])
+
+
+def test_bad_ids_of_an_evaluation_are_not_said_to_be_of_an_update():
+    """There was none that could be skipped."""
+    step = local_step()
+    step.evaluate(step.init(DENSE), BAD)
+    with pytest.raises(ValueError, match=r"An update .* is skipped"):
+        step.refuse_ids()
+
+
 def test_ids_without_a_slot_are_skipped_likewise_unless_they_are_dropped():
     for overflow in ("error", "drop"):
         made = embeddings(axis=None, capacity={"item": 2, "user": 30}, overflow=overflow)
@@ -135,7 +162,7 @@ def test_ids_without_a_slot_are_skipped_likewise_unless_they_are_dropped():
         state, _ = step(state, GOOD[0])
         if overflow == "error":
             assert_kept(before, state, range(REPLICAS))
-            with pytest.raises(ValueError, match=r"had no slot: .* Its update was skipped"):
+            with pytest.raises(ValueError, match=r"had no slot: .* An update .* is skipped"):
                 step.refuse_ids()
         else:
             assert np.any(before[0][0].dense["w"] != state.params.dense["w"][0])
