@@ -149,7 +149,8 @@ def make_train_step(
         raise ValueError(f'`host_batch` must be "local" or "global", got {host_batch!r}.')
     if order not in ("reverse", "ready"):
         raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
-    if as_int(accumulate, 1) is None:
+    num_microbatches = as_int(accumulate, 1)
+    if num_microbatches is None:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
     apart = isinstance(sync, str) and sync == "none"
     if not apart and sync is not None and not isinstance(sync, ParameterTransform):
@@ -189,7 +190,7 @@ def make_train_step(
         differentiation=Differentiation(
             loss=loss,
             axis_name=axis_name,
-            accumulate=accumulate,
+            accumulate=num_microbatches,
             model_state="local" if apart else model_state,
             tables=embeddings,
         ),
