@@ -1,5 +1,7 @@
 """Counts may be integers of any library, and nothing else."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +31,14 @@ def test_a_traced_value_is_no_count():
     assert found == [None]
 
 
-def trained(make, n):
-    """Parameters after four updates with what `make` makes of a count of 2."""
+# What is made of integers of other libraries is what is made of the int: of the narrowest, of one
+# that cannot be hashed, and of one that is an array on a device.
+KINDS = [np.int64, np.int8, np.array, jnp.int32]
+
+
+def program(make, n):
+    """The program of four updates with what `make` makes of a count."""
     tx = optax.chain(optax.sgd(0.1), make(n))
-    params = {"w": jnp.arange(4.0).reshape(2, 2)}
 
     def run(params):
         def step(carry, _):
@@ -42,7 +48,11 @@ def trained(make, n):
 
         return jax.lax.scan(step, (params, tx.init(params)), length=4)[0][0]
 
-    return jax.vmap(run, axis_name="replica")(params)
+    params = {"w": jnp.arange(4.0).reshape(2, 2), "m": jnp.ones((2, 40, 50))}
+    # Addresses of objects differ.
+    return re.sub(
+        "0x[0-9a-f]+", "", str(jax.make_jaxpr(jax.vmap(run, axis_name="replica"))(params))
+    )
 
 
 def local(n):
@@ -73,20 +83,34 @@ COUNTS = {
     "rank": lambda n: js.all_reduce_gradients(
         "replica", hook=js.hooks.powersgd(rank=n, start_step=2)
     ),
+    "seed of powersgd": lambda n: js.all_reduce_gradients(
+        "replica", hook=js.hooks.powersgd(start_step=2, seed=n)
+    ),
+    "seed of int8": lambda n: js.all_reduce_gradients(
+        "replica", hook=js.hooks.int8(stochastic_rounding=True, seed=n)
+    ),
     "growth_interval": lambda n: js.dynamic_loss_scale(optax.sgd(0.1), growth_interval=n),
     "capacity": lambda n: js.all_reduce_rows("replica", capacity=n),
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_numpy_integers_count_as_those_of_python(name):
-    found, wanted = (trained(COUNTS[name], n)["w"] for n in (np.int64(2), 2))
-    np.testing.assert_array_equal(found, wanted)
+def test_integers_of_other_libraries_count_as_those_of_python(name):
+    n = 2 if name in ("num_nodes", "overlap") else 100
+    wanted = program(COUNTS[name], n)
+    for kind in KINDS:
+        assert program(COUNTS[name], kind(n)) == wanted, kind
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_is_no_count_is_refused_by_name(name):
-    values = ["1", 1.5, True, np.float32(2), *([] if name == "offset" else [-1])]
+    values = [
+        "1",
+        1.5,
+        True,
+        np.float32(2),
+        *([] if name.split()[0] in ("offset", "seed") else [-1]),
+    ]
     for value in values:
         with pytest.raises(ValueError, match=f"`{name.split()[0]}`.* must ") as caught:
             COUNTS[name](value)
@@ -94,26 +118,89 @@ def test_what_is_no_count_is_refused_by_name(name):
 
 
 def test_limits_of_buckets_are_counts():
-    leaves = [np.zeros(4, np.float32)] * 3
-    assert js.assign_buckets(leaves, (np.int64(16),)) == js.assign_buckets(leaves, (16,))
+    leaves = [np.zeros(400, np.float32)] * 3
+    wanted = (
+        js.assign_buckets(leaves, (100,), max_buckets=2),
+        js.assign_buckets(leaves, (100,), alone_bytes=100),
+    )
+    for kind in KINDS:
+        n, two = kind(100), kind(2)
+        found = (
+            js.assign_buckets(leaves, (n,), max_buckets=two),
+            js.assign_buckets(leaves, (n,), alone_bytes=n),
+        )
+        assert found == wanted
+        assert {type(x) for _, limits in found for x in limits} == {int}
     for wrong in ("1", 1.5, -1):
         with pytest.raises(ValueError, match="`limits` are sizes in bytes and must be ints >= 0"):
             js.assign_buckets(leaves, (16, wrong))
+        with pytest.raises(ValueError, match="`alone_bytes` is a size in bytes and must be an int"):
+            js.assign_buckets(leaves, alone_bytes=wrong)
 
 
-def test_steps_meshes_tables_and_checkpoints_take_them(tmp_path):
-    two = np.int64(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counts(kind):
+    dense = jnp.ones((200, 1))
+    rows = js.row_gradient(dense, capacity=kind(100)).gradient
+    assert rows.rows.shape == (100,)
+    assert js.coalesce(rows, capacity=kind(100)).gradient.rows.shape == (100,)
+    assert js.gather_rows(dense, np.arange(3), capacity=kind(100))[0].rows.shape == (100,)
+    for capacity in (kind(100), {"table": kind(100)}):
+        tx = js.all_reduce_rows("replica", tables=("table",), capacity=capacity)
+        found = jax.eval_shape(
+            jax.vmap(
+                lambda g, tx=tx: tx.update({"table": g}, tx.init({"table": dense}))[0],
+                axis_name="replica",
+                in_axes=None,
+                axis_size=2,
+            ),
+            rows,
+        )
+        assert found["table"].shape == (2, 200, 1)
+        _, grads = js.row_value_and_grad(
+            lambda params, i: jnp.sum(params["table"][i]),
+            lambda i: {"table": i},
+            capacity=capacity,
+        )({"table": dense}, jnp.arange(3))
+        assert grads["table"].rows.shape == (100,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_meshes_tables_and_checkpoints_take_them(tmp_path, kind):
+    two = kind(2)
     mesh = js.virtual_mesh({"replica": two})
+    assert mesh == js.virtual_mesh({"replica": 2})
+    assert js.make_mesh({"replica": two}) == js.make_mesh({"replica": 2})
     step = js.make_train_step(
         lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
-        optax.sgd(0.1),
+        js.dynamic_loss_scale(optax.sgd(0.1), growth_interval=two, hysteresis=two),
         sync=local(two),
         mesh=mesh,
-        accumulate=two,
+        accumulate=kind(100),
     )
-    state, _ = step(step.init({"w": np.ones(3, np.float32)}), np.ones((4, 3), np.float32))
-    js.TrainPipeline(step, state, [], depth=two, accumulate=two).close()
+    state = step.init({"w": np.ones(3, np.float32)})
+    state, _ = step(state, np.ones((400, 3), np.float32))  # 200 examples of a replica
     with Checkpoints(tmp_path, keep=two) as checkpoints:
-        checkpoints.save(two, state)
-    assert list(tmp_path.glob("2"))
-    assert js.Table(num_rows=two, dim=two).num_rows == 2
+        checkpoints.save(kind(100), state, wait=True)
+        assert checkpoints.restore(step, {"w": np.ones(3)}, step=kind(100)).step == 100
+    assert js.measured(step, rate=two)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_tables_are_counts(kind):
+    def made(hundred, one):
+        tables = {"items": js.Table(num_rows=hundred, dim=one)}
+        return js.embeddings(
+            tables,
+            axis_name=None,
+            optimizer=js.rowwise_sgd(0.1),
+            capacity={"items": hundred},
+        )
+
+    found, wanted = made(kind(100), kind(4)), made(100, 4)
+    assert found.layout() == wanted.layout()
+    assert found.tables == wanted.tables
+    assert {type(found.tables["items"].num_rows), type(found.tables["items"].dim)} == {int}
+    ids = np.arange(6).reshape(6, 1)
+    assert found.slots_needed({"items": ids}, num_parts=kind(2)) == {"items": 3}
+    assert js.bags([[1], [2, 3]], max_length=kind(4)).ids.shape == (2, 4)

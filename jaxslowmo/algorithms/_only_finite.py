@@ -41,7 +41,7 @@ class OnlyFiniteState(NamedTuple):
     inner: PyTree  # state of the transform inside
 
 
-def only_finite(inner: ParameterTransform, *others: object) -> ParameterTransform:
+def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
     """Skips an exchange where a replica's parameters are not finite, and counts what it skipped.
 
     One replica that diverges would make all others NaN by the next average. Here it stays alone,
@@ -57,6 +57,7 @@ def only_finite(inner: ParameterTransform, *others: object) -> ParameterTransfor
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
       *others: nothing; an axis is refused with a message, since `inner` has its own.
+      **named: nothing, likewise.
 
     Returns:
       A `js.ParameterTransform`, to be used in its place; also as a `base`. Its phases name no round
@@ -70,10 +71,11 @@ def only_finite(inner: ParameterTransform, *others: object) -> ParameterTransfor
       its axes (those of the largest group, in `js.hierarchical_local_sgd`), which waits for the
       gradients: `js.sgp(overlap=1)` no longer overlaps.
     """
-    if others:
+    if others or named:
+        besides = [*map(repr, others), *(f"{name}={value!r}" for name, value in named.items())]
         raise ValueError(
             f"{_OWNER}: takes one argument, `inner`, whose axes it uses, such as "
-            f'js.only_finite(js.local_sgd("replica")); got {others[0]!r} besides.'
+            f'js.only_finite(js.local_sgd("replica")); got {besides[0]} besides.'
         )
     if not isinstance(inner, ParameterTransform):
         raise ValueError(

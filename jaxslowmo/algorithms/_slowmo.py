@@ -235,7 +235,7 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     is_number = not isinstance(value, bool) and isinstance(
         value, int | float | np.number | np.ndarray | jax.Array
     )
-    if not is_number or np.shape(value) or not jnp.isrealobj(value):
+    if not is_number or np.shape(value) or not _is_real(value):
         shape = f" of shape {list(np.shape(value))}" if is_number else ""
         raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
     if isinstance(value, Tracer):
@@ -248,6 +248,10 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
             rule = "be finite" if number == math.inf else "be >= 0"
         raise ValueError(f"{argument} must {rule}, got {number}.")
     return number
+
+
+def _is_real(value: Any) -> bool:
+    return jnp.isrealobj(value) and jnp.result_type(value) != jnp.bool_
 
 
 def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
@@ -317,7 +321,10 @@ def _agreed(
     own = jnp.stack([gamma, state.since])
     # jax has no derivative of pmax, and calls a rule of one's own (jax.custom_jvp) without the axis
     # inside of vmap and jit. So each replica differentiates its own rate, of which this adds 0.
-    largest, since = lax.pmax(lax.stop_gradient(own), axes) + (own - lax.stop_gradient(own))
+    zero = own - lax.stop_gradient(own)
+    # Of infinity it would be NaN, on the replica alone whose rate is infinite.
+    zero = jnp.where(jnp.isfinite(own), zero, 0)
+    largest, since = lax.pmax(lax.stop_gradient(own), axes) + zero
     gamma = jnp.where(largest == NO_RATE, state.last_rate, largest)
     return state._replace(since=since), gamma
 

@@ -83,13 +83,14 @@ class Checkpoints:
         asynchronous: bool = True,
         patience: float = 600,
     ) -> None:
-        if as_int(keep, 1) is None:
+        number = as_int(keep, 1)
+        if number is None:
             raise ValueError(f"Checkpoints: `keep` must be an int >= 1, got {keep!r}.")
         if not patience > 0:
             raise ValueError(f"Checkpoints: `patience` must be > 0 seconds, got {patience!r}.")
         quiet_orbax()
         self._folder = resolved(folder)
-        self._keep, self._asynchronous, self._patience = keep, asynchronous, patience
+        self._keep, self._asynchronous, self._patience = number, asynchronous, patience
         self._writing: tuple[int, Writing] | None = None
         self._unreadable: set[int] = set()
 
@@ -138,16 +139,17 @@ class Checkpoints:
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
           with several processes three messages of each through the coordinator.
         """
-        if as_int(step, 0) is None:
+        number = as_int(step, 0)
+        if number is None:
             raise ValueError(f"Checkpoints.save: `step` must be an int >= 0, got {step!r}.")
-        if step > MAX_STEP:
-            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
+        if number > MAX_STEP:
+            raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {number}.")
         if not isinstance(state, TrainState):
             raise ValueError(
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
                 f"{type(state).__name__}; orbax saves other trees."
             )
-        step = int(step)
+        step = number
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
         stored = _own_copies(as_stored(state))
@@ -322,12 +324,13 @@ class Checkpoints:
             )
         if step is None:
             return found[::-1] if fallback else found[-1:]
-        if step not in found:
+        number = as_int(step)
+        if number is None or number not in found:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
                 f"{', '.join(map(str, found))}."
             )
-        return found[found.index(step) :: -1] if fallback else [step]
+        return found[found.index(number) :: -1] if fallback else [number]
 
     def _make_way(self, step: int) -> None:
         """On process 0, before a save."""

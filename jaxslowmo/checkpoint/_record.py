@@ -23,6 +23,13 @@ from ._orbax import epath
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
+# Fields of states that were renamed, since optax's tools set hyperparameters by these names: the
+# name in checkpoints of before, the name now, and a field that tells the state class.
+_RENAMED = (
+    ("learning_rate", "last_rate", "made_at"),
+    ("scale", "loss_scale", "hysteresis_left"),
+    ("scale", "clip_factor", "norm"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,25 @@ class Record:
         own = tuple(x for x in self.leaves if x.name.split("/")[0] == part)
         return replace(self, leaves=own)
 
+    def with_names_of(self, run: "Record") -> "Record":
+        """Return this record with the names that `run` has for fields that were renamed.
+
+        A name changes only where `run` has the new name and lacks the old one: parameters and the
+        states of other libraries may have names that are listed in `_RENAMED`, too.
+        """
+        saved, wanted = {x.name for x in self.leaves}, {x.name for x in run.leaves}
+
+        def name_now(name: str) -> str:
+            state, _, field = name.rpartition("/")
+            if name not in wanted and name.startswith("opt_state/"):
+                for before, now, beside in _RENAMED:
+                    is_state = field == before and f"{state}/{beside}" in saved
+                    if is_state and f"{state}/{now}" in wanted:
+                        return f"{state}/{now}"
+            return name
+
+        return replace(self, leaves=tuple(replace(x, name=name_now(x.name)) for x in self.leaves))
+
     def placement(self, like: Placement, form: SavedForm | None = None) -> Placement:
         """Where the arrays come from; what is not known is taken from `like`."""
         certain = self.axis_sizes is not None
@@ -155,38 +181,13 @@ def _from_json(value: Any, where: object) -> Record:
             shards=_shards_from_json(value),
             leaves=tuple(
                 LeafRecord(key, name, tuple(shape), dtype, impl)
-                for (key, _, shape, dtype, impl), name in zip(
-                    value["leaves"], _names_now([leaf[1] for leaf in value["leaves"]]), strict=True
-                )
+                for key, name, shape, dtype, impl in value["leaves"]
             ),
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
-
-
-# Fields of states that were renamed, since optax's tools set hyperparameters by these names: the
-# name in checkpoints of before, the name now, and a field that tells the state class.
-_RENAMED = (
-    ("learning_rate", "last_rate", "made_at"),
-    ("scale", "loss_scale", "hysteresis_left"),
-    ("scale", "clip_factor", "norm"),
-)
-
-
-def _names_now(names: list[str]) -> list[str]:
-    """Return the names of leaves as states have them now, for names as they were saved."""
-    all_names = set(names)
-
-    def name_now(name: str) -> str:
-        state, _, field = name.rpartition("/")
-        for before, now, beside in _RENAMED:
-            if field == before and f"{state}/{beside}" in all_names:
-                return f"{state}/{now}" if name.startswith("opt_state/") else name
-        return name
-
-    return [name_now(name) for name in names]
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:

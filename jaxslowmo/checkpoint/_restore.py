@@ -161,7 +161,7 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
 
     Communication: none.
     """
-    record = read_record(path)
+    record = read_record(path).with_names_of(template.record)
     form = saved_form(record.extra) if callable(saved_form) else saved_form
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement

@@ -80,16 +80,17 @@ def bags(
     longest = int(lengths.max(initial=0))
     if max_length is None:
         max_length = max(longest, 1)
-    if as_int(max_length, 1) is None:
+    width = as_int(max_length, 1)
+    if width is None:
         raise ValueError(f"bags: `max_length` must be an int >= 1, got {max_length!r}.")
-    if longest > max_length and not truncate:
+    if longest > width and not truncate:
         raise ValueError(
             f"bags: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "
-            f"{max_length} (truncate=True leaves out the rest)."
+            f"{width} (truncate=True leaves out the rest)."
         )
     place = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    bag, kept = np.repeat(np.arange(lengths.size), lengths), place < max_length
-    ids = np.full((lengths.size, max_length), -1, values.dtype)
+    bag, kept = np.repeat(np.arange(lengths.size), lengths), place < width
+    ids = np.full((lengths.size, width), -1, values.dtype)
     ids[bag[kept], place[kept]] = values[kept]
     if weights is None:
         return Bags(ids)

@@ -101,14 +101,15 @@ def check_capacities(
 
 
 def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
-    if as_int(num_parts, 1) is None:
+    number = as_int(num_parts, 1)
+    if number is None:
         raise ValueError(f"{OWNER}: `num_parts` must be an int >= 1, got {num_parts!r}.")
-    if ids.shape[0] % num_parts:
+    if ids.shape[0] % number:
         raise ValueError(
-            f"{OWNER}: the batch of table {table!r} is split into {num_parts} equal parts, a "
+            f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "
             f"device each, and has {ids.shape[0]} rows."
         )
-    return ids.reshape(num_parts, -1).astype(np.int64)
+    return ids.reshape(number, -1).astype(np.int64)
 
 
 def _most_of_one_owner(place: Place, ids: np.ndarray) -> int:

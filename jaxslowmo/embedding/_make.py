@@ -81,9 +81,12 @@ def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | N
         given = {name: capacity.get(name, "auto") for name in tables}
     else:
         given = dict.fromkeys(tables, capacity)
+    slots: dict[str, int | None] = {}
     for name, own in given.items():
-        if own != "auto" and as_int(own, 1) is None:
+        is_auto = isinstance(own, str) and own == "auto"
+        slots[name] = None if is_auto else as_int(own, 1)
+        if slots[name] is None and not is_auto:
             raise ValueError(
                 f'{OWNER}: `capacity` of table {name!r} must be "auto" or an int >= 1, got {own!r}.'
             )
-    return {name: None if own == "auto" else own for name, own in given.items()}
+    return slots

@@ -51,6 +51,13 @@ class Table:
     init: Callable[..., jax.Array] | None = None
     dtype: Any = jnp.float32
 
+    def __post_init__(self) -> None:
+        """Make plain ints of other integers; `js.embeddings` refuses what is none, by name."""
+        for argument in ("num_rows", "dim"):
+            number = as_int(getattr(self, argument))
+            if number is not None:
+                object.__setattr__(self, argument, number)
+
     def features_of(self, name: str) -> tuple[str, ...]:
         """The inputs that look up this table, whose name is `name`."""
         return (name,) if self.features is None else tuple(self.features)

@@ -37,14 +37,19 @@ class VirtualMesh:
         return tuple(name for name, _ in self.axes)
 
 
-def _check_axes(axes: Mapping[str, int]) -> None:
+def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
+    """Return `axes` with plain ints; raise `ValueError` for other sizes, or none."""
     if not axes:
         raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
+    sizes: dict[str, int] = {}
     for name, size in axes.items():
-        if as_int(size, 1) is None:
+        number = as_int(size, 1)
+        if number is None:
             raise ValueError(
                 f"`axes`: the size of axis {name!r} must be an int >= 1, got {size!r}."
             )
+        sizes[name] = number
+    return sizes
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -72,12 +77,12 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
     Communication: none.
     """
-    _check_axes(axes)
+    axes = _checked_axes(axes)
     found = list(jax.devices() if devices is None else devices)
     needed = math.prod(axes.values())
     if len(found) < needed:
         raise ValueError(
-            f"`axes` {dict(axes)} need {needed} devices, found {len(found)} "
+            f"`axes` {axes} need {needed} devices, found {len(found)} "
             f"({found[0].platform if found else 'none'}). On CPU, more can be made with "
             f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
             "`js.virtual_mesh` runs replicas on one device."
@@ -103,5 +108,4 @@ def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
 
     Communication: none, ever.
     """
-    _check_axes(axes)
-    return VirtualMesh(tuple(axes.items()))
+    return VirtualMesh(tuple(_checked_axes(axes).items()))

@@ -37,8 +37,10 @@ class ScaleRule:
         """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
-            if as_int(value, 1) is None:
+            number = as_int(value, 1)
+            if number is None:
                 raise ValueError(f"{_OWNER}: `{name}` must be an int >= 1, got {value!r}.")
+            object.__setattr__(self, name, number)  # as a plain int, whatever it was
         for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):

@@ -1,6 +1,7 @@
 """Bucketed gradient all-reduce."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -127,7 +128,7 @@ def all_reduce_gradients(
         alone_bytes=alone_bytes,
         split_large=split_large,
     )
-    _check_options(layout, hook, divide_by)
+    layout = _checked(layout, hook, divide_by)
     by_initial = divide_by == "initial"
     warn = warn_once()
     notice = LayoutNotice(_OWNER, over, warn)
@@ -205,21 +206,24 @@ def _init_hook_states(
     return vary_over(states, axes_of(params) - set(axis_names(over.axis_name)))
 
 
-def _check_options(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> None:
-    """Raise `ValueError` for sizes, an order, a number of buckets, a hook that cannot be."""
+def _checked(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> BucketLayout:
+    """Return `layout` with plain ints; raise `ValueError` for an option that cannot be."""
     check_order(_OWNER, layout.order)
     if hook is not None:
         check_hook(_OWNER, hook)
     if divide_by not in ("initial", "active"):
         raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
     most, alone = layout.max_buckets, layout.alone_bytes
-    if most is not None and as_int(most, 1) is None:
+    max_buckets = None if most is None else as_int(most, 1)
+    alone_bytes = None if alone is None else as_int(alone, 0)
+    if most is not None and max_buckets is None:
         raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {most!r}.")
-    if alone is not None and (as_int(alone, 0) is None or layout.split_large):
+    if alone is not None and (alone_bytes is None or layout.split_large):
         raise ValueError(
             f"{_OWNER}: `alone_bytes` must be a size in bytes >= 0 that keeps large leaves whole, "
             f"so not with `split_large`; got {alone!r} and split_large={layout.split_large}."
         )
+    return replace(layout, max_buckets=max_buckets, alone_bytes=alone_bytes)
 
 
 def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> None:

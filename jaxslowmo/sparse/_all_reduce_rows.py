@@ -13,7 +13,7 @@ from .._typing import AxisName, PyTree
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
 from ..transform import check_axis_argument, check_weight, gradient_state, increment
 from ..tree import check_floating
-from ._row_gradient import RowGradient, check_capacity, check_row_gradient, is_row_gradient
+from ._row_gradient import RowGradient, check_row_gradient, checked_capacity, is_row_gradient
 from ._table_reduction import PATHS, Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
@@ -46,7 +46,7 @@ def all_reduce_rows(
     *,
     tables: Sequence[str] = (),
     dense: optax.GradientTransformation | None = None,
-    capacity: int | Mapping[str, int] | None = None,
+    capacity: int | Mapping[str, int | None] | None = None,
     path: Path = "auto",
     output: Literal["dense", "rows"] = "dense",
     divide_by: Literal["initial", "active"] = "initial",
@@ -102,7 +102,7 @@ def all_reduce_rows(
     """
     check_axis_argument(OWNER, "axis_name", axis_name)
     names = _check_tables(tables)
-    _check_capacities(capacity, names)
+    capacity = _checked_capacities(capacity, names)
     _check_options(path, output, divide_by)
     inner = optax.with_extra_args_support(optax.identity() if dense is None else dense)
 
@@ -210,17 +210,21 @@ def _check_options(path: str, output: str, divide_by: str) -> None:
         raise ValueError(f'{OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
 
 
-def _check_capacities(capacity: Any, names: tuple[str, ...]) -> None:
+def _checked_capacities(
+    capacity: Any, names: tuple[str, ...]
+) -> dict[str, int | None] | int | None:
+    """Return `capacity` with plain ints; raise `ValueError` for another number or name."""
     if not isinstance(capacity, Mapping):
-        check_capacity(OWNER, capacity)
-        return
-    for name, own in capacity.items():
+        return checked_capacity(OWNER, capacity)
+    for name in capacity:
         if name not in names:
             raise ValueError(
                 f"{OWNER}: `capacity` is given for {name!r}, which `tables` does not name "
                 f"({', '.join(map(repr, names)) or 'none'})."
             )
-        check_capacity(OWNER, own, f"capacity[{name!r}]")
+    return {
+        name: checked_capacity(OWNER, own, f"capacity[{name!r}]") for name, own in capacity.items()
+    }
 
 
 def _check_all_named(found: Mapping[str, Any], names: tuple[str, ...]) -> None:

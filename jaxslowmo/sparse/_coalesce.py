@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..tree import at_least_float32
-from ._row_gradient import RowGradient, check_capacity, check_row_gradient, inside
+from ._row_gradient import RowGradient, check_row_gradient, checked_capacity, inside
 
 NOWHERE = 2**31 - 1  # beyond the capacity of anything: what lies there is dropped
 
@@ -102,19 +102,19 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
 
     Communication: none.
     """
-    check_capacity("coalesce", capacity)
+    capacity = checked_capacity("coalesce", capacity)
     check_row_gradient("coalesce", "`gradient`", gradient)
     rows, num_rows = inside(gradient.rows, gradient.num_rows), gradient.num_rows
     capacity = max(1, min(rows.shape[0], num_rows)) if capacity is None else capacity
     return _whole_or_nan(compact(rows, gradient.values, num_rows, capacity), num_rows, capacity)
 
 
-def row_gradient(dense: jax.Array, *, capacity: int) -> Coalesced:
+def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     """The rows of a dense gradient that are not zero.
 
     Args:
       dense: (num_rows, *s), gradient of a table.
-      capacity: entries of the result.
+      capacity: entries of the result; None is one for each row.
 
     Returns:
       A `Coalesced`; see `js.coalesce`.
@@ -130,11 +130,13 @@ def row_gradient(dense: jax.Array, *, capacity: int) -> Coalesced:
 
     Communication: none.
     """
-    check_capacity("row_gradient", capacity)
+    size = checked_capacity("row_gradient", capacity)
     dense = jnp.asarray(dense)
     if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
         raise ValueError(
             "row_gradient: `dense` must be the floating gradient of a table (num_rows, ...), got "
             f"{dense.dtype}{list(dense.shape)}."
         )
-    return _whole_or_nan(nonzero_rows(dense, capacity), dense.shape[0], capacity)
+    num_rows = dense.shape[0]
+    size = max(1, num_rows) if size is None else size
+    return _whole_or_nan(nonzero_rows(dense, size), num_rows, size)

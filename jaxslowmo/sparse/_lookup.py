@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._typing import PyTree
 from ._coalesce import compact
-from ._row_gradient import RowGradient, check_capacity, inside, row_numbers
+from ._row_gradient import RowGradient, checked_capacity, inside, row_numbers
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +118,7 @@ def gather_rows(
 
     Communication: none.
     """
-    check_capacity("gather_rows", capacity)
+    capacity = checked_capacity("gather_rows", capacity)
     table = jnp.asarray(table)
     if table.ndim < 1 or table.shape[0] < 1:
         raise ValueError(f"gather_rows: `table` needs a shape (num_rows, ...), got {table.shape}.")
@@ -135,7 +135,7 @@ def row_value_and_grad(
     loss_fn: Callable[..., Any],
     tables: Callable[..., Mapping[str, Any]],
     *,
-    capacity: int | Mapping[str, int] | None = None,
+    capacity: int | Mapping[str, int | None] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """`jax.value_and_grad` in which the gradients of embedding tables are `RowGradient`s.
@@ -169,8 +169,11 @@ def row_value_and_grad(
 
     Communication: none.
     """
-    for own in capacity.values() if isinstance(capacity, Mapping) else (capacity,):
-        check_capacity("row_value_and_grad", own)
+    owner = "row_value_and_grad"
+    if isinstance(capacity, Mapping):
+        capacity = {name: checked_capacity(owner, own) for name, own in capacity.items()}
+    else:
+        capacity = checked_capacity(owner, capacity)
 
     def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         paths, treedef = jax.tree_util.tree_flatten_with_path(params)

@@ -91,14 +91,16 @@ def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
         )
 
 
-def check_capacity(owner: str, capacity: Any, argument: str = "capacity") -> None:
-    """Raise `ValueError` unless `capacity` is None or an int >= 1."""
+def checked_capacity(owner: str, capacity: Any, argument: str = "capacity") -> int | None:
+    """Return `capacity`, None or a plain int; raise `ValueError` unless it is an int >= 1."""
     if capacity is None:
-        return
-    if as_int(capacity, 1) is None:
+        return None
+    number = as_int(capacity, 1)
+    if number is None:
         raise ValueError(
             f"{owner}: `{argument}` counts rows and must be an int >= 1 or None, got {capacity!r}."
         )
+    return number
 
 
 def row_numbers(rows: Any) -> jax.Array:

@@ -238,9 +238,10 @@ class Sampling:
     """
 
     def __init__(self, rate: int) -> None:
-        if as_int(rate, 1) is None:
+        number = as_int(rate, 1)
+        if number is None:
             raise ValueError(f"`rate` counts steps and must be an int >= 1, got {rate!r}.")
-        self.rate = rate
+        self.rate = number
         self.steps = 0
         self._exchanges: Counter[str] = Counter()
 

@@ -123,6 +123,7 @@ class Log:
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], None], *, every: int | Every = 10) -> None:
+        as_schedule(every, "every")  # refuses what is no period
         self.every = every
         self._write = write
 
@@ -156,6 +157,7 @@ class Evaluate:
         every: int | Every = 100,
         sync: ParameterTransform | None = None,
     ) -> None:
+        as_schedule(every, "every")  # refuses what is no period
         self.every = every
         self._evaluate, self._mesh, self._axis_name = evaluate, mesh, axis_name
         self._sync = sync

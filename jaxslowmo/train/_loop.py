@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
+from .._integers import as_int
 from .._typing import Phase, PyTree
 from ._hooks import Hook, StepResult, is_hook_due
 from ._state import TrainState
@@ -76,10 +77,8 @@ def train_loop(
     Example:
       for result in js.train_loop(step, state, batches, num_steps=100): ...
     """
-    if num_steps is not None and num_steps < 0:
-        raise ValueError(f"`num_steps` must be >= 0, got {num_steps}.")
-    if start < 0:
-        raise ValueError(f"`start` must be >= 0, got {start}.")
+    end = None if num_steps is None else _count("num_steps", num_steps)
+    done = _count("start", start)
     check_accumulation(accumulate, partial)
     for hook in hooks:
         if not hasattr(hook, "every"):
@@ -100,7 +99,7 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
-        return _run(contextlib.nullcontext(step), num_steps, tuple(hooks), start)
+        return _run(contextlib.nullcontext(step), end, tuple(hooks), done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
             "`state` and `batches` must be given where `step` is no js.TrainPipeline; to train "
@@ -108,7 +107,7 @@ def train_loop(
         )
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
-    left = None if num_steps is None else max(0, num_steps - start)
+    left = None if end is None else max(0, end - done)
     pipeline = TrainPipeline(
         step,
         state,
@@ -117,7 +116,14 @@ def train_loop(
         accumulate=accumulate,
         partial=partial,
     )
-    return _run(pipeline, num_steps, tuple(hooks), start)
+    return _run(pipeline, end, tuple(hooks), done)
+
+
+def _count(argument: str, value: Any) -> int:
+    number = as_int(value, 0)
+    if number is None:
+        raise ValueError(f"`{argument}` counts steps and must be an int >= 0, got {value!r}.")
+    return number
 
 
 def _run(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._typing import PyTree
 from ..tracing import FullLoss
+from ..tree import leaf_names
 
 _IMPL = "threefry2x32"  # the one whose keys are two numbers, whatever the default is
 
@@ -25,6 +26,18 @@ def typed_keys(model_state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _typed(x) if looks_like_raw_key(x) else x, model_state)
 
 
+def refuse_raw_keys(model_state: PyTree) -> None:
+    """Raise `ValueError` where a train state's stacked model state still holds a raw key."""
+    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
+    if any(is_raw):
+        name = leaf_names(model_state)[is_raw.index(True)]
+        raise ValueError(
+            "`state`: with `raw_keys`=True keys in its `model_state` must be typed, and "
+            f"{name} is uint32[2] for each replica, with which all replicas draw alike: make "
+            "the state with step.init of this step."
+        )
+
+
 def with_raw_keys(loss: FullLoss) -> FullLoss:
     """Return a loss function of typed keys in its model state, from one of pairs of uint32."""
 
@@ -32,14 +45,24 @@ def with_raw_keys(loss: FullLoss) -> FullLoss:
         raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
         value, (metrics, new) = loss(params, batch, model_state=raw, **extra)
         if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step says what is wrong
-            new = jax.tree.map(_as_before, new, model_state)
+            leaves = zip(leaf_names(new), *map(jax.tree.leaves, (new, model_state)), strict=True)
+            new = jax.tree.structure(new).unflatten([_as_before(*leaf) for leaf in leaves])
         return value, (metrics, new)
 
     return typed_loss
 
 
-def _as_before(x: Any, old: Any) -> Any:
-    return _typed(x) if _is_key(old) and not _is_key(x) else x
+def _as_before(name: str, x: Any, old: Any) -> Any:
+    """Return `x`, as a typed key where `old` is one; raise `ValueError` where it is none."""
+    if not _is_key(old) or (isinstance(x, jax.Array) and _is_key(x)):
+        return x
+    if not looks_like_raw_key(x):
+        shape = ",".join(map(str, jnp.shape(x)))
+        raise ValueError(
+            f"`loss_fn` must return a key in place of the key {name} of `model_state`, as uint32[2]"
+            f" or typed, got {jnp.result_type(x)}[{shape}]."
+        )
+    return _typed(x)
 
 
 def _typed(x: Any) -> jax.Array:

@@ -132,10 +132,13 @@ def assign_pieces(
     split_large: bool = False,
 ) -> tuple[list[list[BucketPiece]], list[int]]:
     """`assign_buckets` with members that are pieces, whole leaves or parts."""
-    _check_limits(limits)
-    if alone_bytes is not None and alone_bytes < 0:
-        raise ValueError(f"`alone_bytes` is a size in bytes and must be >= 0, got {alone_bytes}.")
-    if alone_bytes is not None and split_large:
+    limits = _checked_limits(limits)
+    alone = None if alone_bytes is None else as_int(alone_bytes, 0)
+    if alone_bytes is not None and alone is None:
+        raise ValueError(
+            f"`alone_bytes` is a size in bytes and must be an int >= 0, got {alone_bytes!r}."
+        )
+    if alone is not None and split_large:
         raise ValueError(
             "`alone_bytes` keeps large leaves whole, `split_large` cuts them: give one."
         )
@@ -146,11 +149,11 @@ def assign_pieces(
     for label, leaf in zip(labels, leaves, strict=True):
         dtype, size = jnp.dtype(leaf.dtype), math.prod(leaf.shape)
         is_sparse = bool(expect_sparse and expect_sparse[label])
-        if is_sparse or (alone_bytes is not None and size * dtype.itemsize >= alone_bytes):
-            alone = _Bucket()
-            alone.pieces.append(BucketPiece(label, 0, size))
-            alone.size_bytes = size * dtype.itemsize
-            closed.append((alone, 0 if is_sparse else alone_bytes or 0))
+        if is_sparse or (alone is not None and size * dtype.itemsize >= alone):
+            bucket = _Bucket()
+            bucket.pieces.append(BucketPiece(label, 0, size))
+            bucket.size_bytes = size * dtype.itemsize
+            closed.append((bucket, 0 if is_sparse else alone or 0))
             continue
         growing = open_buckets.setdefault(dtype, _OpenBuckets(dtype.itemsize, limits))
         start = 0
@@ -199,7 +202,8 @@ def _merge(
     dtypes: dict[int, np.dtype],
     expect_sparse: Sequence[bool] | None,
 ) -> list[tuple[_Bucket, int]]:
-    if as_int(max_buckets, 1) is None:
+    number = as_int(max_buckets, 1)
+    if number is None:
         raise ValueError(f"`max_buckets` must be an int >= 1, got {max_buckets!r}.")
 
     def kind(bucket: _Bucket) -> Any:
@@ -207,10 +211,10 @@ def _merge(
         return ("sparse", label) if expect_sparse and expect_sparse[label] else dtypes[label]
 
     least = len({kind(bucket) for bucket, _ in closed})
-    if least > max_buckets:
+    if least > number:
         raise ValueError(
             f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
-            f"leaf, got {max_buckets}."
+            f"leaf, got {number}."
         )
     # Neighbours of one kind, linked by their places; a merged bucket has the place of the first.
     before: dict[int, int] = {}
@@ -249,13 +253,17 @@ def _merge(
     return list(left.values())
 
 
-def _check_limits(limits: Sequence[int]) -> None:
+def _checked_limits(limits: Sequence[int]) -> tuple[int, ...]:
+    """Return `limits` as plain ints; raise `ValueError` for other values, or none."""
     if not limits:
         raise ValueError("`limits` must hold at least one size in bytes, got none.")
-    if any(as_int(size, 0) is None for size in limits):
+    sizes = [as_int(size, 0) for size in limits]
+    known = tuple(size for size in sizes if size is not None)
+    if len(known) < len(sizes):
         raise ValueError(
             f"`limits` are sizes in bytes and must be ints >= 0, got {list(limits)!r}."
         )
+    return known
 
 
 def _check_labels(

@@ -67,6 +67,8 @@ def test_what_it_sends():
 def test_bad_input():
     with pytest.raises(ValueError, match=r"takes one argument, `inner`.*got 'replica' besides"):
         js.only_finite(js.local_sgd("replica"), "replica")
+    with pytest.raises(ValueError, match=r"takes one argument.*got axis_name='replica' besides"):
+        js.only_finite(js.local_sgd("replica"), axis_name="replica")
     with pytest.raises(ValueError, match=r"`inner` must be a js.ParameterTransform"):
         js.only_finite(optax.sgd(0.1))
 

@@ -109,7 +109,11 @@ def test_what_a_state_holds_in_the_form_of_the_parameters_can_be_mapped(name):
     marked = optax.tree.map_params(
         tx, lambda _, name: name, state, params_names(params), transform_non_params=lambda _: None
     )
-    for path, leaf in jax.tree.leaves_with_path(marked):
+    leaves = jax.tree.leaves_with_path(marked)
+    # Counters have the shape of a scalar parameter.
+    shapes = {x.shape for x in jax.tree.leaves(params) if x.ndim > 1}
+    assert bool(leaves) == any(x.shape in shapes for x in jax.tree.leaves(state))
+    for path, leaf in leaves:
         assert jax.tree_util.keystr(path).endswith(leaf)
 
 

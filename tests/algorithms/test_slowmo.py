@@ -248,3 +248,44 @@ def test_slow_period_that_is_no_multiple_warns_once():
     assert len(messages) == 1
     assert re.search(r"`sync_every`=4 is not a multiple of the base's 3", messages[0])
     assert warned(lambda: over_local(sync_every=6)) == []
+
+
+def test_an_infinite_rate_of_one_replica_is_that_of_all():
+    """Not NaN on the replica that has it, which would step its anchor elsewhere."""
+    params = {"w": jnp.ones((2, 3))}
+    tx = js.slowmo(
+        "replica",
+        base=js.local_sgd("replica", sync_every=1),
+        sync_every=1,
+        learning_rate="optimizer",
+    )
+
+    def largest(params, rate):
+        state = tx.init(params)
+        return tx.update(params, state, params, learning_rate=rate)[1]
+
+    rates = jnp.asarray([jnp.inf, 0.5], jnp.float32)
+    state = jax.vmap(largest, axis_name="replica")(params, rates)
+    (found,) = [x.last_rate for x in jax.tree.leaves(state, is_leaf=_has_rate) if _has_rate(x)]
+    np.testing.assert_array_equal(found, [np.inf, np.inf])
+
+
+def _has_rate(x):
+    return hasattr(x, "last_rate")
+
+
+@pytest.mark.parametrize("argument", ["momentum", "learning_rate", "slow_learning_rate"])
+def test_truth_values_are_no_numbers(argument):
+    def make(value):
+        js.slowmo(
+            "replica",
+            base=js.local_sgd("replica", sync_every=1),
+            sync_every=1,
+            **{argument: value},
+        )
+
+    for value in (True, np.True_, jnp.bool_(True), np.array(True)):
+        with pytest.raises(ValueError, match=f"`{argument}` must be a number, got "):
+            make(value)
+    with pytest.raises(ValueError, match=f"`{argument}` must be a number, got "):
+        jax.eval_shape(make, jnp.bool_(True))

@@ -1,7 +1,10 @@
 """Resumed runs are undisturbed runs, bit by bit, from any step of a period."""
 
 import json
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -158,3 +161,45 @@ def test_states_are_restored_whose_fields_had_other_names(monkeypatch, tmp_path)
         found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
     assert found.is_exact
     assert bits(found.state) == bits(state)
+
+
+class NormAndScale(NamedTuple):
+    """Fields as those of `js.clip_by_global_norm` were called before."""
+
+    norm: np.ndarray
+    scale: np.ndarray
+
+
+def keeps_state_named_as_before():
+    """Return a transform whose states have all names that states of 0.1.0 had."""
+    state = {
+        "clip": NormAndScale(np.float32(2), np.float32(3)),
+        "slow": {"made_at": np.float32(4), "learning_rate": np.float32(5)},
+        "precision": {"hysteresis_left": np.float32(6), "scale": np.float32(7)},
+    }
+    return optax.GradientTransformation(lambda _: state, lambda updates, own, _: (updates, own))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_names_of_before_in_another_state_stay(replicas, tmp_path):
+    optimizer = optax.chain(optax.adam(1e-2), keeps_state_named_as_before())
+    names = ("norm", "scale", "made_at", "learning_rate", "hysteresis_left")
+    params = {"ln": {name: np.full(2, i, np.float32) for i, name in enumerate(names)}}
+    steps = [
+        js.make_train_step(
+            lambda params, batch: sum(map(jnp.sum, params["ln"].values())) * batch.mean(),
+            optimizer,
+            sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=1), sync_every=2),
+            mesh=js.virtual_mesh({"replica": number}),
+        )
+        for number in (2, replicas)
+    ]
+    state, _ = steps[0](steps[0].init(params), np.ones(4, np.float32))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        found = checkpoints.restore(steps[1], params)
+    assert leaf_names(found.state) == leaf_names(state)
+    if replicas == 2:
+        assert bits(found.state) == bits(state)
+    first = [jax.tree.map(lambda x: x[0], s.opt_state[1]) for s in (found.state, state)]
+    assert bits(first[0]) == bits(first[1])

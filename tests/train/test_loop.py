@@ -1,5 +1,7 @@
 """The loop: its order, where it ends, when hooks run."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -84,12 +86,34 @@ def test_batches_that_end_early(step):
         next(loop)
 
 
-def test_negative_num_steps_at_the_call(step):
-    with pytest.raises(ValueError, match=r"`num_steps` must be >= 0, got -1"):
-        js.train_loop(step, start(step), BATCHES, num_steps=-1)
+@pytest.mark.parametrize("argument", ["num_steps", "start"])
+@pytest.mark.parametrize("value", [-1, 2.5, float("nan"), True, "2"])
+def test_what_counts_no_steps_is_refused_at_the_call(step, argument, value):
+    rule = f"`{argument}` counts steps and must be an int >= 0, got {value!r}."
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        js.train_loop(step, start(step), BATCHES, **{argument: value})
 
 
-def test_hook_with_a_period_below_one(step):
-    hooks = (js.Log(print, every=0),)
+def test_any_integers_count_steps(step):
+    loop = js.train_loop(step, start(step), BATCHES, num_steps=np.array(3), start=np.int8(1))
+    steps = [result.step for result in loop]
+    assert (steps, {type(x) for x in steps}) == ([2, 3], {int})
+
+
+@pytest.mark.parametrize("every", [0, "2", 2.5, True])
+def test_what_is_no_period_is_refused_when_a_hook_is_made(every):
+    mesh = js.virtual_mesh({"replica": 2})
+    for make in (
+        lambda: js.Log(print, every=every),
+        lambda: js.Evaluate(lambda params, model_state: {}, mesh=mesh, every=every),
+    ):
+        with pytest.raises(ValueError, match=f"`every` .* >= 1, got {every!r}"):
+            make()
+
+
+def test_a_hook_of_your_own_with_a_period_below_one(step):
+    class OwnHook:
+        every = 0
+
     with pytest.raises(ValueError, match=r"`every` .* >= 1, got 0"):
-        next(js.train_loop(step, start(step), BATCHES, hooks=hooks))
+        next(js.train_loop(step, start(step), BATCHES, hooks=(OwnHook(),)))

@@ -84,7 +84,9 @@ def powersgd(
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch 2.13, `powerSGD_hook`.
     """
-    _check(rank, start_step, error_feedback or warm_start, min_compression_rate, seed)
+    rank, start_step, seed = _checked(
+        rank, start_step, error_feedback or warm_start, min_compression_rate, seed
+    )
 
     def matrices(bucket: GradBucket) -> list[_Matrices]:
         return _matrices(bucket, rank, min_compression_rate)
@@ -220,11 +222,15 @@ def _means_of_factors(bucket: GradBucket, factors: list[jax.Array]) -> list[jax.
     return found
 
 
-def _check(rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any) -> None:
-    if as_int(rank, 1) is None:
-        raise ValueError(f"{_OWNER}: `rank` must be an int >= 1, got {rank!r}.")
+def _checked(
+    rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any
+) -> tuple[int, int, int]:
+    """Return `rank`, `start_step` and `seed` as ints; raise `ValueError` for other values."""
     least = 2 if remembers else 0
-    if as_int(start_step, least) is None:
+    counts = as_int(rank, 1), as_int(start_step, least), as_int(seed)
+    if counts[0] is None:
+        raise ValueError(f"{_OWNER}: `rank` must be an int >= 1, got {rank!r}.")
+    if counts[1] is None:
         why = " with error feedback or warm start" if remembers else ""
         raise ValueError(
             f"{_OWNER}: `start_step` counts updates and must be an int >= {least}{why}, got "
@@ -234,8 +240,9 @@ def _check(rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any
         raise ValueError(
             f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got {min_rate!r}."
         )
-    if as_int(seed) is None:
+    if counts[2] is None:
         raise ValueError(f"{_OWNER}: `seed` must be an int, got {seed!r}.")
+    return counts
 
 
 def orthogonal(x: jax.Array) -> jax.Array:

@@ -97,14 +97,15 @@ def fp8(
 def _quantised(
     owner: str, codec: Codec, block_size: Any, error_feedback: bool, stochastic: bool, seed: Any
 ) -> CommHook:
-    if as_int(block_size, 1) is None:
+    size, checked_seed = as_int(block_size, 1), as_int(seed)
+    if size is None:
         raise ValueError(f"{owner}: `block_size` must be an int >= 1, got {block_size!r}.")
-    if as_int(seed) is None:
+    if checked_seed is None:
         raise ValueError(f"{owner}: `seed` must be an int, got {seed!r}.")
-    how = Quantised(codec, int(block_size))
+    how = Quantised(codec, size)
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        key = _key(seed, bucket) if stochastic else None
+        key = _key(checked_seed, bucket) if stochastic else None
         return quantised_mean(flat, bucket.axis_name, how, dtype=bucket.dtype, key=key)
 
     return lossy(

@@ -80,7 +80,9 @@ def make_train_step(
         (nnx.Dropout) are never exchanged, and differ on all devices in the forward pass.
       raw_keys: whether the loss function's model state holds PRNG keys as pairs of uint32, as Keras
         and `jax.random.PRNGKey` make them. `step.init` then makes a typed key of every uint32 leaf
-        of shape (2,), which the loss function is given as a pair again, and returns as one.
+        of shape (2,), which the loss function is given as a pair again, and returns as one. Arrays
+        of several keys, of shape (n, 2), are not seen: give typed keys there. A state that holds
+        such a leaf as it was, since `js.TrainState.create` made it, is refused.
       order: in which gradients go into buckets, where their transform does not say: `"reverse"`
         leaf order, or `"ready"`, the order in which the backward pass finishes them, found from the
         traced loss function.
@@ -149,7 +151,8 @@ def make_train_step(
         raise ValueError(f'`host_batch` must be "local" or "global", got {host_batch!r}.')
     if order not in ("reverse", "ready"):
         raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
-    if as_int(accumulate, 1) is None:
+    num_microbatches = as_int(accumulate, 1)
+    if num_microbatches is None:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
     apart = isinstance(sync, str) and sync == "none"
     if not apart and sync is not None and not isinstance(sync, ParameterTransform):
@@ -189,7 +192,7 @@ def make_train_step(
         differentiation=Differentiation(
             loss=loss,
             axis_name=axis_name,
-            accumulate=accumulate,
+            accumulate=num_microbatches,
             model_state="local" if apart else model_state,
             tables=embeddings,
         ),

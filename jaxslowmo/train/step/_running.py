@@ -5,6 +5,7 @@ from typing import Any, Literal
 from ..._typing import PyTree
 from ..._warn import warn_once
 from ...mesh import AnyMesh
+from .._raw_keys import refuse_raw_keys
 from .._state import Layout, TrainState
 from ..batches import HostBatch
 from ._host import HostCounts, counter_of
@@ -46,6 +47,8 @@ class Running:
 
     def _program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
         """The compiled program of a task, made at its first use."""
+        if self._parts.raw_keys:
+            refuse_raw_keys(state.model_state)
         return self._programs.get(task, layout, state, given, self._checks.before_first_use)
 
     def _collect(

@@ -195,3 +195,37 @@ def test_keys_over_processes(tmp_path):
     first, second = two_processes(PROGRAM, tmp_path)
     assert float(first) == float(jax.random.uniform(jax.random.key(5)))
     assert float(first) != float(second)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_states_whose_keys_are_still_raw_are_refused(kind):
+    """All replicas would draw alike."""
+    mesh = MESHES[kind]({"replica": 2})
+    options = {"optimizer": optax.sgd(0.1), "sync": AVERAGE, "mesh": mesh}
+    step = js.make_train_step(raw_loss, **options, raw_keys=True)
+    model_state = {"key": jax.random.PRNGKey(5), "count": jnp.uint32(0), "ids": jnp.arange(2)}
+    refusal = r"^`state`: .*`model_state` .* key is uint32\[2\].*step\.init"
+    with pytest.warns(UserWarning, match="looks like"):
+        raw = js.make_train_step(raw_loss, **options).init(PARAMS, model_state=model_state)
+    with pytest.raises(ValueError, match=refusal):
+        step(raw, BATCH)
+    state, _ = step(step.init(PARAMS, model_state=model_state), BATCH)
+    with pytest.raises(ValueError, match=refusal):  # also once there is a program
+        step(raw, BATCH)
+    step(state, BATCH)
+
+
+@pytest.mark.parametrize("key", [np.zeros(3, np.uint32), np.zeros(2, np.int32), np.float32(0)])
+def test_a_loss_function_that_returns_no_key_is_refused(key):
+    def loss(params, batch, *, model_state):
+        value, (metrics, after) = raw_loss(params, batch, model_state=model_state)
+        return value, (metrics, {**after, "key": jnp.asarray(key)})
+
+    mesh = js.virtual_mesh({"replica": 2})
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=AVERAGE, mesh=mesh, raw_keys=True)
+    raw = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0)}
+    shape = ",".join(map(str, key.shape))
+    with pytest.raises(
+        ValueError, match=rf"^`loss_fn` .* key .* uint32\[2\].* got {key.dtype}\[{shape}\]"
+    ):
+        step(step.init(PARAMS, model_state=raw), BATCH)
