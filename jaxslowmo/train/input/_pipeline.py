@@ -108,6 +108,7 @@ class TrainPipeline(Iterator[Any]):
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
+        depth, accumulate = int(depth), int(accumulate)  # whatever integers they are
         self._refuse_ids = of_step(step, "refuse_ids")
         prepare = Stages(step, stages)
         step = self._beside(step, state, depth, mode, num_exact=num_exact, room=room)

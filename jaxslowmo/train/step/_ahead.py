@@ -64,7 +64,7 @@ class AheadStep:
 
     def __init__(self, step: Any, mode: AheadMode, num_exact: int = 0, room: float = 0.25) -> None:
         _check(step, mode, num_exact, room)
-        self._step, self.mode, self._num_exact = step, mode, num_exact
+        self._step, self.mode, self._num_exact = step, mode, int(num_exact)
         self._vectors = Ahead(mode != "exact", mode == "patched", room)
         self._count = 0
 
