@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from ..._typing import PyTree
 from ...mesh import Shares
@@ -61,6 +62,6 @@ def _states_of_gossip(tree: PyTree) -> tuple[list[SGPState], list[SGPState]]:
 
 def _counts_alike(state: SGPState) -> bool:
     """Whether all weights are 1 and nothing is in flight, so far as that can be read."""
-    if state.in_flight or isinstance(state.weight, jax.core.Tracer):
+    if state.in_flight or isinstance(state.weight, Tracer):
         return False
     return bool(jnp.all(jnp.asarray(state.weight) == 1))  # also of arrays over several processes

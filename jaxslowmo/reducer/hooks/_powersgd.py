@@ -227,10 +227,10 @@ def _checked(
 ) -> tuple[int, int, int]:
     """Return `rank`, `start_step` and `seed` as ints; raise `ValueError` for other values."""
     least = 2 if remembers else 0
-    counts = as_int(rank, 1), as_int(start_step, least), as_int(seed)
-    if counts[0] is None:
+    rank_count, first_step, number = as_int(rank, 1), as_int(start_step, least), as_int(seed)
+    if rank_count is None:
         raise ValueError(f"{_OWNER}: `rank` must be an int >= 1, got {rank!r}.")
-    if counts[1] is None:
+    if first_step is None:
         why = " with error feedback or warm start" if remembers else ""
         raise ValueError(
             f"{_OWNER}: `start_step` counts updates and must be an int >= {least}{why}, got "
@@ -240,9 +240,9 @@ def _checked(
         raise ValueError(
             f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got {min_rate!r}."
         )
-    if counts[2] is None:
+    if number is None:
         raise ValueError(f"{_OWNER}: `seed` must be an int, got {seed!r}.")
-    return counts
+    return rank_count, first_step, number
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
