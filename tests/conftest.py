@@ -84,7 +84,7 @@ def require_devices() -> None:
 
 # A worker has grown by this much when programs that earlier files compiled are freed: most files
 # grow by less, and what several of them share is seldom compiled anew.
-FREE_AT_BYTES = 400 * 2**20
+FREE_AT_BYTES = 800 * 2**20
 # Without that a worker of the whole suite came to 5.9 GB.
 MOST_BYTES = 3 * 10**9
 

@@ -1,5 +1,7 @@
 """Rates and momentum as traced values: sweeps by vmap, and gradients with respect to them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 
 REPLICAS = 2
 TARGETS = jnp.array([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
@@ -73,8 +76,13 @@ def test_a_sweep_of_training_steps():
         np.testing.assert_allclose(found, run(float(value)), rtol=2e-6)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 0.0]], ids=["all", "one is idle"])
-@pytest.mark.parametrize("shard_state", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize(
+    ("shard_state", "weights"),
+    sweep(
+        itertools.product([True, False], [[1.0, 1.0], [1.0, 0.0]]),
+        lambda shard_state, weights: shard_state and weights[1] == 0,
+    ),
+)
 def test_the_gradient_with_respect_to_the_rate_of_the_optimizer(shard_state, weights):
     sync, weights = over(learning_rate="optimizer", shard_state=shard_state), jnp.array(weights)
 

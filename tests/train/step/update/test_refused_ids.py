@@ -110,7 +110,7 @@ def test_the_last_call_is_asked_at_the_end():
     step.refuse_ids()
 
 
-@pytest.mark.parametrize("of_last", [False, True])
+@pytest.mark.parametrize("of_last", sweep([False, True], lambda of_last: of_last))
 def test_a_window_that_holds_them_is_skipped_as_a_whole(of_last):
     step = local_step()
     state, _ = step(step.init(DENSE), GOOD[0])
@@ -184,7 +184,7 @@ MODES = ["exact", "patched"]
 
 
 @pytest.mark.parametrize("mode", sweep(MODES, lambda mode: mode == "patched"))
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("place", sweep([1, 3], lambda place: place == 3))
 def test_a_pipeline_loses_no_batch_and_goes_on(mode, place):
     """The results are those of a pipeline without the batch; also of the last one."""
     step = local_step() if mode == "patched" else step_of(2, **LOCAL)
@@ -241,7 +241,7 @@ def test_a_stage_that_makes_ids():
         list(pipeline)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "patched"}])
+@pytest.mark.parametrize("options", sweep([{}, {"mode": "patched"}], lambda options: not options))
 def test_what_a_stage_makes_is_refused_in_the_turn_of_its_batch(options):
     """The batch before it was lost, and the error was raised twice."""
     step, host = local_step(), batches(4)
