@@ -143,7 +143,8 @@ def memory_of_earlier_files(memory: Memory) -> None:
     """
     if memory.resident_bytes() > memory.bytes_when_freed + FREE_AT_BYTES:
         memory.free_programs()
-    gc.collect()
+    else:
+        gc.collect()
     gc.freeze()
 
 
