@@ -24,8 +24,8 @@ LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 class SlowMomentumState(NamedTuple):
     """State of `slow_momentum`.
 
-    No field is called as a hyperparameter of optax is: `optax.tree.set(state, learning_rate=...)`
-    sets every field of that name in a chain.
+    No field shares its name with a hyperparameter of optax, since
+    `optax.tree.set(state, learning_rate=...)` sets every field of that name in a chain.
     """
 
     velocity: PyTree  # like the anchor, float32: v = gamma * m

@@ -36,9 +36,9 @@ def float16(*, error_feedback: bool = False) -> Codec:
     finite number never becomes infinite.
 
     Args:
-      error_feedback: as in `js.codecs.bfloat16`, but in gossip each mixture is rounded, too, as in
-        FairScale, so that it gains nothing there either: it is for runs that must do as FairScale's
-        float16 runs do.
+      error_feedback: keep what rounding leaves, like `js.codecs.bfloat16`. In gossip each mixture
+        is rounded, too, as in FairScale, so that it gains nothing there either: it is for runs that
+        must do as FairScale's float16 runs do.
 
     Returns:
       A value of `codec=`; see `js.codecs.bfloat16`.

@@ -22,9 +22,9 @@ class Sample(NamedTuple):
     """The content of the arrays of a batch, as short as it can be compared.
 
     Attributes:
-      seed: of the places that are looked at in arrays larger than 4 MB.
-      prints: of each array a checksum.
-      kept: the objects in arrays of objects; while they live, their ids are their own.
+      seed: the seed that decides which places of arrays larger than 4 MB are read.
+      prints: a checksum for each array.
+      kept: the objects in arrays of objects; while they live, no other object has their ids.
     """
 
     seed: int
@@ -44,7 +44,7 @@ def sample_of(batch: PyTree, seed: int | None = None) -> Sample:
         libraries that share their memory with NumPy, such as torch's on the CPU (but for bfloat16
         and tensors that require gradients). Arrays of objects are compared by which objects they
         hold, masks of masked arrays not at all. Arrays of jax cannot change.
-      seed: of the places; None: random ones.
+      seed: the seed of an earlier sample, for a comparison with it; None draws one.
     """
     seed = int(np.random.default_rng().integers(1 << 32)) if seed is None else seed
     random = np.random.default_rng(seed)

@@ -21,7 +21,8 @@ class Loaded(NamedTuple):
     Attributes:
       batch: a `WeightedBatch`, or whatever the step takes.
       position: what the iterator's `get_state()` said right after; None without one.
-      sample: of its arrays, to see whether they change; None where it does not wait for its turn.
+      sample: checksums of its arrays, which tell whether they change; None where the batch does not
+        wait for its turn.
     """
 
     batch: PyTree

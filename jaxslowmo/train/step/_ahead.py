@@ -201,7 +201,7 @@ def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) 
 
 
 def _content(tree: PyTree) -> list[Any]:
-    """What this process has of some arrays, to be compared: values, whatever their dtypes."""
+    """Return the values that this process holds of each array, whatever their dtypes."""
 
     def values(x: Any) -> bytes:
         x = np.asarray(x)

@@ -56,7 +56,7 @@ class Found(NamedTuple):
       model_state: of this device, after the batch.
       rows: by table, gradients of the rows that it holds; {} without tables.
       batch: as the loss function saw it.
-      refused: as `Requested.refused`; None without tables.
+      refused: the count in `Requested.refused`; None without tables.
     """
 
     grads: PyTree
