@@ -35,7 +35,8 @@ def shares_of_gossip(opt_state: PyTree) -> Shares | None:
     Raises:
       ValueError: replicas that count differently in some leaves than in others.
 
-    Communication: none; the weights of such states are read from the devices.
+    Communication: none where one state holds for all leaves; else one reduction of the weights, a
+      few bytes per state, over the devices that hold them.
     """
     everywhere, in_some_leaves = _states_of_gossip(opt_state)
     states = [*everywhere, *in_some_leaves]
