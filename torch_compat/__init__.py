@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .errors import PeerLostError as PeerLostError
 from .errors import TPUWorkerError as TPUWorkerError
+from .errors import UnlikeCallsError as UnlikeCallsError
 from .messages import StepStatistics as StepStatistics
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from . import runtime as runtime
     from .data import TPUDataManager as TPUDataManager
     from .manager import TPUManager as TPUManager
-    from .reader import QueueDataset as QueueDataset
     from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
     from .slowmo import broadcast_parameters as broadcast_parameters
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 else:
     # Name -> the module that has it; a module's own name stands for the module.
     _HOMES = {
-        "QueueDataset": "reader",
         "SlowMoBaseAlgorithm": "slowmo",
         "SlowMoDistributedDataParallel": "slowmo",
         "TPUDataManager": "data",

@@ -1,5 +1,7 @@
 """What goes wrong in another process, told in this one."""
 
+from collections.abc import Mapping
+
 
 class TPUWorkerError(RuntimeError):
     """The device process of a `TPUManager` failed, ended, or did not answer in time.
@@ -38,3 +40,31 @@ def describe(error: BaseException) -> str:
 
 class PeerLostError(RuntimeError):
     """Another process has ended, or did not come to an exchange; the message names it."""
+
+
+class UnlikeCallsError(RuntimeError):
+    """Processes have come to different exchanges; the message says which process to which.
+
+    What has begun cannot be taken back: to go on, make the process group anew.
+    """
+
+
+def unlike_calls(calls: Mapping[int, str]) -> str:
+    """Return the sentence that explains why processes cannot go on.
+
+    Args:
+      calls: the exchange to which each process has come, by rank.
+    """
+    processes: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        processes.setdefault(calls[rank], []).append(rank)
+    parts = [
+        f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} came to {call}"
+        for call, ranks in processes.items()
+    ]
+    return (
+        f"Processes must make the same calls in the same order, but {' and '.join(parts)}; look "
+        "for a forward pass in training mode, a backward pass, perform_slowmo() or "
+        "consolidated_state_dict() that not all of them run, and for arguments of the wrapper that "
+        "differ (in eval() mode forward passes exchange nothing)."
+    )

@@ -13,7 +13,7 @@ import traceback
 from concurrent.futures import Future
 from types import FrameType
 
-from .errors import PeerLostError
+from .errors import PeerLostError, UnlikeCallsError, unlike_calls
 
 _log = logging.getLogger(__name__)
 
@@ -32,22 +32,31 @@ class Meeting:
         self.parties = parties
         self._arrived = threading.Condition()
         self._rounds = [0] * parties
+        # Of this round and the next: nobody can be further ahead.
+        self._calls = [[""] * parties, [""] * parties]
         self._threads: dict[int, int] = {}
 
     def introduce(self, index: int) -> None:
         """The calling thread is that of device `index`; so that its end can be seen."""
         self._threads[index] = threading.get_ident()
 
-    def wait(self, index: int) -> None:
+    def wait(self, index: int, call: str = "an exchange of its own") -> None:
         """Return when all devices have called this as often as device `index` has.
 
+        Args:
+          index: the number of the calling device.
+          call: what the device does next, which all must say alike.
+
         Raises:
+          UnlikeCallsError: they do not; all devices raise it.
           PeerLostError: a device will not come, since the function that it ran has ended, or has
             not come for half an hour.
         """
         with self._arrived:
             self._rounds[index] += 1
             goal = self._rounds[index]
+            calls = self._calls[goal % 2]
+            calls[index] = call
             self._arrived.notify_all()
             begin = time.monotonic()
             notice = begin + NOTICE_SECONDS
@@ -62,6 +71,8 @@ class Meeting:
                         "evaluate, save or compile",
                         *(index, time.monotonic() - begin, _listed(missing), self.parties),
                     )
+            if len(set(calls)) > 1:
+                raise UnlikeCallsError(unlike_calls(dict(enumerate(calls))))
 
     def _check(self, missing: list[int], seconds: float) -> None:
         ended = [i for i in missing if i in self._threads and not _is_busy(self._threads[i])]

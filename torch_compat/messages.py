@@ -2,12 +2,21 @@
 
 from typing import NamedTuple
 
+from .settings import Changes
+
 
 class Step(NamedTuple):
-    """Ask for one step; `number` comes back with its outcome."""
+    """Ask for one step.
+
+    Attributes:
+      number: comes back with the outcome.
+      load_parameters: whether the devices take the master's parameters and buffers first.
+      changes: what a script has set on the model since the step before.
+    """
 
     number: int
     load_parameters: bool
+    changes: Changes
 
 
 class Commit(NamedTuple):

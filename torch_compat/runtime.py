@@ -179,19 +179,23 @@ def introduce() -> None:
         _the_meeting().introduce(xr.global_ordinal())
 
 
-def meet() -> None:
+def meet(call: str = "an exchange of its own") -> None:
     """Wait until all devices of this process have come here; for several CPU devices alone.
 
     To be called before a graph with a collective of one's own is launched by `run_pending`, in all
     threads: XLA's CPU runtime aborts the process where one device comes to a collective 15 seconds
     after another. The wait is said after 30 seconds, with the number of who is awaited.
 
+    Args:
+      call: what this device does next, for the error where another does something else.
+
     Raises:
+      UnlikeCallsError: devices have come with different `call`.
       PeerLostError: another device's function has ended, by an exception that is told, or has not
         come for half an hour.
     """
     if shares_a_process():
-        _the_meeting().wait(xr.global_ordinal())
+        _the_meeting().wait(xr.global_ordinal(), call)
 
 
 def _the_meeting() -> Meeting:

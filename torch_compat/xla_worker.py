@@ -161,6 +161,7 @@ class _DeviceWorker:
 
     def _step(self, request: Step) -> tuple[float, int, _Clock] | None:
         self._clock = _Clock()
+        request.changes.apply(self._replica)
         if request.load_parameters:
             self._synchronizer.send_params_to_device(self._replica)
             runtime.run_pending(self.device)

@@ -1,5 +1,6 @@
 """SlowMo and its slow momentum: by hand, rates that fall and start again, what is refused."""
 
+import json
 import re
 import warnings
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
+from golden import slow_momentum as recorded
 from support.bad_input import PARAMS, one_update, over_local, trace, warned
 
 
@@ -148,6 +150,54 @@ def test_rates_between_slow_steps_count():
 
     moved = jax.vmap(one, axis_name="replica")(jnp.zeros((2, 1)))
     np.testing.assert_allclose(moved, np.full((2, 1), -3 - 3.0), rtol=1e-5)
+
+
+def test_recorded_cases_are_those_of_their_script():
+    assert json.loads(recorded.FILE.read_text()) == json.loads(recorded.text())
+
+
+def test_recorded_cases():
+    """Every group of every case; those of `torch_compat` pass the same."""
+    cases = json.loads(recorded.FILE.read_text())["cases"]
+    columns = [(case, i) for case in cases for i in range(len(case["rates"][0]))]
+    updates = max(len(case["rates"]) for case in cases)
+    rates, moves = np.zeros((2, len(columns), updates), np.float32)
+    for row, (case, i) in enumerate(columns):
+        rates[row, : len(case["rates"])] = np.array(case["rates"])[:, i]
+        if case["displacements"]:
+            moves[row, : len(case["rates"])] = np.array(case["displacements"])[:, 0]
+
+    def run(rates, moves, momentum, slow_rate, curvature, optimum):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="slowmo without a `base`")
+            tx = js.slowmo(
+                "replica",
+                sync_every=recorded.SLOW_EVERY,
+                momentum=momentum,
+                slow_learning_rate=slow_rate,
+                learning_rate=lambda count: rates[count],
+            )
+
+        def step(carry, now):
+            w, state = carry
+            rate, move = now
+            update = move - jnp.maximum(rate, 0) * curvature * (w - optimum)
+            update, state = tx.update(update, state, w)
+            return (w + update, state), w + update
+
+        start = jnp.zeros(1)
+        return jax.lax.scan(step, (start, tx.init(start)), (rates, moves))[1]
+
+    settings = [
+        np.array([case[name] for case, _ in columns], np.float32)
+        for name in ("momentum", "slow_lr", "curvature", "optimum")
+    ]
+    alike = jax.vmap(run, axis_name="replica", axis_size=2, in_axes=None)
+    seen = np.asarray(jax.jit(jax.vmap(alike))(rates, moves, *settings))[:, 0, :, 0]
+    for (case, i), row in zip(columns, seen, strict=True):
+        anchors = np.array(case["anchors"])[:, i]
+        ours = row[recorded.SLOW_EVERY - 1 :: recorded.SLOW_EVERY][: len(anchors)]
+        np.testing.assert_allclose(ours, anchors, rtol=1e-4, atol=1e-5, err_msg=case["name"])
 
 
 def test_a_rate_that_misses_zero_by_rounding():

@@ -108,6 +108,12 @@ CASES = {
     "checkpoints": (linear(lambda m, x: checkpoint(m, x, use_reentrant=False)), FLAT),
     "no_grad": (linear(stopped), FLAT),
     "written in place": (linear(written), FLAT),
+    "indexed slices": (
+        linear(
+            lambda m, x: m(x)[:, 2:6][tuple(torch.tril_indices(4, 4))] + m(x)[1:][:, [1, 3]][0, 0]
+        ),
+        FLAT,
+    ),
     "created inside": (linear(created), FLAT),
     "similarity": (linear(lambda m, x: F.cosine_similarity(m(x), x)), FLAT),
     "sorted": (linear(lambda m, x: m(x).cumsum(-1).sort(-1)[0].roll(1, -1)[..., ::2]), FLAT),
@@ -176,6 +182,12 @@ REFUSED = {
     "uses Sign, a torch.autograd.Function": lambda m, x: KEPT(m(x)),
     "use_reentrant=False": lambda m, x: checkpoint(m, x, use_reentrant=True),
     "torch.autocast": autocasting,
+    r"differentiates by itself \(torch.autograd.grad": lambda m, x: torch.autograd.grad(
+        m(x).sum(), m.weight
+    )[0],
+    r"differentiates .* backward": lambda m, x: m(x).sum().backward(),
+    r"differentiates .* torch\.func": lambda m, x: torch.func.grad(lambda x: m(x).sum())(x),
+    r"differentiates .* use jax\.grad": lambda m, x: torch.func.jvp(m, (x,), (x,))[1],
     "torch.Generator": lambda m, x: m(x) + torch.rand(8, generator=torch.Generator()),
     "no key": lambda m, x: F.dropout(m(x)),
 }

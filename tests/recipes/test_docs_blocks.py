@@ -25,6 +25,8 @@ PAGES = [
 ELSEWHERE = {
     "torch": None,
     "torch-on-jax": None,
+    "torch-xla": None,
+    "tpu-manager": None,
     "tpu": "Several slices",
     "your-data": "DataLoader of torch",
     "input-pipeline": "DataLoader of torch",

@@ -11,7 +11,10 @@ import pytest
 from support.waiting import PATIENCE_SECONDS
 
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(), re.DOTALL)
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def run(program: str, folder: Path) -> list[str]:
@@ -33,20 +36,28 @@ def run(program: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_there_are_three_programs():
-    assert len(PROGRAMS) == 3
-
-
 def test_manager(tmp_path: Path):
-    (program,) = (text for text in PROGRAMS if "TPUManager(" in text)
+    program, _ = programs("tpu-manager.md")
     steps = [line.split() for line in run(program, tmp_path)]
     assert [step[:2] for step in steps] == [["50", "64"], ["100", "64"], ["150", "64"]]
     assert float(steps[-1][2]) < 0.05
 
 
-@pytest.mark.parametrize("start", ["xmp.spawn(", "mp.spawn(train, args=(2"])
-def test_slowmo(tmp_path: Path, start: str):
-    (program,) = (text for text in PROGRAMS if start in text)
+def test_padded_batches_compile_no_more(tmp_path: Path):
+    _, program = programs("tpu-manager.md")
+    (line,) = run(program, tmp_path)
+    assert re.fullmatch("compiled in steps 1 to 20: [45], after that: 0", line)
+
+
+@pytest.mark.parametrize("page", ["torch-xla.md", "torch.md"])
+def test_slowmo(tmp_path: Path, page: str):
+    (program,) = programs(page)
     line = run(program, tmp_path)[-1]
     assert line.startswith("loss of process 0 of 2: ")
     assert float(line.split()[-1]) < 0.1
+
+
+@pytest.mark.parametrize("page", ["torch.md", "torch-xla.md", "tpu-manager.md"])
+def test_a_page_says_what_differs_from_ddp_before_its_first_program(page: str):
+    before, *_ = (ROOT / "docs" / page).read_text().partition("```python")
+    assert '!!! note "What differs from DDP"' in before

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import TPUWorkerError
 from ..messages import Commit, Computed, Failed, Loaded, Ready, Step, StepDone, Stop
+from ..settings import Changes
 
 # A process that ends has its exit code when it has ended: on a busy machine, seconds later.
 _REAP_SECONDS = 10.0
@@ -97,18 +98,23 @@ class StepExchange:
             assert isinstance(answer, Ready)
             self.num_devices = answer.num_devices
 
-    def step(self, prepare: Callable[[], bool], before_commit: Callable[[], object]) -> StepDone:
+    def step(
+        self,
+        prepare: Callable[[], tuple[bool, Changes]],
+        before_commit: Callable[[], object],
+    ) -> StepDone:
         """With the turn: one step.
 
         Args:
-          prepare: called with the lock, before; whether to load the master's parameters.
+          prepare: called with the lock, before; whether to load the master's parameters, and
+            what has been set on the model since the step before.
           before_commit: called with the lock, when the devices have computed.
         """
         deadline = self._deadline()
         with self.memory():
-            load = prepare()
+            load, changes = prepare()
             self._number += 1
-            self._send(Step(self._number, load))
+            self._send(Step(self._number, load, changes))
             self._phase = _Phase.LOADING if load else _Phase.COMPUTING
             self._before_commit = before_commit
             self._finish_transfer(deadline)

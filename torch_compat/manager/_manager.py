@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
+from ..settings import Changes, Settings
 from ..worker import WorkerOptions, serve
 from ._arguments import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
 from ._backends import choose_backend
@@ -40,6 +41,10 @@ class TPUManager(mp.Process):
     after it. `lock` is held only while the devices read its parameters, at the start of a step that
     loads them, and while gradients and buffers are written, at the end; a thread that works on the
     model's own tensors meanwhile takes it, too.
+
+    What is set on the model between two steps holds from the next one on, in all replicas:
+    `requires_grad_()`, `train()` and `eval()`, and attributes of its modules that are numbers,
+    strings, None, or tuples of at most 16 of these.
 
     Args:
       model: on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple, as
@@ -152,6 +157,7 @@ class TPUManager(mp.Process):
         self._backend.check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
+        self._settings = Settings(self._synchronizer.master_model)
         super().start()
         self._worker_end.close()
         self._data_manager.release_receivers()
@@ -193,10 +199,12 @@ class TPUManager(mp.Process):
             self.statistics = answer.statistics
             return answer.loss, answer.num_samples
 
-    def _prepare(self) -> bool:
+    def _prepare(self) -> tuple[bool, Changes]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
-        return load
+        if changes := self._settings.changes():
+            self._settings = Settings(self._synchronizer.master_model)
+        return load, changes
 
     def compute_grads(self) -> tuple[float, int]:
         """`step`, under the name that CALM's manager has for it."""

@@ -26,7 +26,9 @@ def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
         buffers are dropped.
 
     Raises:
-      ValueError: as `as_loss`; when traced, results of other types.
+      ValueError: as `as_loss`; when traced, results of other types, and numbers among the module's
+        attributes that have changed since the first trace. A program that `jax.jit` has compiled is
+        not asked again, and keeps the numbers that it was traced with.
     """
     functional = Functional("as_apply", module)
 

@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax.core import Tracer
 
+from ..settings import Attributes
 from ._arrays import as_traced, to_jax
 from ._checks import check_module
+from ._numbers import numbers_kept, numbers_of, refuse_changes
 from ._plain_tensors import plain_tensors_kept
 from .tracing import TracingEnvironment, cumulative_averages, tracing
 
@@ -30,6 +34,7 @@ class Functional:
         self._kept = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.trained = [n for n, p in module.named_parameters() if p.requires_grad]
         self.carried = [n for n in self._kept if n not in set(self.trained)]
+        self._numbers: Attributes | None = None  # of the first trace
 
     def values(self) -> tuple[Arrays, Arrays]:
         """Copies of what the module holds: parameters that are trained, and everything else."""
@@ -46,19 +51,36 @@ class Functional:
         """What `run` returns of the module with these tensors, and what is carried after it.
 
         Raises:
-          ValueError: arrays of other names; a module that keeps traced tensors.
+          ValueError: arrays of other names; a module that keeps traced tensors, or whose Python
+            numbers change: in forward, or since the first trace.
         """
+        self.refuse_changed_numbers()
         self._check_names("params", self.trained, params)
         self._check_names("model_state", self.carried, model_state)
-        with tracing(rng) as env, self._in_its_mode():
+        with tracing(rng, self._module) as env, self._in_its_mode():
             tensors = as_traced(env, {**params, **model_state})
-            with plain_tensors_kept(self._owner, self._module, env):
+            for name, tensor in tensors.items():
+                tensor._is_param = isinstance(self._kept[name], torch.nn.Parameter)
+                tensor.requires_grad = name in params
+            with (
+                plain_tensors_kept(self._owner, self._module, env),
+                numbers_kept(self._owner, self._module) as kept,
+            ):
                 out, after = torch.func.functional_call(
                     _Around(self._module, lambda module: run(env, module)),
                     {f"module.{name}": tensor for name, tensor in tensors.items()},
                     (self.carried,),
                 )
+            # Operations on constants are traced, too, where a program is made of them.
+            if self._numbers is None and isinstance(jnp.zeros(()), Tracer):
+                self._numbers = numbers_of(self._module)
+                self._numbers.leave_out(kept)
             return out, {name: tensor.jax() for name, tensor in after.items()}
+
+    def refuse_changed_numbers(self) -> None:
+        """Raise `ValueError` where Python numbers of the module changed since the first trace."""
+        if self._numbers is not None:
+            refuse_changes(self._owner, self._numbers)
 
     def _check_names(self, argument: str, names: list[str], given: Any) -> None:
         if not isinstance(given, dict):

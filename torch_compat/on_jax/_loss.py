@@ -26,6 +26,8 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
 
     The module keeps its own tensors; `on_jax.load_back` brings the trained ones back. It is traced
     as it is when the step first runs, in the mode, `train()` or `eval()`, in which it is now.
+    Numbers among its attributes (a temperature) are those of the first trace: a step refuses to run
+    where they have changed since, which a program of your own, `jax.jit(loss_fn)`, cannot notice.
     Random numbers, those of dropout among them, come from `rng`.
 
     Args:
@@ -45,7 +47,7 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
       ValueError: not a module, or one with tensors that jax cannot hold, all named; a loss that is
         not callable. When traced: a loss that is no scalar floating tensor, metrics that are no
         dict of scalars, random numbers without a key, other names in `params` or `model_state`,
-        tensors that would be lost.
+        tensors that would be lost, a number that forward changes, operations that jax lacks.
     """
     functional = Functional("as_loss", module)
     if not callable(loss):
@@ -64,6 +66,8 @@ def as_loss(module: torch.nn.Module, loss: TorchLoss) -> tuple[LossFn, Arrays, A
         (value, metrics), after = functional.call(run, params, model_state or {}, rng)
         return value, (metrics, after)
 
+    # What `js.make_train_step` asks before every program that it runs.
+    vars(loss_fn)["before_run"] = functional.refuse_changed_numbers
     return loss_fn, *functional.values()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .tracing import Tensor, View
+from .tracing import Tensor
 
 
 @contextlib.contextmanager
@@ -28,6 +28,7 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
                 constants[id(part), name] = (constant, constant._elem)
                 part.__dict__[name] = constant
     lost: list[str] = []
+    env.seen.clear()  # of tensors that are gone, and whose id a constant may have now
     try:
         yield
         names = {id(part): name for name, part in module.named_modules()}
@@ -44,7 +45,7 @@ def plain_tensors_kept(owner: str, module: torch.nn.Module, env: Any) -> Iterato
             for name, value in list(part.__dict__.items()):
                 if name in attributes:
                     part.__dict__[name] = attributes[name]
-                elif isinstance(value, Tensor | View):
+                elif isinstance(value, Tensor):
                     del part.__dict__[name]
     if lost:
         raise ValueError(

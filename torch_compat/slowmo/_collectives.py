@@ -12,12 +12,14 @@ Processes with different programs wait for each other for ever. So:
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from ._flat import by_dtype
 from ._graphs import Writes, device_data, launch, own_graph
 from ._places import Places
-from .backends import Backend
+from .backends import Backend, Exchange, Kind
 
 
 class Collectives:
@@ -29,37 +31,180 @@ class Collectives:
     def __init__(self, places: Places, backend: Backend) -> None:
         self.places = places
         self._backend = backend
-        self._speaks: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._speaks: dict[tuple[bool, torch.device], torch.Tensor] = {}
+        self.num_updates = 0
+        self.forget_absent()
 
-    @contextmanager
-    def graph(self, device: torch.device) -> Iterator[Writes]:
-        """`own_graph` with collectives inside, in which all processes begin together.
+    # In a join context: who has no more data.
+
+    def forget_absent(self) -> None:
+        """All processes take part again."""
+        self.averages_over_all = True
+        self.absent: dict[int, int] = {}
+        self._heard: Exchange | None = None
+
+    def open_round(self, *, has_data: bool, can_step: bool) -> None:
+        """Tell all others whether this process still has data, and hear who has not.
+
+        Args:
+          has_data: whether it has.
+          can_step: whether it could take part in slow steps without.
 
         Raises:
+          ValueError: some process can do neither; it is named in all.
+
+        Communication: `Backend.meet`.
+        """
+        if self.places.world_size == 1:
+            return
+        headers = self._tell(has_data=has_data, can_step=can_step)
+        absent = {r: call.num_bytes for r, call in headers.items() if call.kind == Kind.NO_DATA}
+        helpless = [rank for rank, updates in absent.items() if updates < 0]
+        if helpless:
+            raise ValueError(
+                "In join() every process must have called perform_slowmo(optimizer) or "
+                "_init_global_momentum_buffers(optimizer) before its data ends, since slow "
+                "momentum, and nodes of several processes, need its optimizer; process "
+                f"{', '.join(map(str, sorted(helpless)))} of {self.places.world_size} has not."
+            )
+        self.absent = absent
+
+    def hear(self) -> Kind:
+        """The kind of exchange to which those who have data have come; `graph` is then part of it.
+
+        Communication: `Backend.meet`.
+        """
+        headers = self._tell(has_data=False, can_step=True)
+        self._heard = next(call for call in headers.values() if call.kind != Kind.NO_DATA)
+        return self._heard.kind
+
+    def _tell(self, *, has_data: bool, can_step: bool) -> dict[int, Exchange]:
+        if has_data:
+            header = Exchange(Kind.ROUND, 0, self.num_updates)
+        else:
+            before = self.absent.get(self.places.rank, self.num_updates)
+            header = Exchange(Kind.NO_DATA, before if can_step else -1, self.num_updates)
+        return self._backend.meet(header, torch.device("cpu"))
+
+    @property
+    def first(self) -> int:
+        """The process that speaks for all: the first that has data."""
+        return next(r for r in range(self.places.world_size) if r not in self.absent)
+
+    @property
+    def first_of_node(self) -> int:
+        """The process of this node that has had data for longest."""
+        ranks = self.places.node_groups[self.places.node]
+        return max(ranks, key=lambda rank: (self.absent.get(rank, float("inf")), -rank))
+
+    @property
+    def _counted_nodes(self) -> list[int]:
+        """The nodes whose parameters count in averages."""
+        groups = self.places.node_groups
+        if self.averages_over_all:
+            return list(range(len(groups)))
+        return [k for k, ranks in enumerate(groups) if not self.absent.keys() >= set(ranks)]
+
+    @property
+    def num_gradients_in_node(self) -> int:
+        """By how many the sum of gradients in the node is divided."""
+        ranks = self.places.node_groups[self.places.node]
+        with_data = [rank for rank in ranks if rank not in self.absent]
+        return len(ranks if self.averages_over_all or not with_data else with_data)
+
+    @contextmanager
+    def graph(
+        self,
+        device: torch.device,
+        kind: Kind,
+        tensors: Iterable[torch.Tensor],
+        edges: Iterable[tuple[int, int]] | None = None,
+    ) -> Iterator[Writes]:
+        """`own_graph` with collectives inside, in which all processes begin together.
+
+        Args:
+          device: of this process.
+          kind: what is exchanged inside.
+          tensors: what this process contributes; no more is sent than their bytes.
+          edges: the pairs of nodes that exchange something, for exchanges between some alone.
+
+        Raises:
+          UnlikeCallsError: another process has come to another exchange.
           PeerLostError: another process will not come.
+
+        Communication: `Backend.meet`: 32 bytes over gloo, to every process; to those of the node
+          for `Kind.GRADIENTS`; to these and the peers of the node where there are `edges`.
         """
         launch(device)
-        if self.places.world_size > 1:
-            self._backend.meet()
+        if self._heard is not None:
+            self._heard = None
+        elif self.places.world_size > 1:
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            exchange = Exchange(kind, num_bytes, self.num_updates)
+            self._backend.meet(exchange, device, *self._peers(kind, edges))
         with own_graph(device) as writes:
             yield writes
+
+    def may_read(self) -> bool:
+        """Whether values may be brought to the host at this moment."""
+        return self._backend.may_read()
+
+    def _peers(
+        self, kind: Kind, edges: Iterable[tuple[int, int]] | None
+    ) -> tuple[list[int], list[int]] | tuple[None, None]:
+        """The processes to which this one sends, and from which it receives; None for all."""
+        places = self.places
+        if self.absent:  # who has no data does not know what comes, and must hear it
+            return None, None
+        node = [rank for rank in places.node_groups[places.node] if rank != places.rank]
+        if kind == Kind.GRADIENTS:
+            return node, node
+        if edges is None:
+            return None, None
+        pairs = [(places.masters[i], places.masters[k]) for i, k in edges]
+        targets = {target for source, target in pairs if source == places.rank}
+        sources = {source for source, target in pairs if target == places.rank}
+        return sorted({*node, *targets}), sorted({*node, *sources})
 
     # Local: what each process adds.
 
     def shares(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Each node's part of the sum that is the mean over nodes; new tensors."""
-        return [tensor.detach() / self.places.num_nodes for tensor in tensors]
+        return [tensor.detach() / len(self._counted_nodes) for tensor in tensors]
+
+    def shares_of_all(
+        self, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Each process' part of the sum that is the mean over processes, on `device`."""
+        num_counted = len(self._counted_nodes) * self.places.nprocs_per_node
+        shares = [tensor.detach().to(device) / num_counted for tensor in tensors]
+        counts = self.places.node in self._counted_nodes
+        return shares if counts else [torch.zeros_like(share) for share in shares]
 
     def only_masters(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`tensors` of the masters of nodes, zeros elsewhere."""
-        if self.places.nprocs_per_node == 1:
+        counts = self.places.node in self._counted_nodes
+        if self.places.nprocs_per_node == 1 and len(self._counted_nodes) == self.places.num_nodes:
             return list(tensors)
-        return self._silenced(tensors, "master", self.places.is_master)
+        return self._silenced(tensors, self.places.is_master and counts)
 
-    def only_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`tensors` of rank 0, zeros elsewhere; bool as int32."""
-        numbers = [t.to(torch.int32) if t.dtype == torch.bool else t.detach() for t in tensors]
-        return self._silenced(numbers, "first", self.places.rank == 0)
+    def only_first(
+        self, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        """`tensors` of rank 0 (of the first that has data) on `device`, zeros elsewhere.
+
+        Those of bool become int32.
+        """
+        numbers = [tensor.detach().to(device) for tensor in tensors]
+        numbers = [t.to(torch.int32) if t.dtype == torch.bool else t for t in numbers]
+        return self._silenced(numbers, self.places.rank == self.first)
+
+    def only_first_of_node(
+        self, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[torch.Tensor]:
+        """`tensors` of the process of this node that has had data for longest, zeros elsewhere."""
+        tensors = [tensor.detach().to(device) for tensor in tensors]
+        return self._silenced(tensors, self.places.rank == self.first_of_node)
 
     # Collective.
 
@@ -88,6 +233,10 @@ class Collectives:
         world = self.places.world_size
         if world == 1:
             return flat
+        nodes = self._counted_nodes
+        if len(nodes) < self.places.num_nodes:
+            world = len(nodes) * self.places.nprocs_per_node
+            flat = flat if self.places.node in nodes else torch.zeros_like(flat)
         return self._backend.reduce_scatter(flat / world)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -107,24 +256,29 @@ class Collectives:
         masters = self.places.masters
         return self._backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
 
+    def of_first_of_node(self, value: Any) -> Any:
+        """The `value`, of any type, of the process of this node that has had data for longest.
+
+        Communication: one broadcast inside the node.
+        """
+        return self._backend.from_rank_of_node(value, self.first_of_node)
+
     def _sum(
         self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
     ) -> list[torch.Tensor]:
         if self.places.world_size == 1:
             return tensors
         sums = {id(tensor): tensor for tensor in tensors}  # what has no elements stays
-        for same in _by_dtype(tensors):
+        for same in by_dtype(tensors):
             new = self._backend.all_reduce(same, groups)
             sums |= dict(zip(map(id, same), new, strict=True))
         return [sums[id(tensor)] for tensor in tensors]
 
-    def _silenced(
-        self, tensors: Sequence[torch.Tensor], role: str, speaks: bool
-    ) -> list[torch.Tensor]:
+    def _silenced(self, tensors: Sequence[torch.Tensor], speaks: bool) -> list[torch.Tensor]:
         """`tensors`, or zeros where this process does not speak. 0 * NaN would be heard."""
         if not tensors:
             return []
-        key = role, tensors[0].device
+        key = speaks, tensors[0].device
         if key not in self._speaks:
             self._speaks[key] = device_data([float(speaks)], torch.float32, key[1])
         mask = (self._speaks[key] > 0).reshape(())  # scalars stay scalars
@@ -132,16 +286,32 @@ class Collectives:
 
 
 def broadcast(
-    buffers: Sequence[torch.Tensor], collectives: Collectives, device: torch.device
+    buffers: Sequence[torch.Tensor],
+    collectives: Collectives,
+    device: torch.device,
+    kind: Kind = Kind.BUFFERS,
 ) -> None:
-    """All processes get rank 0's buffers.
+    """All processes get rank 0's buffers, or whatever `kind` says that they are.
 
     Communication: one all-reduce of their bytes.
     """
     with own_graph(device):
-        spoken = collectives.only_first(buffers)
-    with collectives.graph(device) as writes:
+        spoken = collectives.only_first(buffers, device)
+    with collectives.graph(device, kind, spoken) as writes:
         writes.extend(zip(buffers, collectives.total(spoken), strict=True))
+
+
+def average_buffers(
+    buffers: Sequence[torch.Tensor], collectives: Collectives, device: torch.device
+) -> None:
+    """Floating buffers become their mean over all processes.
+
+    Communication: one all-reduce of their bytes per dtype.
+    """
+    with own_graph(device):
+        shares = collectives.shares_of_all(buffers, device)
+    with collectives.graph(device, Kind.BUFFER_AVERAGE, shares) as writes:
+        writes.extend(zip(buffers, collectives.total(shares), strict=True))
 
 
 def average_gradients(
@@ -149,68 +319,37 @@ def average_gradients(
 ) -> None:
     """Gradients become their mean over the processes of the node.
 
-    Communication: one all-reduce inside every node, of the bytes of `trained`; sparse gradients
-      are sent whole.
+    A process without a gradient counts as zero where another process of the node has one. Where
+    none has, `grad` stays None; in a graph in which values cannot be read
+    (`torch_xla.compile(full_graph=True)`) it becomes zero.
+
+    Communication: one all-reduce inside every node, of the bytes of `trained` and of two numbers
+      per parameter; sparse gradients are sent whole. A process that lacks a gradient then reads
+      these numbers, for which an XLA device is waited for.
     """
+    trained = [param for param in trained if param.numel()]
+    if not trained:
+        return
     # Another process may have a gradient where this one has none, and all must send alike.
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        sparse = [grad.sparse_dim() if grad.is_sparse else None for grad in grads]
+        sparse_dims = [grad.sparse_dim() if grad.is_sparse else 0 for grad in grads]
         dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
-        shares = [grad.detach() / collectives.places.nprocs_per_node for grad in dense]
+        shares = [grad.detach() / collectives.num_gradients_in_node for grad in dense]
+        # In any dtype a sum of these is zero only where all of them are.
+        present = [float(param.grad is not None) for param in trained]
+        shares.append(device_data([*present, *sparse_dims], shares[0].dtype, device))
     del grads, dense
-    with collectives.graph(device):
-        means = collectives.total_in_node(shares)
-    for param, mean, rows in zip(trained, means, sparse, strict=True):
-        param.grad = mean if rows is None else mean.to_sparse(rows)
-
-
-def flatten(tensors: Sequence[torch.Tensor], length: int | None = None) -> torch.Tensor:
-    """All elements in order, as (length,), never a view.
-
-    Zeros follow where `length` is larger than their number.
-    """
-    parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    missing = 0 if length is None else length - sum(part.numel() for part in parts)
-    if missing:
-        parts.append(parts[0].new_zeros(missing))
-    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
-
-
-def unflatten(like: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of `flat` in the shapes and dtypes of `like`, in order; new tensors."""
-    parts, offset = [], 0
-    for tensor in like:
-        part = flat[offset : offset + tensor.numel()].reshape(tensor.shape)
-        # A view would keep all of `flat` alive.
-        parts.append(part.to(tensor.dtype, copy=True))
-        offset += tensor.numel()
-    return parts
-
-
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors that have elements, those of one dtype together, in order of first appearance."""
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault(tensor.dtype, []).append(tensor)
-    return list(groups.values())
-
-
-def pack(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """One vector per dtype, new ones."""
-    return [flatten(same) for same in _by_dtype(tensors)]
-
-
-def unpack(like: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse of `pack`, for tensors of the shapes, dtypes and order of `like`."""
-    parts = {id(tensor): tensor for tensor in like}  # what has no elements stays
-    for same, flat in zip(_by_dtype(like), flats, strict=True):
-        parts |= dict(zip(map(id, same), unflatten(same, flat), strict=True))
-    return [parts[id(tensor)] for tensor in like]
-
-
-def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`value * factor`, a (1,) one, computed at least in float32, in the dtype of `value`."""
-    wide = torch.promote_types(value.dtype, torch.float32)
-    return (value.to(wide) * factor.to(wide).reshape(())).to(value.dtype)
+    with collectives.graph(device, Kind.GRADIENTS, shares):
+        *means, numbers = collectives.total_in_node(shares)
+    if not all(present):
+        totals = [1.0] * len(trained)
+        if collectives.may_read():
+            totals, dims = numbers.cpu().abs().reshape(2, -1).tolist()
+            for i, total in enumerate(totals):
+                if total and not present[i]:  # the layout that the others have
+                    sparse_dims[i] = round(dims[i] / total)
+        present = totals
+    for param, mean, number, sparse_dim in zip(trained, means, present, sparse_dims, strict=True):
+        if number:
+            param.grad = mean.to_sparse(sparse_dim) if sparse_dim else mean

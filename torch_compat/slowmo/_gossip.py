@@ -96,6 +96,11 @@ class Gossip:
         self.collectives = collectives
         self._shares: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
+    def edges(self, number: int) -> list[tuple[int, int]]:
+        """The pairs of nodes, source and target, of exchange `number`."""
+        permutations = self.plan.rounds[number % len(self.plan.rounds)].permutations
+        return [edge for permutation in permutations for edge in permutation]
+
     def exchange(
         self, number: int, numerators: Sequence[torch.Tensor], weight: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._collectives import flatten, unflatten
+from ._flat import flatten, unflatten
 from ._graphs import Writes
 
 HALF = (torch.float16, torch.bfloat16)

@@ -71,6 +71,9 @@ def settle(
         raise ValueError(_OVERLAP)
     _check_numbers(given)
     base = SlowMoBaseAlgorithm.of(given["slowmo_base_algorithm"])
+    has_slow_momentum = given["slowmo_lr"] != 1 or given["slowmo_momentum"] != 0
+    is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum
+    _check_buffers(given["broadcast_buffers"], is_averaged=is_averaged)
     groups = {name: given[name] for name in ("global_group", "local_node_group", "comm_device")}
     backend = choose(given["backend"], module, groups)
     rank, world, size = backend.rank, backend.world_size, given["nprocs_per_node"]
@@ -83,7 +86,6 @@ def settle(
     _mention_unused(given, defaults, places, backend)
     if world == 1:
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
-    has_slow_momentum = given["slowmo_lr"] != 1 or given["slowmo_momentum"] != 0
     if size > 1 and places.num_nodes == 1:
         _mention(
             f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
@@ -110,6 +112,22 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
     if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
         raise ValueError(f"`slowmo_lr` must be a finite number >= 0, got {slow_lr!r}.")
+
+
+def _check_buffers(mode: object, *, is_averaged: bool) -> None:
+    """`broadcast_buffers` is a bool, or "average" where there are steps that do it.
+
+    Raises:
+      ValueError: it is another value, or nothing would ever average.
+    """
+    if not isinstance(mode, bool) and mode != "average":
+        raise ValueError(f'`broadcast_buffers` must be True, False or "average", got {mode!r}.')
+    if mode == "average" and not is_averaged:
+        raise ValueError(
+            '`broadcast_buffers`="average" averages buffers in slow steps or with LocalSGD, and '
+            "SGP without slow momentum (slowmo_momentum=0 and slowmo_lr=1) has neither: turn slow "
+            "momentum on, or pass True or False."
+        )
 
 
 def _check_place(name: str, given: int | None, actual: int, backend: Backend) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ._collectives import Collectives, pack, times, unpack
+from ._collectives import Collectives
+from ._flat import pack, times, unpack
 from ._gossip import Gossip
 from ._graphs import moved, own_graph, write
 from ._half import Parameters
+from .backends import Kind
 
 
 class PushSum:
@@ -78,8 +80,12 @@ class Averaging:
         self._push_sum = push_sum
         self.exchanges = 0
 
-    def average(self, params: Parameters) -> None:
+    def average(self, params: Parameters, buffers: Sequence[torch.Tensor]) -> None:
         """Parameters become their mean over nodes, the push-sum weight 1.
+
+        Args:
+          params: of the module.
+          buffers: floating ones, that become their mean over all processes.
 
         Communication: one all-reduce of their bytes, and of 4 where weights move; nothing with a
           single node.
@@ -93,6 +99,7 @@ class Averaging:
             shares = self._collectives.shares([*numerators, *weights])
             sent = [] if params.masters is None else shares[: len(numerators)]
             shares = self._collectives.only_masters(shares)
+            shares += self._collectives.shares_of_all(buffers, params.device)
         residuals = []
         if params.masters is not None:
             # Shares in half precision are rounded, and the residual must know how: only now are
@@ -100,13 +107,15 @@ class Averaging:
             with own_graph(params.device):
                 sent = [share.float() * places.num_nodes for share in sent]
                 residuals = params.residuals(sent)
-        with self._collectives.graph(params.device):
+        with self._collectives.graph(params.device, Kind.AVERAGE, shares):
             sums = self._collectives.total(shares)
         with own_graph(params.device) as writes:
-            means = sums[: len(numerators)]
+            means, others = sums[: len(numerators)], sums[len(numerators) :]
             if push_sum.moves:
-                means = [times(mean, 1 / sums[-1]) for mean in means]
+                weight = others.pop(0)
+                means = [times(mean, 1 / weight) for mean in means]
                 push_sum.reset()
+            writes.extend(zip(buffers, others, strict=True))
             writes.extend(params.become(means, residuals))
         push_sum.is_numerator = False
 
@@ -122,7 +131,8 @@ class Averaging:
             numerators = push_sum.numerators(params.tensors)
             residuals = params.residuals(numerators)
             flats = pack(numerators)
-        with self._collectives.graph(params.device):
+        edges = self._gossip.edges(self.exchanges)
+        with self._collectives.graph(params.device, Kind.GOSSIP, flats, edges):
             flats, push_sum.weight = self._gossip.exchange(self.exchanges, flats, push_sum.weight)
         with own_graph(params.device) as writes:
             new = unpack(params.tensors, flats)

@@ -8,7 +8,7 @@ import torch
 from ._collectives import Collectives, broadcast
 from ._graphs import device_data, launch
 from ._places import Places
-from .backends import choose
+from .backends import Kind, choose
 
 # Elements of one step: what is computed of them takes 8 bytes each.
 _CHUNK = 2**22
@@ -42,7 +42,8 @@ def broadcast_parameters(
     device = here.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
     if here.world_size > 1:
-        broadcast(tensors, Collectives(Places(here.rank, here.world_size), here), device)
+        collectives = Collectives(Places(here.rank, here.world_size), here)
+        broadcast(tensors, collectives, device, Kind.PARAMETERS)
 
 
 def check_equal(
@@ -100,6 +101,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered(own: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
     """`own` of every process, (world_size, len(own))."""
     value = device_data(own, torch.int64, device)
-    with collectives.graph(device):
+    with collectives.graph(device, Kind.START, [value]):
         rows = collectives.gather(value)
     return rows.cpu().reshape(collectives.places.world_size, -1)

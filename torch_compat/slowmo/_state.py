@@ -7,12 +7,13 @@ import torch
 
 from ._places import Places
 from ._replica import Replica, State, Whole
-from ._slow_momentum import SlowMomentum, SlowSteps
+from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # FairScale's two; the others are ours. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
 _PREFIX = "slowmo."
-_SLOW = ("anchor", "velocity", "rates", "ends", "whole_anchor", "whole_velocity", "initial")
+_RATES = ("rates", "made_at", "since")  # the fields of `Rates`
+_SLOW = ("anchor", "velocity", *_RATES, "ends", "whole_anchor", "whole_velocity", "initial")
 _WEIGHT_TOLERANCE = 1e-5
 
 
@@ -22,8 +23,9 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
     Returns:
       ps_weight (1,) float32 and is_sgp_ps_numerator () bool with SGP; slowmo.num_updates,
       .exchanges, .rank, .world_size () int64; once there is slow momentum slowmo.anchor and
-      .velocity (shard,) float32, .rates (groups,) float64, .ends (groups,) int64; before, once a
-      forward pass has seen them, slowmo.initial (N + 1,) float32, the initial parameters.
+      .velocity (shard,) float32, .rates, .made_at and .since (groups,) float64, .ends (groups,)
+      int64; before, once a forward pass has seen them, slowmo.initial (N + 1,) float32, the initial
+      parameters.
     """
     state = replica.state()
     entries: dict[str, Any] = {
@@ -34,8 +36,9 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
     }
     slow = state.momentum
     if slow is not None:
-        rates = torch.tensor(slow.rates or [], dtype=torch.float64)
-        entries |= {"ends": slow.span.ends, "rates": rates}
+        rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
+        rates = [torch.tensor(value, dtype=torch.float64) for value in rates]
+        entries |= {"ends": slow.span.ends, **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
     elif state.initial is not None:
         entries["initial"] = state.initial
@@ -146,7 +149,11 @@ def _check_place(entries: Mapping[str, Any], places: Places) -> None:
 
 def _read_momentum(entries: Mapping[str, Any], slow: SlowSteps) -> SlowMomentum:
     span = slow.span(tuple(entries["ends"].tolist()))
-    rates = entries["rates"].tolist() or None
+    # Older dicts have no rates before the first slow step, and never those of the bound. Of a
+    # velocity made at an unknown rate the next slow step carries no more than all.
+    unknown = [0.0] * len(span.ends)
+    saved = (entries[name].tolist() if name in entries else [] for name in _RATES)
+    rates = Rates(*(values or unknown for values in saved))
     if "anchor" in entries:
         anchor, velocity = entries["anchor"], entries["velocity"]
         if anchor.numel() != span.length:
@@ -168,3 +175,36 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
 
 def _tensor(value: Any) -> torch.Tensor:
     return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
+
+
+class SavesReplica(torch.nn.Module):
+    """A module in whose state dict its replica is."""
+
+    _replica: Replica
+    slowmo: bool
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update(
+            {prefix + key: value for key, value in entries_of(self._replica).items()}
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Refuses the state of another rank or number of processes with a ValueError."""
+        others, state, unexpected = take(
+            state_dict, prefix, self._replica, has_slow_momentum=self.slowmo
+        )
+        unexpected_keys.extend(prefix + key for key in unexpected if strict)
+        super()._load_from_state_dict(
+            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._replica.take_over(state)

@@ -2,20 +2,23 @@
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.algorithms.join import Joinable
 
 from ._backward import AfterBackward
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters
 from ._options import LOG, SlowMoBaseAlgorithm, settle, show_log
 from ._replica import Replica
-from ._slow_momentum import Groups
-from ._state import consolidated, entries_of, take
+from ._state import SavesReplica, consolidated
+from .backends import Kind
+from .interfaces import LikeDDP, NamesOfFairScale
+from .slow_momentum import Groups
 
 
-class SlowMoDistributedDataParallel(torch.nn.Module):
+class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     """Data parallelism with slow momentum over local SGD or stochastic gradient push.
 
     With the constructor of FairScale's class of this name, for the processes of `torch.distributed`
@@ -32,16 +35,25 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       training mode sees (`_init_global_momentum_buffers` takes those of the moment instead).
 
     A node is a group of `nprocs_per_node` processes whose gradients are averaged after every
-    backward pass and whose parameters stay equal. All processes must start from equal parameters,
+    backward pass (None where none of them has one, as in DDP with find_unused_parameters) and
+    whose parameters stay equal. All processes must start from equal parameters,
     which the first forward pass in training mode checks, and make the same calls in the same order:
-    forward passes too where there are buffers to broadcast, in evaluation as well. One that comes
-    late is waited for; after 30 s the others say so.
+    forward passes in training mode too where there are buffers to broadcast. Where they do not, all
+    raise an error that says which process came to what. In eval() mode a forward pass exchanges
+    nothing, so that one process may evaluate alone; it sees its own buffers. A process that comes
+    late is waited for; after 30 s the others say so. `no_sync()` accumulates gradients and `join()`
+    trains on uneven data, as in DistributedDataParallel.
 
     Args:
       module: to be trained; on its device before the first forward pass.
       nprocs_per_node: processes per node; a divisor of their number. Nodes consist of processes of
         one host where these are enough. With one node alone the base algorithm is off.
-      broadcast_buffers: give all processes rank 0's buffers before every forward pass.
+      broadcast_buffers: True gives all processes rank 0's buffers before every forward pass in
+        training mode, under `torch.no_grad()` as well, with which a step of a small net with batch
+        norm takes 2.6 times as long, or more. "average", which is advised, makes the floating ones
+        their mean over all processes (variances too) every localsgd_frequency steps (with SGP not)
+        and in slow steps. Whole numbers stay each process' own, as all do in between. SGP without
+        slow momentum refuses it. False exchanges none.
       slowmo_base_algorithm: a `SlowMoBaseAlgorithm` or its string.
       slowmo_momentum: in [0, 1).
       slowmo_memory_efficient: slow steps average exactly over all processes (the base algorithm is
@@ -79,6 +91,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
         device, otherwise `torch.distributed` where its default process group is there, otherwise
         torch_xla.
+      bound_momentum: where a learning rate falls and grows again, carry no displacement on larger
+        than the rate now would have made it, as `js.slowmo` does. The rates are read in every
+        `perform_slowmo`; one that is a tensor on an XLA device is waited for. False is FairScale's
+        formula, in which a restart from a small rate can diverge.
 
     Attributes:
       num_updates: calls of `perform_slowmo` so far.
@@ -94,7 +110,9 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         overlap=True, a graph or mixing that cannot work, a module without parameters; in the first
         forward pass processes that start unequal.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
-      PeerLostError: in an exchange, with gloo and on CPU devices: another process has ended.
+      UnlikeCallsError: in an exchange, with gloo and on CPU devices: processes have made different
+        calls.
+      PeerLostError: likewise: another process has ended.
       UserWarning: arguments without effect, a base algorithm that is off, frequencies out of step,
         half precision without masters.
 
@@ -106,9 +124,13 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
       reduce-scatter and one all-gather of N, otherwise nothing (with SGP and
       slowmo_sgp_average_params one all-reduce of N). Gradients: one all-reduce of N inside the
       nodes per backward pass, with several processes per node. Buffers: one all-reduce of their
-      bytes per forward pass. Once: an all-gather of 16 bytes per process (check_start), an
-      all-reduce of N (broadcast_parameters), an all-gather of the hosts (several processes per
-      node). Steps in which nothing is due trace and send nothing.
+      bytes per forward pass in training mode; with "average" they travel with the parameters, or
+      where no all-reduce takes these in one of their own. Once: an all-gather of 16 bytes per
+      process (check_start), an all-reduce of N (broadcast_parameters), an all-gather of the hosts
+      (several processes per node). Steps in which nothing is due trace and send nothing. Over gloo
+      each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from every
+      process that takes part straight to each other one: in the node for gradients, along the
+      edges of the graph and in the node for SGP, else to all. It takes one way over the network.
 
     Source: Wang et al., "SlowMo", ICLR 2020 (arXiv:1910.00643), algorithm 1; Stich, "Local SGD
       Converges Fast and Communicates Little", ICLR 2019 (arXiv:1808.07217); Assran et al.,
@@ -127,7 +149,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         nprocs_per_node: int,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | Literal["average"] = True,
         slowmo_base_algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
         slowmo_momentum: float = 0.5,
         slowmo_memory_efficient: bool = True,
@@ -154,9 +176,11 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         broadcast_parameters: bool = False,
         check_start: bool = True,
         backend: str | None = None,
+        bound_momentum: bool = True,
     ) -> None:
         given = dict(locals())
         super().__init__()
+        Joinable.__init__(self)
         signature = inspect.signature(SlowMoDistributedDataParallel)
         defaults = {name: p.default for name, p in signature.parameters.items()}
         places, self._backend, base = settle(given, defaults)
@@ -184,70 +208,30 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         num_nodes = places.num_nodes if self.sgp else 1
         plan = plan_gossip(graph, mixing, num_nodes, nprocs_per_node, push_sum=push_sum)
         self._replica = Replica(
-            places, self._backend, plan, is_sgp=self.sgp, is_sharded=slowmo_memory_efficient
+            places,
+            self._backend,
+            plan,
+            is_sgp=self.sgp,
+            is_sharded=slowmo_memory_efficient,
+            is_bounded=bound_momentum,
+            averages_buffers=broadcast_buffers == "average",
         )
         self._after_backward = AfterBackward(self._finish_backward)
         self._must_broadcast, self._must_check = broadcast_parameters, check_start
 
-    @property
-    def gossip_enable(self) -> bool:
-        """Whether SGP exchanges: in training mode only."""
-        return self.training
-
-    @property
-    def num_updates(self) -> int:
-        """Calls of `perform_slowmo` so far."""
-        return self._replica.num_updates
-
-    @num_updates.setter
-    def num_updates(self, number: int) -> None:
-        self._replica.num_updates = number
-
-    @property
-    def ps_weight(self) -> torch.Tensor:
-        """The push-sum weight w, (1,) float32."""
-        return self._replica.push_sum.weight
-
-    @ps_weight.setter
-    def ps_weight(self, weight: torch.Tensor) -> None:
-        self._replica.push_sum.weight = weight
-
-    @property
-    def is_sgp_ps_numerator(self) -> bool:
-        """Whether the module holds x and not x / w."""
-        return self._replica.push_sum.is_numerator
-
-    @is_sgp_ps_numerator.setter
-    def is_sgp_ps_numerator(self, is_numerator: bool) -> None:
-        self._replica.push_sum.is_numerator = is_numerator
-
-    @property
-    def global_momentum_buffers_initialized(self) -> bool:
-        """Whether there is an anchor."""
-        return self._replica.slow.momentum is not None
-
-    @property
-    def old_params(self) -> torch.Tensor | None:
-        """This process' part of the anchor, (shard,) float32."""
-        momentum = self._replica.slow.momentum
-        return None if momentum is None else momentum.anchor
-
-    @property
-    def global_momentum_buffer(self) -> torch.Tensor | None:
-        """This process' part of m, (shard,) float32; v where the learning rate was 0."""
-        momentum = self._replica.slow.momentum
-        return None if momentum is None else momentum.momentum_buffer()
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output; it sees rank 0's buffers and de-biased parameters.
+        """The module's output; it sees de-biased parameters, in training mode rank 0's buffers.
 
-        Communication: buffers, where there are any; see the class.
+        Communication: buffers in training mode by default, where there are any; see the class.
         """
         replica, device = self._replica, self._device()
-        if self.broadcast_buffers:
-            replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
+        if self.training:
+            self._open_round()
+            if self._broadcasts_next:
+                self._broadcast_buffers(device)
         params = list(self.module.parameters())
         if self.training and torch.is_grad_enabled():
+            self._broadcasts_next = self._averages_gradients
             self._start(device)
             if self.slowmo:
                 replica.slow.remember(params, device)
@@ -256,7 +240,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         if (
             replica.waits_for_backward
             and torch.is_grad_enabled()
-            and not self._after_backward.watch(output, device)
+            and not self._after_backward.watch(output, device, averages=self._averages_gradients)
             and self.training
         ):
             warnings.warn(
@@ -283,7 +267,14 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
 
         Communication: see the class. Nothing is traced in steps in which nothing is due.
         """
+        self._open_round()
+        if self._join_config.enable and fp32_params is not None:
+            raise ValueError(
+                "`fp32_params` cannot be given inside of join(), since a process without data has "
+                "no masters of this step; end the data of all processes at the same step."
+            )
         replica, groups = self._replica, Groups(optimizer)
+        self._remember(optimizer)
         tensors = list(self.module.parameters())
         masters = None if fp32_params is None else Masters(tensors, fp32_params)
         if self.num_updates == 0 and masters is None and any(p.dtype in HALF for p in tensors):
@@ -304,25 +295,35 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
             or (self.sgp and slow and self.slowmo_sgp_average_params)
         )
         gossip = self.sgp and self.training and not exact and not average
+        also_buffers = slow or not (self.sgp or update % self.localsgd_frequency)
+        buffers = replica.averaged(self.module.buffers()) if also_buffers else []
+        if replica.collectives.absent:
+            replica.announce_step(params.device)
+            if average or gossip or slow or buffers:
+                replica.share_in_node(tensors, params.device, buffers)
         if average:
-            replica.average(params)
-        elif gossip:
+            replica.average(params, buffers)
+        else:
+            replica.average_buffers(buffers, params.device)
+        if gossip:
             replica.exchange(params)
         if momentum is not None and slow:
-            replica.slow.step(momentum, groups, params, self.slowmo_momentum, self.slowmo_lr)
+            with replica.rates_of_those_with_data(optimizer, momentum):
+                replica.slow.step(momentum, groups, params, self.slowmo_momentum, self.slowmo_lr)
         LOG.debug(
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
         )
         self.num_updates = update
+        self._is_round_open = False
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """One state for all: loads on any rank of any number of processes.
 
-        Parameters are the mean over nodes (sum x / sum w), buffers rank 0's, anchor and momentum
-        whole (not memory efficient: their mean over nodes). Call it in all processes; it changes
-        nothing. Loaded right after a slow or averaging step it continues as if undisturbed, up to
-        rounding; elsewhere the differences between replicas are given up.
+        Parameters are the mean over nodes (sum x / sum w), buffers rank 0's (with "average" their
+        mean), anchor and momentum whole (not memory efficient: their mean over nodes). Call it in
+        all processes; it changes nothing. Loaded right after a slow or averaging step it continues
+        as if undisturbed, up to rounding; elsewhere the differences between replicas are given up.
 
         Returns:
           A dict like that of `state_dict()`, on the host, equal on all processes.
@@ -330,6 +331,7 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         Communication: one all-reduce of parameters and buffers; memory efficient one all-gather of
           8 bytes per parameter, otherwise one all-reduce of that.
         """
+        self._open_round()
         params = [p for p in self.module.parameters() if p.is_floating_point()]
         buffers = list(self.module.buffers())
         whole = self._replica.whole(params, buffers, self._device())
@@ -344,8 +346,10 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         Raises:
           ValueError: parameters in half precision.
         """
+        self._remember(optimizer)
         if self.slowmo:
             device = self._device()
+            self._open_round()
             self._start(device)
             self._replica.slow.anchor_now(Groups(optimizer), device)
 
@@ -355,11 +359,17 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
         self._replica.push_sum.to(device)
         return device
 
+    def _broadcast_buffers(self, device: torch.device) -> None:
+        """All processes get rank 0's buffers, if they shall."""
+        if self.broadcast_buffers is True:
+            self._replica.broadcast([b for b in self.module.buffers() if b.numel()], device)
+
     def _start(self, device: torch.device, *, may_check: bool = True) -> None:
         """Once: make the parameters of all processes equal, see that they are."""
         if self._must_broadcast:
             everything = (*self.module.parameters(), *self.module.buffers())
-            self._replica.broadcast([tensor for tensor in everything if tensor.numel()], device)
+            tensors = [tensor for tensor in everything if tensor.numel()]
+            self._replica.broadcast(tensors, device, Kind.PARAMETERS)
         if self._must_check and may_check:
             if self._backend.may_read():
                 self._replica.check_start(dict(self.module.named_parameters()), device)
@@ -367,31 +377,6 @@ class SlowMoDistributedDataParallel(torch.nn.Module):
                 warnings.warn("check_start: values cannot be read in this graph.", stacklevel=3)
         self._must_broadcast = self._must_check = False
 
-    def _finish_backward(self, device: torch.device) -> None:
-        self._replica.after_backward(list(self.module.parameters()), device)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update(
-            {prefix + key: value for key, value in entries_of(self._replica).items()}
-        )
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Refuses the state of another rank or number of processes with a ValueError."""
-        others, state, unexpected = take(
-            state_dict, prefix, self._replica, has_slow_momentum=self.slowmo
-        )
-        unexpected_keys.extend(prefix + key for key in unexpected if strict)
-        super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        self._replica.take_over(state)
+    def _finish_backward(self, device: torch.device, averages: bool) -> None:
+        params = list(self.module.parameters())
+        self._replica.after_backward(params, device, averages=averages)

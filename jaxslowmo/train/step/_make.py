@@ -52,7 +52,9 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
         the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`, with `rng`
-        where it is wanted. metrics: dict of scalars.
+        where it is wanted. metrics: dict of scalars. Where it has an attribute `before_run`, that
+        is called before every program that is run, and what it raises is raised: such as that what
+        was compiled is out of date.
       optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
         and parameter transforms included, works too in `"traced"` mode. It is told `value`, the
         loss, averaged in at least float32 over the replicas, with their weights, in the updates in
@@ -206,5 +208,6 @@ def make_train_step(
         validate=validate,
         raw_keys=raw_keys,
         policy=policy,
+        before_run=getattr(loss_fn, "before_run", None),
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

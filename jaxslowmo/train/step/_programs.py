@@ -155,6 +155,8 @@ class Programs:
         check: Callable[[TrainState], None] = lambda _: None,
     ) -> Any:
         """The compiled program of a task, made at its first use, after `check` of the state."""
+        if self._parts.before_run is not None:
+            self._parts.before_run()
         # Where the compiler chooses, it might place the new state unlike the old one, and the next
         # step would compile again. Inside of another program there is no next step.
         is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)

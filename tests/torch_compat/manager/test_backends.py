@@ -1,5 +1,10 @@
 """Which backend is taken, and what is said where there is none."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from models import TRACED_ONCE, regressor, samples
@@ -42,6 +47,26 @@ def test_torch_xla_comes_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_backends, "find_spec", lambda name: name)
     monkeypatch.setitem(_backends.BACKENDS, "torch_xla", lambda: "xla")
     assert _backends.choose_backend(None) == ("torch_xla", "xla")
+
+
+FRESH = """
+import torch
+from torch_compat import TPUManager
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+with TPUManager(Model(4, 1), [torch.ones(4)] * 2, nprocs=2, start=True) as manager:
+    print(manager.step()[1])
+"""
+
+
+def test_a_fresh_program_on_a_machine_without_tpu_prints_what_it_prints():
+    here = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    here |= {"PYTHONPATH": str(Path(__file__).parents[3]), "PJRT_DEVICE": "CPU"}
+    ran = subprocess.run([sys.executable, "-c", FRESH], env=here, capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr) == ("2\n", "")
 
 
 def test_an_unknown_name():

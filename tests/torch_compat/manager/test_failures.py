@@ -66,12 +66,12 @@ class Breaks(Regressor):
 
     def __init__(self, trouble: Callable[[torch.Tensor], torch.Tensor], before: int = BEFORE):
         super().__init__(width=64)
-        self.trouble, self.after, self.calls = trouble, before + 1, 0
+        self.trouble, self.after, self.calls = trouble, before + 1, [0]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.calls += 1
+        self.calls[0] += 1  # no number: of these a program has one value
         loss = super().forward(x, y)["loss"]
-        return {"loss": self.trouble(loss) if self.calls == self.after else loss}
+        return {"loss": self.trouble(loss) if self.calls[0] == self.after else loss}
 
 
 def take_the_steps_before(manager: TPUManager) -> None:

@@ -149,6 +149,44 @@ def test_unused_and_frozen_parameters_have_zero_gradients():
     assert named["out.weight"].any()
 
 
+class Tempered(nn.Module):
+    """A model that computes by its mode, by a number and by a name; half of it is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 64)
+        self.drop = nn.Dropout(0.5)
+        self.temperature, self.distance = 2.0, "square"
+        self.second.requires_grad_(False)
+
+    def forward(self, x, y):
+        out = self.second(self.drop(self.first(x)).relu()) / self.temperature
+        return {"loss": getattr(out - y, self.distance)().mean()}
+
+
+def test_what_is_set_on_the_model_after_the_start_reaches_the_replicas():
+    model = Tempered()
+    with TPUManager(model, DATA, nprocs=2, batch_size_per_device=2, start=True) as manager:
+        manager.step()
+        model.eval()
+        for turn in range(2):
+            model.second.requires_grad_(turn == 0)
+            model.first.requires_grad_(turn == 1)
+            model.temperature, model.distance = 0.5 + turn, ("abs", "square")[turn]
+            manager.zero_grad()
+            plain = PlainTorch(model)
+            loss, _ = manager.step()
+            expected = plain.step(DATA[4 * turn + 4 : 4 * turn + 8])
+            assert math.isclose(loss, expected, rel_tol=1e-5)
+            for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
+                expected = theirs.grad if theirs.requires_grad else torch.zeros_like(theirs)
+                assert expected.any() == theirs.requires_grad
+                torch.testing.assert_close(ours.grad, expected)
+        manager.step()
+        assert manager.statistics.compilations == 0, "nothing has been set since the last step"
+
+
 class Normalised(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,6 +197,27 @@ class Normalised(nn.Module):
     def forward(self, x, y):
         self.scratch += 1
         return {"loss": (self.linear(self.norm(x)) - y).square().mean()}
+
+
+class WritesThroughViews(nn.Module):
+    """In place: a layer's result through views of it, and the weight's values through `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 4)
+
+    def forward(self, x, y):
+        self.linear.weight.data.mul_(0.5)
+        h = self.linear(x)
+        h.view(-1)[::2] *= 3.0
+        h.t()[1].sin_()
+        h.select(1, 2).add_(y.mean(-1))
+        return {"loss": h.square().mean()}
+
+
+def test_writes_through_views_reach_what_is_viewed():
+    check(WritesThroughViews(), steps=1)
 
 
 def test_buffers_come_back_from_device_0_and_go_out_with_the_parameters():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from support.waiting import PATIENCE_SECONDS, wait_until
-from torch_compat import QueueDataset, samples
-from torch_compat.reader import DataError, EndOfData, SampleReader
+from torch_compat import samples
+from torch_compat.reader import DataError, EndOfData, QueueDataset, SampleReader
 
 
 def test_sample_i_goes_to_device_i_modulo_nprocs():

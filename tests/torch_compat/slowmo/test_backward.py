@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import slowmo_here as here
 import torch
+from slowmo_models import values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel
@@ -71,6 +73,105 @@ def test_accumulated_gradients():
     assert [always for always, _ in results] == [[1.5 + 2.5 + 3.5] * 2] * 2
 
 
+class Partly(torch.nn.Module):
+    """`by_turns` is used by one process at a time, or by none; `first` by all, in two steps."""
+
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rank = rank
+        self.empty = torch.nn.Parameter(torch.ones(0, dtype=dtype))
+        for name in ("always", "by_turns", "first", "never", "frozen"):
+            setattr(self, name, torch.nn.Parameter(torch.ones(3, dtype=dtype)))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, t: int) -> torch.Tensor:
+        used = self.always * self.frozen * (t + 1 + self.rank)
+        if t % 3 == self.rank:
+            used = used + self.by_turns * (t + 2)
+        if t < 2:
+            used = used + self.first * self.always
+        return (used**2).sum()
+
+
+def trained_by_adamw(wrapped: str, passes: int, dtype: torch.dtype, set_to_none: bool):
+    """Parameters at the end; per step which gradients were None."""
+    module = Partly(here.rank(), dtype).to(here.device())
+    if wrapped == "DDP":
+        net = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    else:
+        net = SlowMoDistributedDataParallel(module, nprocs_per_node=2, slowmo_momentum=0.0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+    missing = []
+    for t in range(8):
+        for i in range(passes):
+            net(t + i).backward()
+        missing.append([param.grad is None for param in module.parameters()])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if wrapped != "DDP":
+            net.perform_slowmo(optimizer)
+    return values(module.float()), missing
+
+
+@pytest.mark.parametrize(
+    ("passes", "dtype", "set_to_none"),
+    [
+        (1, torch.float32, True),
+        (2, torch.float32, True),
+        (1, torch.float32, False),
+        (1, torch.bfloat16, True),
+    ],
+)
+def test_gradients_that_no_process_has_are_those_of_ddp(by, passes, dtype, set_to_none):
+    expected = spawned(2, trained_by_adamw, "DDP", passes, dtype, set_to_none)
+    ours = spawned(2, trained_by_adamw, "SlowMo", passes, dtype, set_to_none, by=by)
+    for (params, missing), (theirs, missing_there) in zip(ours, expected, strict=True):
+        assert [row[1:] for row in missing] == [row[1:] for row in missing_there]
+        for key, value in theirs.items():
+            tolerance = 1e-6 if dtype == torch.float32 else 0.01
+            np.testing.assert_allclose(params[key], value, rtol=0, atol=tolerance, err_msg=key)
+        assert params["never"].tolist() == [1, 1, 1]
+
+
+class Table(torch.nn.Module):
+    """A table whose rows are looked up only where there are `ids`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 2, sparse=True)
+        self.bias = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: list[int]) -> torch.Tensor:
+        return (self.bias + self.table(torch.tensor(ids)) if ids else self.bias).sum()
+
+
+def rows_of_one_process(can_read: bool):
+    """The table's gradient after a step in which process 0 uses it, and after one without use."""
+    net = SlowMoDistributedDataParallel(
+        Table(), nprocs_per_node=2, broadcast_parameters=True, slowmo_momentum=0.0
+    )
+    net._backend.may_read = lambda: can_read
+    seen = []
+    for ids in ([1, 3] if here.rank() == 0 else [], []):
+        net.zero_grad()
+        net(ids).backward()
+        gradient = net.module.table.weight.grad
+        seen.append(gradient if gradient is None else (gradient.layout, gradient.to_dense()))
+    return seen
+
+
+def test_sparse_gradients_that_one_process_lacks():
+    for (layout, rows), none in spawned(2, rows_of_one_process, True):
+        assert (layout, none) == (torch.sparse_coo, None)
+        assert rows.tolist() == [[0, 0], [0.5, 0.5], [0, 0], [0.5, 0.5]]
+
+
+def test_gradients_are_zero_where_values_cannot_be_read():
+    for (_, rows), (_, unused) in spawned(2, rows_of_one_process, False):
+        assert rows.tolist() == [[0, 0], [0.5, 0.5], [0, 0], [0.5, 0.5]]
+        assert not unused.any()
+
+
 class Returning(torch.nn.Module):
     """Results that hold parameters: by themselves, and in a module."""
 
@@ -104,7 +205,7 @@ def two_forwards():
     x = torch.ones(2).to(device)
     counts = []
     call = net._after_backward._call
-    net._after_backward._call = lambda device: (counts.append(1), call(device))
+    net._after_backward._call = lambda *args: (counts.append(1), call(*args))
     failing = net(x)
     hook = module.always.register_hook(fail)
     with pytest.raises(RuntimeError, match="on purpose"):

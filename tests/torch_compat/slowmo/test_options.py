@@ -36,7 +36,12 @@ ARGUMENTS = [
     "local_node_group",
     "comm_device",
 ]
-OURS = {"broadcast_parameters": False, "check_start": True, "backend": None}
+OURS = {
+    "broadcast_parameters": False,
+    "check_start": True,
+    "backend": None,
+    "bound_momentum": True,
+}
 DEFAULTS = [True, SlowMoBaseAlgorithm.LOCALSGD, 0.5, True, 48, 1.0, 32, 3, None, None, True, False]
 DEFAULTS += [0, True, False, False, False, None, None, None, None, None, None]
 
@@ -91,6 +96,19 @@ def test_slow_momentum_is_off_where_it_would_do_nothing(build):
         ({"overlap": True}, r"`overlap`=True is not available .* jaxslowmo\.sgp"),
         ({"process_rank": 0}, r"`process_rank` comes from torch_xla, where it is 1.* got 0"),
         ({"process_world_size": 8}, r"`process_world_size` comes from torch_xla.* is 4.* got 8"),
+        (
+            {"broadcast_buffers": "mean"},
+            r"`broadcast_buffers` must be True, .*\"average\", got 'mean'",
+        ),
+        ({"broadcast_buffers": 1}, 'True, False or "average", got 1'),
+        (
+            {
+                "broadcast_buffers": "average",
+                "slowmo_base_algorithm": "sgp",
+                "slowmo_momentum": 0.0,
+            },
+            r"`broadcast_buffers`=\"average\" .* SGP without slow momentum .* has neither",
+        ),
         ({"module": "linear"}, r"`module` must be a torch.nn.Module with parameters, got 'linear'"),
         ({"module": torch.nn.ReLU()}, r"`module` must be .* with parameters, got ReLU"),
     ],

@@ -7,13 +7,14 @@ from slowmo_alone import Alone
 from torch_compat.slowmo._gossip import plan_gossip
 from torch_compat.slowmo._places import Places
 from torch_compat.slowmo._replica import Replica, State
-from torch_compat.slowmo._slow_momentum import SlowMomentum
+from torch_compat.slowmo.slow_momentum import SlowMomentum
 
 
 def replica(is_sgp: bool = True, nprocs_per_node: int = 1) -> Replica:
     places = Places(1, 4, nprocs_per_node)
     plan = plan_gossip("ring", None, 4 // nprocs_per_node, nprocs_per_node, push_sum=True)
-    return Replica(places, Alone(1, 4), plan, is_sgp=is_sgp, is_sharded=True)
+    options = {"is_sharded": True, "is_bounded": True, "averages_buffers": False}
+    return Replica(places, Alone(1, 4), plan, is_sgp=is_sgp, **options)
 
 
 def test_a_new_one_remembers_nothing():

@@ -1,5 +1,7 @@
 """Slow momentum: against the same written out in NumPy, in float64; its start, its parts."""
 
+import json
+
 import numpy as np
 import pytest
 import slowmo_here as here
@@ -7,8 +9,9 @@ import torch
 from slowmo_models import HIDDEN, WIDTH, Perceptron, batch, perceptron, train_step, values
 from slowmo_spawned import spawned
 
+from golden import slow_momentum as recorded
 from torch_compat.slowmo import SlowMoDistributedDataParallel
-from torch_compat.slowmo._slow_momentum import Groups, Span
+from torch_compat.slowmo.slow_momentum import Groups, Span
 
 
 def test_parts_of_all_processes_are_the_whole():
@@ -158,3 +161,68 @@ def test_a_rate_of_zero_at_a_slow_step(by):
         np.testing.assert_array_equal(seen[3], seen[2])
         assert np.abs(seen[1] - seen[0]).max() > 0.05
         assert np.abs(seen[4] - seen[3]).max() > 0.05
+
+
+class OnePerGroup(torch.nn.Module):
+    """A number, 0 at first, for every optimizer group."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.numbers = torch.nn.ParameterList([torch.zeros(1) for _ in range(groups)])
+
+    def forward(self, curvature: float, optimum: float) -> torch.Tensor:
+        return sum(curvature / 2 * (number - optimum) ** 2 for number in self.numbers).sum()
+
+
+def anchors(case: dict, options: dict) -> np.ndarray:
+    """What the slow steps of a recorded case leave, [slow step, group]."""
+    groups = len(case["rates"][0])
+    module = OnePerGroup(groups).to(here.device())
+    net = SlowMoDistributedDataParallel(
+        module,
+        nprocs_per_node=1,
+        slowmo_momentum=case["momentum"],
+        slowmo_lr=case["slow_lr"],
+        slowmo_frequency=case["slow_every"],
+        localsgd_frequency=2,
+        **options,
+    )
+    optimizer = torch.optim.SGD([{"params": [number]} for number in module.numbers], lr=0.1)
+    seen = []
+    for t, rates in enumerate(case["rates"]):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        net(case["curvature"], case["optimum"]).backward()
+        if case["curvature"]:
+            optimizer.step()
+        else:
+            with torch.no_grad():
+                module.numbers[0] += case["displacements"][t][0]
+        optimizer.zero_grad()
+        net.perform_slowmo(optimizer)
+        here.launch()
+        if (t + 1) % case["slow_every"] == 0:
+            seen.append([number.item() for number in module.numbers])
+    return np.array(seen)
+
+
+def all_anchors(cases: list[dict], options: dict) -> list[np.ndarray]:
+    return [anchors(case, options) for case in cases]
+
+
+def check_recorded_cases(options: dict, expected: str, by: str) -> None:
+    cases = json.loads(recorded.FILE.read_text())["cases"]
+    for seen in spawned(2, all_anchors, cases, options, by=by):
+        for case, ours in zip(cases, seen, strict=True):
+            theirs = case[expected]
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=case["name"])
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_recorded_cases_of_rates_that_change(by, is_sharded):
+    """`js.slowmo` passes the same."""
+    check_recorded_cases({"slowmo_memory_efficient": is_sharded}, "anchors", by)
+
+
+def test_recorded_cases_without_bound():
+    check_recorded_cases({"bound_momentum": False}, "anchors_without_bound", "gloo")

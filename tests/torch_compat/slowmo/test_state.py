@@ -54,7 +54,7 @@ def built(kind: str):
 def train(net, optimizer, steps) -> None:
     for t in steps:
         for i, group in enumerate(optimizer.param_groups):
-            group["lr"] = 0.1 / (1 + t + i)
+            group["lr"] = 0.1 / (1 + 9 * ((t + i) % 4))  # falls and grows again
         train_step(net, optimizer, t, WIDTH)
 
 
@@ -232,6 +232,17 @@ def test_a_moved_weight_belongs_to_its_rank(build):
     same = build(**options)
     same.load_state_dict(state)
     assert same.ps_weight.tolist() == [1.25]
+
+
+@pytest.mark.parametrize("rates", [[0.1], []])
+def test_dicts_from_before_the_bound_load(build, rates):
+    """Of a velocity made at an unknown rate the next slow step carries no more than all."""
+    net = build()
+    state = with_anchor(net) | {"slowmo.rates": torch.tensor(rates, dtype=torch.float64)}
+    net.load_state_dict(state)
+    kept = net._replica.slow.momentum.rates
+    assert (kept.last, kept.made_at, kept.since) == (rates or [0.0], [0.0], [0.0])
+    assert kept.carry([0.5], 0.5, is_bounded=True) == [1.0 if rates else 0.5]
 
 
 def test_another_way_to_keep_slow_momentum_is_refused(build):

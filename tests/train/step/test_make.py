@@ -91,3 +91,25 @@ def test_hook_state_that_differs_inside_a_replica():
     step = js.make_train_step(loss, optax.sgd(0.1), axis_name=both, **options)
     state, _ = step(step.init(PARAMS), BATCH)
     assert np.isfinite(state.params["w"]).all()
+
+
+def test_a_loss_function_may_refuse_to_run():
+    def loss(params, batch):
+        return jnp.mean((params["w"] - batch) ** 2)
+
+    out_of_date = []
+
+    def before_run():
+        if out_of_date:
+            raise ValueError("the program is out of date")
+
+    loss.before_run = before_run
+    mesh = js.virtual_mesh({"replica": 2})
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    state, _ = step(step.init({"w": jnp.ones(3)}), jnp.zeros((2, 3)))
+    out_of_date.append(True)
+    for run in (step, step.evaluate, step.collect):
+        with pytest.raises(ValueError, match="out of date"):
+            run(state, jnp.zeros((2, 3)))
+    out_of_date.clear()
+    step(state, jnp.zeros((2, 3)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import torch
-from jax._src import xla_bridge
+from jax._src import cloud_tpu_init, xla_bridge
 
 from ...errors import describe
 from ...master import MasterModel
@@ -40,6 +40,9 @@ def open_devices(num_devices: int | None) -> list[Any]:
     Raises:
       ValueError: if there are not exactly `num_devices` devices.
     """
+    if not cloud_tpu_init.running_in_cloud_tpu_vm and jax.config.values["jax_platforms"] is None:
+        # Where there is no TPU an installed libtpu would only complain, at length.
+        xla_bridge._backend_factories.pop("tpu", None)
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if num_devices is not None and not told and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -82,6 +85,8 @@ class MeshGroup:
         program, options = self._program, self._options
         begin, compiled, sent = time.perf_counter(), _compilations, program.bytes_to_device
         data_seconds = 0.0
+        if request.changes:
+            self._on_devices(program.change, request.changes)
         if request.load_parameters:
             program.load(self._master.host_tensors())
             link.loaded(request.number)

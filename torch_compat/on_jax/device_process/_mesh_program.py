@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from ... import samples
 from ...batches import call_model, loss_of, map_tensors
-from .._arrays import as_traced, keeps_values, to_numpy, to_torch
+from ...settings import Changes
+from .._arrays import as_traced, jax_dtype, keeps_values, to_numpy, to_torch
 from .._functional import Arrays, Functional
 
 _AXIS = "device"
@@ -46,7 +47,7 @@ class MeshProgram:
     and batches have a leading axis of devices, along which they are sharded.
 
     Args:
-      module: on the CPU; read once, for its tensors, and traced from then on.
+      module: on the CPU; its tensors are read once; traced from then on.
       devices: of one process.
       seed_base: device i's random numbers come from the key of seed_base + i, modulo 2**32.
       micro_batches: how many `add` before each `exchange`; losses and gradients are means over
@@ -67,27 +68,57 @@ class MeshProgram:
         micro_batches: int,
         compress: bool,
     ):
-        self._functional = Functional("TPUManager", module)
-        self._micro_batches, self._devices = micro_batches, list(devices)
-        mesh = Mesh(np.array(self._devices), (_AXIS,))
-        self._everywhere, self._each = NamedSharding(mesh, P()), NamedSharding(mesh, P(_AXIS))
-        parameters = dict(module.named_parameters())
-        self._parameters = [name for name in parameters if name in set(self._functional.trained)]
-        self._names = [*parameters, *dict(module.named_buffers())]
-        self._all_parameters = list(parameters)
-        self._likes = {**parameters, **dict(module.named_buffers())}
+        self._module, self._micro_batches, self._compress = module, micro_batches, compress
+        self._devices = list(devices)
+        self._mesh = Mesh(np.array(self._devices), (_AXIS,))
+        self._everywhere = NamedSharding(self._mesh, P())
+        self._each = NamedSharding(self._mesh, P(_AXIS))
+        self._all_parameters = [name for name, _ in module.named_parameters()]
+        self._likes = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.bytes_to_device = 0
-        self.load(self._likes.values())
         seeds = [np.uint32((seed_base + i) % 2**32) for i in range(len(devices))]
         self._keys = self._spread(
             np.stack([jax.random.key_data(jax.random.key(seed)) for seed in seeds])
         )
+        self._trace_anew()
+        self.load(self._likes.values())
+
+    def change(self, changes: Changes) -> None:
+        """Take over what a script has set on the model; all programs are traced and compiled anew.
+
+        To be called when nothing has been added since the last `exchange`.
+
+        Raises:
+          ValueError: a parameter is trained now that jax cannot train.
+        """
+        changes.apply(self._module)
+        self._trace_anew()
+        params, carried, count = self._params, self._carried, len(self._devices)
+        self._params = {
+            name: params[name]
+            if name in params
+            else jax.device_put(_host(carried[name])[0], self._everywhere)
+            for name in self._parameters
+        }
+        self._carried = {
+            name: carried[name]
+            if name in carried
+            else self._spread(np.broadcast_to(_host(params[name]), (count, *params[name].shape)))
+            for name in self._likes
+            if name not in self._params
+        }
+
+    def _trace_anew(self) -> None:
+        self._functional = Functional("TPUManager", self._module)
+        trained = set(self._functional.trained)
+        self._parameters = [name for name in self._all_parameters if name in trained]
         self._compile = lru_cache(maxsize=32)(self._programs)
-        self._exchange = _exchange_program(mesh, self._groups(), compress)
+        groups = self._groups()
+        self._exchange = _exchange_program(self._mesh, groups, self._compress)
         self._sums, self._losses = self._spread(self._zeros())
         sizes = [
-            self._likes[name].numel() * (2 if compress else dtype.itemsize)
-            for dtype, names in self._groups().items()
+            self._likes[name].numel() * (2 if self._compress else dtype.itemsize)
+            for dtype, names in groups.items()
             for name in names
         ]
         self.gradient_bytes = sum(sizes) + self._loss_dtype().itemsize
@@ -96,7 +127,7 @@ class MeshProgram:
         """Take these parameters, then buffers; they have been read when this returns."""
         values = {
             name: to_numpy(tensor.to(self._likes[name].dtype))
-            for name, tensor in zip(self._names, tensors, strict=True)
+            for name, tensor in zip(self._likes, tensors, strict=True)
         }
         self._params = jax.device_put(
             {name: values[name] for name in self._parameters}, self._everywhere
@@ -183,7 +214,7 @@ class MeshProgram:
         """Trained parameters by the dtype that their gradients are summed in."""
         groups: dict[np.dtype, list[str]] = {}
         for name in self._parameters:
-            groups.setdefault(_wide(self._params[name].dtype), []).append(name)
+            groups.setdefault(_wide(jax_dtype(self._likes[name].dtype)), []).append(name)
         return groups
 
     def _loss_dtype(self) -> np.dtype:
@@ -205,10 +236,10 @@ class MeshProgram:
     def _programs(self, structure: bytes) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """For batches of this structure: a program over all devices, and one for a single one."""
         local = self._local(samples.loads(structure))
-        mesh, each = self._each.mesh, P(_AXIS)
+        each = P(_AXIS)
         whole = jax.shard_map(
             local,
-            mesh=mesh,
+            mesh=self._mesh,
             in_specs=(P(), each, each, each, each, each),
             out_specs=each,
             check_vma=False,
@@ -282,6 +313,11 @@ def _take_apart(batch: Any) -> _Batch:
 def _on(array: jax.Array, device: Any) -> jax.Array:
     """What a device has of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+def _host(array: jax.Array) -> np.ndarray:
+    """What the first device has of an array."""
+    return np.asarray(array.addressable_data(0))
 
 
 def _first(tree: Any) -> Any:

@@ -6,4 +6,4 @@ from ._environment import TracingEnvironment as TracingEnvironment
 from ._environment import environment as environment
 from ._environment import tracing as tracing
 from ._torchax import Tensor as Tensor
-from ._torchax import View as View
+from ._views import View as View

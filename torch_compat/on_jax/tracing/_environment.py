@@ -12,30 +12,43 @@ import torch
 from torch.utils import _pytree as torch_tree
 from torch.utils._mode_utils import no_dispatch
 
-from . import _batch_norm, _random
+from . import _added, _batch_norm, _known, _random, _sharing
+from ._errors import is_of_this_package, raise_translated, values_refused
 from ._gradients import functions_refused, without_gradient
-from ._operations import changes_first, is_fixed, out_of_place, source
-from ._torchax import Environment, OperatorNotFound, Tensor, View
+from ._known import VALUE_NEEDED, constants_evaluated
+from ._layouts import laid_out
+from ._operations import changes_first, is_fixed, out_of_place, plain_index
+from ._torchax import Environment, OperatorNotFound, Tensor
+from ._views import source
 
 # Tracing swaps tensors of the module, and filters warnings: one thread at a time.
 _TRACING = threading.RLock()
 
 
+_STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default, torch.Tensor.detach_}
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class TracingEnvironment(Environment):
-    """torchax's environment with four differences.
+    """torchax's environment with seven differences.
 
     Whatever is created inside is an array of jax, whichever device was asked for: the module's own
     is the CPU, as it believes. Plain torch tensors beside traced ones are constants. Gradients stop
-    where torch's do. Random numbers come from one key alone.
+    where torch's do. Random numbers come from one key alone. Views share memory. What depends on
+    constants alone has a value where torch asks for it. What torchax and jax lack is an error that
+    names the layer.
     """
+
+    has_views = True
 
     def __init__(self) -> None:
         super().__init__()
         _batch_norm.define(self)
         _random.define(self)
+        _added.define(self)
+        _known.define(self)
+        self.module: torch.nn.Module | None = None  # that is traced
+        _sharing.define(self)
         self.seen: set[int] = set()  # ids of tensors that an operation was given
 
     def _should_use_torchax_tensor(self, device: Any) -> bool:
@@ -60,30 +73,84 @@ class TracingEnvironment(Environment):
         """As torchax; with constants, and without gradients where torch has none."""
         if func == _IS_META:  # torchax's tensors are, to torch, whose initialisers then do nothing
             return False
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            args = args[0], plain_index(args[1]), *args[2:]
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
                 "torch.autocast would have no effect on arrays of jax: leave it out, and give "
                 'js.make_train_step `policy=js.Policy("bfloat16")`.'
             )
+        if kwargs and kwargs.get("out") is not None and not isinstance(func, torch._ops.OpOverload):
+            others = {name: x for name, x in kwargs.items() if name != "out"}
+            with self:
+                return _added.write_out(kwargs["out"], func(*args, **others))
         tensors = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.seen.update(map(id, tensors))
-        if any(isinstance(x, Tensor | View) for x in tensors):
+        if any(isinstance(x, Tensor) for x in tensors):
+            first = args[0] if args else None
+            outside = isinstance(first, torch.Tensor) and not isinstance(first, Tensor)
+            if outside and changes_first(func):
+                raise ValueError(
+                    "The module writes into a tensor that was made outside of its call and is no "
+                    "buffer of it, where the change would be lost: register it as a buffer "
+                    "(module.register_buffer)."
+                )
             args, kwargs = torch_tree.tree_map_only(torch.Tensor, self.constant, (args, kwargs))
-        sources = [source(x) for x in tensors if isinstance(x, Tensor | View)]
+        sources = [source(x) for x in tensors if isinstance(x, Tensor)]
         before = [(x, x._elem) for x in sources]
         try:
-            result = self._written(func, types, args, kwargs)
+            result = self._computed(func, types, args, kwargs, tensors)
         except OperatorNotFound:
             if tensors or not is_fixed(func):
                 raise
             with no_dispatch():  # such as torch.promote_types, or a window
                 return func(*args, **(kwargs or {}))
-        return result if torch.is_grad_enabled() else without_gradient(result, before)
+        if not torch.is_grad_enabled():
+            return without_gradient(result, tensors, before)
+        if any(x.requires_grad for x in tensors) and func not in _STOPS:
+            for x in torch_tree.tree_leaves(result):
+                if isinstance(x, Tensor) and x.dtype.is_floating_point:
+                    x.requires_grad = True
+        return result
 
-    def _written(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
+        """As `_written`, with the values of constants where those are needed, and clear errors."""
+        try:
+            return self._written(func, types, args, kwargs, tensors)
+        except Exception as error:
+            if is_of_this_package(error) or isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+            is_below = isinstance(func, torch._ops.OpOverload)
+            traced = [x for x in torch_tree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if isinstance(error, OperatorNotFound) and not (is_below and traced):
+                raise  # torch may take it apart, or compute it
+            if isinstance(error, VALUE_NEEDED):
+                for computes in (False, True):
+                    with (
+                        constants_evaluated(traced, computes=computes) as has_constants,
+                        contextlib.suppress(*VALUE_NEEDED),
+                    ):
+                        if has_constants:
+                            return self._written(func, types, args, kwargs, tensors)
+            raise_translated(error, self.module, func, args, kwargs)
+
+    def _written(self, func: Any, types: Any, args: Any, kwargs: Any, tensors: Any) -> Any:
         """As torchax; what changes its first argument in place does so, whichever operation."""
-        if not (args and isinstance(args[0], Tensor | View) and changes_first(func)):
-            return super().dispatch(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverloadPacket):  # torch then calls one of its overloads
+            raise OperatorNotFound(func)
+        first = args[0] if args else None
+        if isinstance(first, Tensor):
+            if _sharing.shares_memory(func):
+                run = functools.partial(super().dispatch, func, types)
+                return _sharing.view(func, run, args, kwargs)
+            if func in _sharing.CHANGES_OF_SHAPE:
+                func = _sharing.CHANGES_OF_SHAPE[func]
+                run = functools.partial(super().dispatch, func, types)
+                return _sharing.change_shape(func, run, args, kwargs)
+        if not (isinstance(first, Tensor) and changes_first(func)):
+            result = super().dispatch(func, types, args, kwargs)
+            return laid_out(func, args, kwargs, tensors, result)
         key = self.param.prng
         result = self._changed(func, types, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and self.param.prng is key:
@@ -103,15 +170,28 @@ class TracingEnvironment(Environment):
         target: Any = args[0]
         old = target.jax()
         new = super().dispatch(func, types, (Tensor(old, self), *args[1:]), kwargs).jax()
-        if isinstance(target, View):
-            target.update(new.astype(old.dtype))
-        else:
-            target._elem = new.astype(old.dtype)
+        target._elem = new.astype(old.dtype)
         return target
+
+    def _get_op_or_decomp(self, func: Any) -> Any:
+        """As torchax, and torch's own decomposition of what it lacks."""
+        try:
+            return super()._get_op_or_decomp(func)
+        except OperatorNotFound:
+            function = _added.decomposition(func)
+            if function is None:
+                raise
+            self.override_op_definition(func, function)
+            return super()._get_op_or_decomp(func)
+
+    def _is_same_device(self, the_tensor: Any, new_device: Any) -> bool:
+        """Whichever device a module asks for, its tensors are arrays of jax already."""
+        del new_device
+        return isinstance(the_tensor, Tensor)
 
     def constant(self, x: torch.Tensor) -> Any:
         """A tensor as one that can be traced."""
-        return x if isinstance(x, Tensor | View) else self.to_xla(x.detach())
+        return x if isinstance(x, Tensor) else self.to_xla(x.detach())
 
 
 @functools.cache
@@ -122,11 +202,14 @@ def environment() -> TracingEnvironment:
 
 
 @contextlib.contextmanager
-def tracing(rng: jax.Array | None) -> Iterator[TracingEnvironment]:
+def tracing(
+    rng: jax.Array | None, module: torch.nn.Module | None = None
+) -> Iterator[TracingEnvironment]:
     """Inside, torch's operations on torchax's tensors are jax's.
 
     Args:
       rng: the PRNG key that random numbers are drawn from; None: drawing raises `ValueError`.
+      module: the module that is called inside, whose layers errors name.
     """
     env = environment()
     distribution: Any = torch.distributions.Distribution
@@ -137,11 +220,12 @@ def tracing(rng: jax.Array | None) -> Iterator[TracingEnvironment]:
         warnings.filterwarnings("ignore", message="Explicitly requested dtype u?int64")
         torch.backends.mha.set_fastpath_enabled(False)  # it has no gradient and no lowering
         distribution._validate_args = False  # it would ask for values, which a trace has not
-        seen, env.seen = env.seen, set()
+        before = env.seen, env.module
+        env.seen, env.module = set(), module
         try:
-            with env, functions_refused():
+            with values_refused(module), env, functions_refused():
                 yield env
         finally:
-            env.seen = seen
+            env.seen, env.module = before
             distribution._validate_args = validates
             torch.backends.mha.set_fastpath_enabled(fast_attention)

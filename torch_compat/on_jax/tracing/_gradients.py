@@ -8,24 +8,14 @@ from typing import Any
 
 import jax
 import torch
+from torch._functorch import eager_transforms
 from torch.utils import _pytree as torch_tree
 
-from ._torchax import Tensor, View
+from ._torchax import Tensor
+from ._views import Detached, View, changed
 
 
-@jax.custom_jvp
-def _changed(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new`, with the derivative of `old`."""
-    del old
-    return new
-
-
-@_changed.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return primals[1], tangents[0]
-
-
-def without_gradient(result: Any, arguments: list[tuple[Any, jax.Array]]) -> Any:
+def without_gradient(result: Any, tensors: list[Any], before: list[tuple[Any, jax.Array]]) -> Any:
     """What an operation under `torch.no_grad` leaves behind.
 
     Its results are constants. What it changed in place goes on as if it were unchanged, as in
@@ -33,52 +23,68 @@ def without_gradient(result: Any, arguments: list[tuple[Any, jax.Array]]) -> Any
 
     Args:
       result: of the operation.
-      arguments: tensors that it was given, and their arrays before.
+      tensors: that it was given.
+      before: what these tensors are views of, or they themselves, and their arrays before.
     """
-    for tensor, old in arguments:
+    for tensor, old in before:
         new = tensor._elem
         if new is not old:
             is_alike = (new.shape, new.dtype) == (old.shape, old.dtype)
-            tensor._elem = _changed(old, new) if is_alike else jax.lax.stop_gradient(new)
-    given = {id(tensor) for tensor, _ in arguments}
-    return torch_tree.tree_map_only(
-        torch.Tensor, lambda x: x if id(x) in given else _constant(x), result
-    )
+            tensor._elem = changed(old, new) if is_alike else jax.lax.stop_gradient(new)
+    given = set(map(id, tensors))
+    return torch_tree.tree_map_only(Tensor, lambda x: x if id(x) in given else _constant(x), result)
 
 
 def _constant(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        x._elem = jax.lax.stop_gradient(x._elem)
-    elif isinstance(x, View):  # stays a view: what is written to it reaches its source
-        read = x.jax
-        x.jax = lambda: jax.lax.stop_gradient(read())
+    if isinstance(x, View):  # what is written to it reaches its source
+        return Detached(x)
+    x._elem = jax.lax.stop_gradient(x._elem)
     return x
 
 
 @contextlib.contextmanager
 def functions_refused() -> Iterator[None]:
-    """Inside, this thread cannot apply a `torch.autograd.Function`.
+    """Inside, this thread cannot apply a `torch.autograd.Function`, nor differentiate by torch.
 
-    Its backward pass would not be seen: jax would differentiate its forward pass.
+    The backward pass of a function would not be seen: jax would differentiate its forward pass.
+    torch records nothing here, and `torch.func` would return zeros.
     """
     # What `apply` itself asks first: a program may have kept `Name.apply`, as torch's guides do.
-    module: Any = torch.autograd.function
-    asked = module._is_setup_context_defined
+    function: Any = torch.autograd.function
+    functorch: Any = eager_transforms
     tracing = threading.get_ident()
 
-    def refuse(setup_context: Any) -> Any:
-        if threading.get_ident() != tracing:
-            return asked(setup_context)
-        applied = sys._getframe(1).f_locals.get("cls")
-        raise ValueError(
-            f"The module uses {getattr(applied, '__name__', 'one')}, a torch.autograd.Function, "
-            "whose backward pass jax does not see: write it with torch's operations and `detach` "
-            "(straight-through: `x + (f(x) - x).detach()`). torch.utils.checkpoint needs "
-            "use_reentrant=False."
-        )
+    def refused(owner: Any, name: str, refuse: Any) -> None:
+        plain = getattr(owner, name)
 
-    module._is_setup_context_defined = refuse
-    try:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == tracing:
+                refuse()
+            return plain(*args, **kwargs)
+
+        setattr(owner, name, asked)
+        patches.callback(setattr, owner, name, plain)
+
+    with contextlib.ExitStack() as patches:
+        refused(function, "_is_setup_context_defined", _refuse_function)
+        refused(torch.autograd, "_engine_run_backward", _refuse_differentiation)
+        for name in ("grad_increment_nesting", "jvp_increment_nesting"):
+            refused(functorch, name, _refuse_differentiation)
         yield
-    finally:
-        module._is_setup_context_defined = asked
+
+
+def _refuse_function() -> None:
+    applied = sys._getframe(2).f_locals.get("cls")
+    raise ValueError(
+        f"The module uses {getattr(applied, '__name__', 'one')}, a torch.autograd.Function, "
+        "whose backward pass jax does not see: write it with torch's operations and `detach` "
+        "(straight-through: `x + (f(x) - x).detach()`). torch.utils.checkpoint needs "
+        "use_reentrant=False."
+    )
+
+
+def _refuse_differentiation() -> None:
+    raise ValueError(
+        "The module differentiates by itself (torch.autograd.grad, backward, torch.func), where "
+        "torch records nothing: use jax.grad of on_jax.as_apply, in a loss written in jax."
+    )

@@ -4,15 +4,6 @@ from typing import Any
 
 import torch
 
-from ._torchax import View
-
-
-def source(x: Any) -> Any:
-    """The tensor that a view is of, itself for others."""
-    while isinstance(x, View):
-        x = x.parent
-    return x
-
 
 def is_fixed(func: Any) -> bool:
     """Whether an operation without tensors, below torch's functions, gives the same every time."""
@@ -34,3 +25,22 @@ def out_of_place(func: Any) -> Any:
     """`aten.erfinv` for `aten.erfinv_`; itself where there is none."""
     packet = getattr(torch.ops.aten, func._opname.removesuffix("_"), None)
     return getattr(packet, func._overloadname, func)
+
+
+def plain_index(index: Any) -> Any:
+    """Return an index as torchax can take it.
+
+    Tensors at the ends of slices become numbers, as in torch; lists become tensors.
+    """
+
+    def plain(index: Any) -> Any:
+        if isinstance(index, range):
+            index = list(index)
+        if isinstance(index, list) and all(isinstance(i, bool | int) for i in index):
+            return torch.tensor(index)
+        if not isinstance(index, slice):
+            return index
+        ends = (index.start, index.stop, index.step)
+        return slice(*(int(x) if isinstance(x, torch.Tensor) else x for x in ends))
+
+    return tuple(map(plain, index)) if isinstance(index, tuple) else plain(index)

@@ -32,7 +32,6 @@ try:
     _FAST_ATTENTION = torch.backends.mha.get_fastpath_enabled()
     with _spare_backend_unnamed():
         import torchax.tensor as torchax_tensor
-        import torchax.view as torchax_view
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("jax", "jaxlib", "torch", "torchax"):
@@ -54,4 +53,3 @@ torchax_tensor.Tensor.device = property(lambda tensor: DEVICE)  # pyright: ignor
 Environment = torchax_tensor.Environment
 OperatorNotFound = torchax_tensor.OperatorNotFound
 Tensor = torchax_tensor.Tensor
-View = torchax_view.View

@@ -3,3 +3,5 @@
 from ._base import Backend as Backend
 from ._choose import BACKENDS as BACKENDS
 from ._choose import choose as choose
+from ._header import Exchange as Exchange
+from ._header import Kind as Kind

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
 from .._places import Places
+from ._header import Exchange
 
 
 class Backend(ABC):
@@ -50,12 +52,55 @@ class Backend(ABC):
         """Prepare sums inside of nodes; called once, at construction."""
 
     @abstractmethod
-    def meet(self) -> None:
-        """Come together before a collective where one alone would end the process.
+    def meet(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        targets: Sequence[int] | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> dict[int, Exchange]:
+        """Come together before an exchange, with those who come to the same.
+
+        Args:
+          exchange: the one that follows.
+          device: of the tensors that it exchanges.
+          targets: other processes to which this one sends in it; None for all.
+          sources: other processes from which it receives; None for all.
 
         Raises:
+          UnlikeCallsError: another process has come to another exchange.
           PeerLostError: another process will not come.
+
+        Returns:
+          Over gloo the headers of this process and of `sources`, equal but for those of
+          `Kind.NO_DATA`; otherwise nothing.
+
+        Communication: over gloo 32 bytes to each of `targets`; otherwise nothing.
         """
+
+    def join_group(self) -> Any:
+        """The process group of a join context.
+
+        Raises:
+          ValueError: where processes cannot tell each other what they do.
+        """
+        raise ValueError(
+            f"join() is not available over {self.name}, where a process cannot be told what the "
+            "others exchange: there each device must trace the same graphs. Give all processes the "
+            "same number of batches, as torch.utils.data.DistributedSampler does."
+        )
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective that has begun in `join_group`."""
+        work.wait()
+
+    def from_rank_of_node(self, value: Any, rank: int) -> Any:
+        """The `value` of `rank`, a process of this node; of any type.
+
+        Communication: one broadcast inside the node.
+        """
+        del rank
+        return value
 
     @abstractmethod
     def may_read(self) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from .._places import Places
 from ._base import Backend, check_devices
+from ._header import Exchange, Kind
 from ._waiting import Waiting, backend_on
 
 # gloo has no sums of these.
@@ -56,9 +57,10 @@ class DistributedBackend(Backend):
         if self.rank < 0:
             raise ValueError("`global_group` must contain this process.")
         self._node_group = local_node_group
-        self._node: list[int] = []
         self._comm_device = None if comm_device is None else torch.device(comm_device)
         self._waiting = Waiting.of(self._group)
+        self._wrapper = next(self._waiting.wrappers)
+        self._device: torch.device | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -67,9 +69,11 @@ class DistributedBackend(Backend):
         )
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
-        return check_devices(module, None)
+        self._device = check_devices(module, None)
+        return self._device
 
     def hosts(self) -> tuple[Hashable, ...]:
+        self.meet(Exchange(Kind.HOSTS, 0, 0), torch.device("cpu"))
         names: list[Any] = [None] * self.world_size
         dist.all_gather_object(names, socket.gethostname(), group=self._group)
         return tuple(names)
@@ -77,11 +81,12 @@ class DistributedBackend(Backend):
     def join_nodes(self, places: Places) -> None:
         if places.nprocs_per_node == 1:
             return
-        self._node = places.node_groups[places.node]
         ranks = dist.get_process_group_ranks(self._group)
         nodes = [[ranks[rank] for rank in node] for node in places.node_groups]
         members = nodes[places.node]
-        if self._node_group is None and len(ranks) < dist.get_world_size():
+        if self._node_group is None and len(members) == len(ranks):
+            self._node_group = self._group
+        elif self._node_group is None and len(ranks) < dist.get_world_size():
             # The processes outside of the run do not take part. torch_xla, once imported, puts a
             # function without this option in the place of `dist.new_group`.
             self._node_group = distributed_c10d.new_group(members, use_local_synchronization=True)
@@ -94,8 +99,43 @@ class DistributedBackend(Backend):
                 f"node, ranks {members}, got ranks {given}."
             )
 
-    def meet(self) -> None:
-        pass  # a process may come late to a collective
+    def meet(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        targets: Sequence[int] | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> dict[int, Exchange]:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        if backend_on(self._group, self._wire_device(device)) != "gloo":
+            return {}
+        return self._waiting.meet(
+            exchange._replace(wrapper=self._wrapper),
+            others if targets is None else targets,
+            others if sources is None else sources,
+        )
+
+    def join_group(self) -> Any:
+        if backend_on(self._group, torch.device("cpu")) != "gloo" or (
+            self._device is not None
+            and backend_on(self._group, self._wire_device(self._device)) != "gloo"
+        ):
+            raise ValueError(
+                "join() is available over gloo alone, where processes tell each other what they "
+                f"exchange; the backend of the process group is {dist.get_backend(self._group)!r}. "
+                "Give all processes the same number of batches, as "
+                "torch.utils.data.DistributedSampler does."
+            )
+        return self._group
+
+    def wait_for(self, work: Any) -> None:
+        self._waiting.until_done(lambda: work)
+
+    def from_rank_of_node(self, value: Any, rank: int) -> Any:
+        values = [value]
+        source = dist.get_process_group_ranks(self._group)[rank]
+        dist.broadcast_object_list(values, source, group=self._node_group)
+        return values[0]
 
     def may_read(self) -> bool:
         return True
@@ -149,15 +189,15 @@ class DistributedBackend(Backend):
 
     def _sent(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
         """`value`, contiguous, where it can be sent; `fresh`: to be overwritten."""
-        device = self._comm_device
-        if device is None:
-            by_gloo = backend_on(self._group, value.device) == "gloo"
-            device = torch.device("cpu") if by_gloo else value.device
-        wire = value.detach().to(device).contiguous()
+        wire = value.detach().to(self._wire_device(value.device)).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire
 
+    def _wire_device(self, device: torch.device) -> torch.device:
+        """Where tensors of `device` are exchanged."""
+        if self._comm_device is not None:
+            return self._comm_device
+        return torch.device("cpu") if backend_on(self._group, device) == "gloo" else device
+
     def _wait(self, collective: Any, *tensors: torch.Tensor, in_node: bool = False) -> None:
-        group, ranks = (self._node_group, self._node) if in_node else (self._group, None)
-        self._waiting.until_done(
-            lambda: collective(*tensors, group=group, async_op=True), tensors[0].device, ranks
-        )
+        group = self._node_group if in_node else self._group
+        self._waiting.until_done(lambda: collective(*tensors, group=group, async_op=True), *tensors)

@@ -1,8 +1,11 @@
 """Waiting for a collective of `torch.distributed` that says who is awaited, or gone."""
 
+import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ...errors import PeerLostError
+from ...errors import PeerLostError, UnlikeCallsError, unlike_calls
+from ._header import Exchange, Headers, Kind, doze
 
 _log = logging.getLogger("torch_compat.slowmo")
 
@@ -20,6 +24,8 @@ _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 3.0
 # By the names of groups, of which every process of a group has the same.
 _of_groups: dict[tuple[str, int], "Waiting"] = {}
+# How many groups of a name there have been, in all of their processes alike.
+_made: Counter[str] = Counter()
 
 
 def backend_on(group: Any, device: torch.device) -> str:
@@ -29,11 +35,12 @@ def backend_on(group: Any, device: torch.device) -> str:
 
 
 class Waiting:
-    """Waits for the collectives of one group; with gloo it knows who is missing.
+    """Waits for the processes of one group; with gloo it knows who is missing.
 
-    A collective that is done within a second costs no more than its own wait. Then processes tell
-    each other through the store of `torch.distributed` that they wait, and in which collective. A
-    connection that breaks is told as well: all who wait answer, and who does not is gone. Other
+    Before an exchange processes send each other its header (`Headers`), so that all who then take
+    part in a collective have come to the same one. Whoever waits for longer than a second looks
+    into the store of `torch.distributed`, in which the others note that they make different calls,
+    or that a connection has broken: then all who wait answer, and who does not is gone. Other
     backends wait on the device, with time limits and messages of their own.
     """
 
@@ -41,49 +48,96 @@ class Waiting:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
-            f"torch_compat.slowmo/{group.group_name}", distributed_c10d._get_default_store()
+            f"torch_compat.slowmo/{group.group_name}/{_made[group.group_name]}",
+            distributed_c10d._get_default_store(),
         )
-        self._number = 0
+        _made[group.group_name] += 1
+        self._headers = Headers(group, self._size)
+        self.wrappers = itertools.count()  # numbers for those of the group
 
     @classmethod
     def of(cls, group: Any) -> "Waiting":
-        """That of a group, which all wrappers of the group share: they count together."""
+        """That of a group, which all wrappers of the group share: their calls have one order."""
         # torch has no public name for the store of the default group.
         key = group.group_name, id(distributed_c10d._get_default_store())
         if key not in _of_groups or _of_groups[key]._group is not group:
             _of_groups[key] = cls(group)
         return _of_groups[key]
 
-    def until_done(
-        self, begin: Callable[[], Any], device: torch.device, ranks: Sequence[int] | None = None
-    ) -> None:
+    def meet(
+        self, exchange: Exchange, targets: Sequence[int], sources: Sequence[int]
+    ) -> dict[int, Exchange]:
+        """Send the header of an exchange, and wait for those of others.
+
+        Args:
+          exchange: to which this process has come.
+          targets: other processes that shall know.
+          sources: other processes whose header must be the same, or of `Kind.NO_DATA`.
+
+        Returns:
+          The headers of this process and of `sources`.
+
+        Raises:
+          UnlikeCallsError: a process has come to another exchange.
+          PeerLostError: a process is gone; it is named.
+        """
+        with self._telling_who_is_gone():
+            self._headers.send(exchange, targets, sources)
+            since = time.monotonic()
+            limit = _time_limit(self._group)
+            polls = 0
+            while missing := self._headers.missing(sources):
+                seconds = time.monotonic() - since
+                doze(seconds)
+                if seconds > limit:
+                    raise PeerLostError(
+                        f"Process {', '.join(map(str, missing))} of {self._size} has not come to "
+                        f"{exchange} within the time limit of the process group, {limit:g} s "
+                        "(`timeout` of init_process_group)."
+                    )
+                if seconds > (polls + 1) * _POLL_SECONDS:
+                    polls += 1
+                    arrived = [rank for rank in sources if rank not in missing]
+                    self._compare({self._rank: exchange, **self._headers.look(arrived)})
+                    self._look_for_notes()
+                    self._headers.probe(missing)
+                    self._say(polls, seconds, missing)
+            headers = {self._rank: exchange, **self._headers.take(sources)}
+            self._compare(headers)
+            return headers
+
+    def until_done(self, begin: Callable[[], Any], *tensors: torch.Tensor) -> None:
         """Begin a collective and wait for it.
 
         Args:
           begin: starts it, and returns its `Work`.
-          device: of its tensors.
-          ranks: who takes part; None for all.
+          *tensors: that it reads and writes.
 
         Raises:
+          UnlikeCallsError: processes have come to different exchanges.
           PeerLostError: a process is gone; it is named.
           RuntimeError: what the backend itself refuses.
         """
-        self._number += 1
-        if backend_on(self._group, device) != "gloo":
+        if tensors and backend_on(self._group, tensors[0].device) != "gloo":
             begin().wait()
             return
-        work = begin()
-        since = time.monotonic()
-        try:
-            while not self._is_done(work):
-                self._wait_on(time.monotonic() - since, ranks or range(self._size))
-        except PeerLostError:
-            raise
-        except RuntimeError as error:
-            gone = self._gone(str(error))
-            if gone is None:
+        uses = _uses(tensors)
+        with self._telling_who_is_gone():
+            work = begin()
+            try:
+                while not self._is_done(work):
+                    self._look_for_notes()
+            except (PeerLostError, UnlikeCallsError):
+                self._close()
                 raise
-            raise PeerLostError(gone) from error
+        # A thread of gloo lets go of the tensors a little later, for which it needs Python: where
+        # the interpreter ends meanwhile, it would be aborted.
+        del work
+        deadline = time.monotonic() + _POLL_SECONDS
+        while any(now > before for now, before in zip(_uses(tensors), uses, strict=True)):
+            time.sleep(0)
+            if time.monotonic() > deadline:  # something else has kept them
+                break
 
     def _is_done(self, work: Any) -> bool:
         try:
@@ -94,27 +148,57 @@ class Waiting:
             return False
         return True
 
-    def _wait_on(self, seconds: float, ranks: Sequence[int]) -> None:
-        """What a process does that waits: tell others, look for news, say who is awaited."""
-        self._store.set(f"waits/{self._rank}", str(self._number))
+    def _compare(self, headers: Mapping[int, Exchange]) -> None:
+        """Raise `UnlikeCallsError`, here and in all who wait, unless the headers are equal."""
+        calls = {rank: call for rank, call in headers.items() if call.kind != Kind.NO_DATA}
+        if len(set(calls.values())) > 1:
+            sentence = unlike_calls({rank: str(call) for rank, call in calls.items()})
+            with contextlib.suppress(RuntimeError, OSError):  # the store may have ended
+                # The first sentence is that of all.
+                sentence = self._store.compare_set("unlike", "", sentence).decode()
+            raise UnlikeCallsError(sentence)
+
+    def _look_for_notes(self) -> None:
+        """Raise what other processes have noted."""
+        if self._store.check(["unlike"]):
+            raise UnlikeCallsError(self._store.get("unlike").decode())
         if self._store.check(["broken"]):
-            gone = self._gone("another process has lost its connection")
+            gone = self._gone()
             raise PeerLostError(gone or "The exchange has failed in another process.")
-        polls, per_notice = round(seconds / _POLL_SECONDS), round(NOTICE_SECONDS / _POLL_SECONDS)
-        if polls and polls % max(per_notice, 1) == 0:
-            missing = [rank for rank in ranks if self._last(rank) < self._number]
+
+    def _say(self, polls: int, seconds: float, missing: Sequence[int]) -> None:
+        if polls % max(round(NOTICE_SECONDS / _POLL_SECONDS), 1) == 0:
             _log.warning(
                 "process %d has waited %.0f s for process %s of %d to exchange; it may evaluate, "
-                "save or compile",
+                "save or compile, or be in a collective of the program's own, such as "
+                "torch.distributed.barrier(), after its data has ended: see join()",
                 *(self._rank, seconds, ", ".join(map(str, missing)), self._size),
             )
 
-    def _last(self, rank: int) -> int:
-        """The last collective in which a process has said that it waits."""
-        key = f"waits/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+    @contextlib.contextmanager
+    def _telling_who_is_gone(self) -> Iterator[None]:
+        """Whatever gloo raises becomes a `PeerLostError` where a process does not answer."""
+        try:
+            yield
+        except (PeerLostError, UnlikeCallsError):
+            raise
+        except RuntimeError as error:
+            with contextlib.suppress(OSError, RuntimeError):
+                if self._store.check(["unlike"]):  # why another process has ended
+                    raise UnlikeCallsError(self._store.get("unlike").decode()) from error
+            gone = self._gone()
+            if gone is None:
+                raise
+            raise PeerLostError(gone) from error
 
-    def _gone(self, reason: str) -> str | None:
+    def _close(self) -> None:
+        """Close all connections: a collective that waits would keep the process from ending."""
+        other = (self._rank + 1) % self._size
+        with contextlib.suppress(RuntimeError):  # gloo's answer to a receive that takes too long
+            work: Any = dist.irecv(torch.empty(1), group=self._group, group_src=other, tag=0x510C)
+            work.wait(timedelta(milliseconds=1))
+
+    def _gone(self) -> str | None:
         """Who is gone: whoever does not answer while the others say that a connection broke.
 
         Returns:
@@ -132,11 +216,22 @@ class Waiting:
         except (RuntimeError, OSError):
             return (
                 "The store of torch.distributed cannot be reached, so the process that keeps it, "
-                f"in most programs process 0 of {self._size}, has ended ({reason})."
+                f"in most programs process 0 of {self._size}, has ended."
             )
         if not silent:
             return None
         return (
             f"Process {', '.join(map(str, silent))} of {self._size} has ended, or is stuck: it "
-            f"does not answer, and a connection has broken ({reason})."
+            "does not answer, and a connection has broken."
         )
+
+
+def _uses(tensors: Iterable[Any]) -> list[int]:
+    """How many hold each of the tensors, in Python or beneath it."""
+    return [tensor._use_count() for tensor in tensors]
+
+
+def _time_limit(group: Any) -> float:
+    """The seconds after which operations of a gloo group fail."""
+    # A public way to ask for it is missing.
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -1,8 +1,11 @@
 """The processes of `xmp.spawn`: each drives one XLA device."""
 
+import itertools
+import os
 import socket
 import zlib
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -13,6 +16,10 @@ from ...autograd_threads import ensure_autograd_threads
 from .._graphs import device_data, own_graph
 from .._places import Places
 from ._base import Backend, check_devices
+from ._header import Exchange, Kind
+
+# By process, which may be a fork, and rank: numbers for the wrappers of its device.
+_wrappers: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
 
 
 class XlaBackend(Backend):
@@ -35,6 +42,7 @@ class XlaBackend(Backend):
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
         self.world_size = xr.world_size()
+        self._wrapper = next(_wrappers[os.getpid(), self.rank])
         runtime.introduce()
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
@@ -53,7 +61,7 @@ class XlaBackend(Backend):
         device = runtime.bound()
         with own_graph(device):
             own = device_data([number], torch.int64, device)
-        self.meet()
+        self.meet(Exchange(Kind.HOSTS, 8, 0), device)
         with own_graph(device):
             told = self.all_gather(own)
         return tuple(map(int, told.cpu()))
@@ -61,9 +69,17 @@ class XlaBackend(Backend):
     def join_nodes(self, places: Places) -> None:
         pass  # groups are named in every collective
 
-    def meet(self) -> None:
+    def meet(
+        self,
+        exchange: Exchange,
+        device: torch.device,
+        targets: Sequence[int] | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> dict[int, Exchange]:
+        """All CPU devices of a process meet, whichever of them exchange something."""
         if runtime.may_launch():
-            runtime.meet()
+            runtime.meet(str(exchange._replace(wrapper=self._wrapper)))
+        return {}
 
     def may_read(self) -> bool:
         return self.world_size == 1 or runtime.may_launch()

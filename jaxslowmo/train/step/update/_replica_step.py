@@ -92,6 +92,7 @@ class StepParts:
     validate: Validate = "before"
     raw_keys: bool = False  # whether untyped keys in new model state become typed ones
     policy: Policy | None = None  # that the loss function computes by
+    before_run: Callable[[], None] | None = None  # raises where programs are out of date
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The whole as one optax transform."""

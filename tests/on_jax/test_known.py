@@ -1,0 +1,175 @@
+"""Values of constants are known while a module is traced, and its program has no copies of them."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import jaxslowmo as js
+import models
+from torch_compat import on_jax
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+
+
+class Calls(nn.Module):
+    """`function(self, x)` as a module with a constant among its attributes."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.table, self.function = torch.arange(8), function
+        self.register_buffer("buffer", torch.arange(8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def test_a_transformer_with_a_causal_mask():
+    """torch compares the mask with a causal one, and asks whether all of it is equal."""
+    module = nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def loss(module, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return (module(x, x, tgt_mask=mask) ** 2).mean()
+
+    batch = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
+    loss_fn, params, _ = on_jax.as_loss(module, loss)
+    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    state, metrics = step(step.init(params), batch)
+    values = [loss(module, torch.from_numpy(half)) for half in (batch[:2], batch[2:])]
+    np.testing.assert_allclose(metrics["loss"], [value.item() for value in values], atol=1e-5)
+    (sum(values) / 2).backward()
+    wanted = {n: (p - 0.1 * p.grad).detach().numpy() for n, p in module.named_parameters()}
+    models.assert_close(step.consensus(state), wanted)
+
+
+def masked(module, x):
+    even = torch.arange(8) % 2 == 0
+    assert bool(even.any())
+    assert even.sum().item() == 4
+    assert int(even.sum()) == 4
+    assert even[1:3].tolist() == [False, True]
+    assert even.flatten().numpy().sum() == 4
+    return x[:, even]
+
+
+def selected(module, x):
+    mask = module.table > 3
+    return x[:, module.table[mask]] + x.masked_select(mask.expand(4, 8)).reshape(4, 4)
+
+
+def counted(module, x):
+    counts = torch.tensor([1, 2, 1, 0])
+    rows = torch.repeat_interleave(x, counts, dim=0) + x.repeat_interleave(counts, 0)
+    return rows[:, (counts == 1).nonzero()[:, 0]] * len(counts.unique())
+
+
+def written(module, x):
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[1:3, 2] = True
+    mask[0, 0] = True
+    mask |= torch.eye(4, 8, dtype=torch.bool)
+    assert mask.sum() == 5
+    mask[mask.clone()] = False
+    assert not mask.any()
+    mask.fill_(True)
+    return x[mask]
+
+
+def met(module, x):
+    """A constant into which something traced is written is no constant any more."""
+    table = torch.zeros(4, 8)
+    assert table.sum() == 0
+    table[:2] = x[:2]
+    return table
+
+
+def sized(module, x):
+    size = torch.tensor([2, 4])
+    return x.reshape(*size.tolist(), -1)[:, : size[0]].sum() + torch.zeros(int(size.prod()))
+
+
+def stopped(module, x):
+    with torch.no_grad():
+        count = torch.ones(3).sum()
+    return x[: int(count.detach())] * (2 if count > 2 else 3)
+
+
+def viewed(module, x):
+    """Constants are read, and written, through views of them."""
+    rows = torch.arange(6).view(2, 3)
+    last = rows.t()[-1].detach()
+    if int(last.sum()) == 7:
+        rows.t()[0].copy_(last.flip(0))
+    factor = rows.reshape(-1).tolist()[3] / 10 if last[1] == 5 else 2
+    return x[: rows[0, 0].item()] * factor
+
+
+CONSTANT = [viewed, masked, selected, counted, written, met, sized, stopped]
+
+
+@pytest.mark.parametrize("function", CONSTANT)
+def test_constants_have_values(function):
+    module = Calls(lambda module, x: function(module, module.linear(x)))
+
+    def loss(module, x):
+        return (module(x) ** 2).sum()
+
+    loss_fn, params, state = on_jax.as_loss(module, loss)
+    compute = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (value, _), gradients = compute(params, X, model_state=state)
+    wanted = loss(module, torch.from_numpy(X))
+    wanted.backward()
+    assert abs(float(value) - wanted.item()) < 1e-4
+    models.assert_close(gradients, {n: p.grad.numpy() for n, p in module.named_parameters()}, 1e-4)
+
+
+UNKNOWN = {
+    "random": lambda module, x: x if torch.rand(3).sum() > 1 else -x,
+    "after a random draw in place": lambda module, x: x * int(torch.ones(3).bernoulli_(0.5).sum()),
+    "a buffer": lambda module, x: x[:, module.buffer > 3],
+    "met": lambda module, x: x[(torch.zeros(4) + x[:, 0]) > 0],
+    "the batch": lambda module, x: x * x.sum().item(),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_depends_on_arguments_has_none(case):
+    apply = jax.jit(on_jax.as_apply(Calls(UNKNOWN[case])))
+    _, params, state = on_jax.as_loss(Calls(UNKNOWN[case]), lambda m, x: 0)
+    with pytest.raises(ValueError, match="needs values that are not known"):
+        apply(params, state, X, rng=jax.random.key(0))
+
+
+def test_large_constants_stay_out_of_the_program():
+    size = 1024
+
+    def attends(module, x):
+        mask = torch.full((size, size), float("-inf")).triu(1)
+        if module.asks:
+            assert mask.isinf().any()
+            assert torch.ones(size, size, dtype=torch.bool).tril()[3, 2]
+        return torch.softmax(x @ x.T + mask, -1) @ x
+
+    sizes = {}
+    for asks in (False, True):
+        module = Calls(attends)
+        module.asks = asks
+        apply = on_jax.as_apply(module)
+        _, params, state = on_jax.as_loss(module, lambda m, x: 0)
+        x = np.ones((size, 2), np.float32)
+        traced = jax.jit(apply).trace(params, state, x)
+        compiled = traced.lower().compile()
+        constants = sum(np.asarray(c).nbytes for c in traced.jaxpr.consts)
+        memory = compiled.memory_analysis()
+        sizes[asks] = constants, memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        assert len(traced.lower().as_text()) < 30_000
+        assert memory.generated_code_size_in_bytes < size * size
+    assert sizes[True] == sizes[False]
+    assert sizes[True][0] < 1000

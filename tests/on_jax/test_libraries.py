@@ -1,0 +1,139 @@
+"""Models of transformers and timm, with random weights: losses and gradients are torch's."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import models
+from torch_compat import on_jax
+
+try:
+    import torchvision  # noqa: F401, of which timm takes operations on images
+except RuntimeError:  # its compiled part does not load beside torch for the CPU alone
+    LIBRARY = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import timm
+import transformers
+
+TOLERANCE = 2e-6  # of the largest gradient
+TOKENS = 11
+NO_DROPOUT = {
+    "attention_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "attn_pdrop": 0.0,
+    "dropout_rate": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "resid_pdrop": 0.0,
+}
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, **NO_DROPOUT}
+HEADS = {"num_attention_heads": 2}
+
+
+def gpt2() -> nn.Module:
+    options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "vocab_size": TOKENS}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **NO_DROPOUT))
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**SMALL, **HEADS, vocab_size=TOKENS)
+    return transformers.BertForMaskedLM(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**SMALL, **HEADS, image_size=8, patch_size=4, num_labels=3)
+    return transformers.ViTForImageClassification(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SMALL, **HEADS, num_key_value_heads=1, vocab_size=TOKENS)
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    options = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(
+        **options, vocab_size=TOKENS, decoder_start_token_id=0, **NO_DROPOUT
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def timms(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: timm.create_model(name, pretrained=False, num_classes=3, **options)
+
+
+def text() -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(1, TOKENS, (2, 6)).astype(np.int32)
+    ids[1, 4:] = 0  # padding
+    return {"input_ids": ids, "attention_mask": (ids > 0).astype(np.int32), "labels": ids}
+
+
+def padded_left():
+    batch = text()
+    ids = batch["input_ids"].copy()
+    ids[1] = [0, 0, *ids[1, :4]]
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).astype(np.int32),
+        "labels": np.where(ids > 0, ids, -100).astype(np.int32),
+    }
+
+
+def images(size: int) -> dict[str, np.ndarray]:
+    pixels = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
+    return {"pixel_values": pixels, "labels": np.array([0, 2], np.int32)}
+
+
+MODELS = {
+    "GPT-2": (gpt2, text),
+    "BERT": (bert, text),
+    "ViT": (vit, lambda: images(8)),
+    "Llama": (llama, text),
+    "Llama, padded on the left": (llama, padded_left),
+    "T5": (t5, text),
+    "timm's ViT": (
+        timms("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2),
+        lambda: images(8),
+    ),
+    "timm's ConvNeXt": (
+        timms("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
+        lambda: images(32),
+    ),
+}
+
+
+def loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    batch = {n: x.long() if n in ("input_ids", "labels") else x for n, x in batch.items()}
+    if isinstance(module, transformers.PreTrainedModel):
+        return module(**batch).loss
+    return F.cross_entropy(module(batch["pixel_values"]), batch["labels"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_torchs(name):
+    make, data = MODELS[name]
+    module, batch = make().train(), data()
+    loss_fn, params, state = on_jax.as_loss(module, loss)
+    compute = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (value, _), gradients = compute(params, batch, model_state=state)
+    wanted = loss(module, models.in_torch(batch))
+    wanted.backward()
+    assert abs(float(value) - wanted.item()) < TOLERANCE * abs(wanted.item())
+    named = dict(module.named_parameters())
+    assert gradients.keys() == named.keys()
+    expected = {
+        n: np.zeros(p.shape) if p.grad is None else p.grad.numpy() for n, p in named.items()
+    }
+    largest = max(np.abs(gradient).max() for gradient in expected.values())
+    models.assert_close(gradients, expected, TOLERANCE * largest)

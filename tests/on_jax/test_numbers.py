@@ -1,0 +1,180 @@
+"""Python numbers of a module: what a compiled program would keep in silence is refused by name."""
+
+import copy
+import pickle
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import jaxslowmo as js
+from torch_compat import on_jax
+from torch_compat.on_jax._numbers import numbers_of
+
+X = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.temperature, self.inner.window, self.auxiliary = 2.0, (1, 2), None
+        self.calls, self.inner.flag, self.name = 0, True, "one"
+
+    def forward(self, x):
+        self.auxiliary = self.inner(x).mean()
+        self.rows = x.shape[0]  # new in each call
+        return self.inner(x) / self.inner.temperature + self.auxiliary
+
+
+def loss(module, x):
+    return (module(x) ** 2).mean()
+
+
+def step_of(module):
+    loss_fn, params, model_state = on_jax.as_loss(module, loss)
+    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
+    return step, step.init(params, model_state=model_state)
+
+
+CHANGES = {
+    "inner.temperature was 2.0 and is 0.5": lambda m: setattr(m.inner, "temperature", 0.5),
+    "calls was 0 and is 1": lambda m: setattr(m, "calls", 1),
+    "inner.flag was True and is False": lambda m: setattr(m.inner, "flag", False),
+    "inner.flag was True and is 1": lambda m: setattr(m.inner, "flag", 1),
+    "inner.window was (1, 2) and is (1, 3)": lambda m: setattr(m.inner, "window", (1, 3)),
+    "name was 'one' and is None": lambda m: setattr(m, "name", None),
+    "name was 'one' and is 'two'; ": lambda m: vars(m).update(name="two", calls=3),
+}
+
+
+def test_a_step_refuses_what_has_changed_since_its_trace():
+    module = Scaled()
+    step, state = step_of(module)
+    module.inner.temperature = 4.0  # before the first step: it takes effect
+    wanted = loss(module, torch.from_numpy(X[:2])).item()
+    state, metrics = step(state, X)
+    assert float(metrics["loss"][0]) == pytest.approx(wanted)
+    module.inner.temperature = 2.0
+    message = r"^as_loss: .*inner\.temperature was 4\.0 and is 2\.0\. Make them buffers"
+    for run in (step, step.evaluate, step.collect):
+        with pytest.raises(ValueError, match=message):
+            run(state, X)
+    again, _ = step_of(module)  # for the changed module, from where the training is
+    state, metrics = again(state, X)
+    with pytest.raises(ValueError, match=message):
+        step(state, X)
+    module.inner.temperature = 4.0
+    step(state, X)
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_changes_are_named(message):
+    module = Scaled()
+    numbers = numbers_of(module)
+    assert numbers.changes() == []
+    CHANGES[message](module)
+    changes = [f"{path} was {old!r} and is {new!r}; " for path, old, new in numbers.changes()]
+    assert any(change.startswith(message) for change in changes)
+
+
+def test_what_is_no_number_may_change():
+    module = Scaled()
+    step, state = step_of(module)
+    for _ in range(2):
+        auxiliary = module.auxiliary
+        state, _ = step(state, X)
+        assert module.auxiliary is auxiliary
+        assert hasattr(module, "rows") == (auxiliary is not None)  # as plain torch has left it
+        module.eval()
+        on_jax.load_back(module, state, step)
+        on_jax.as_apply(module)(
+            {name: p.detach().numpy() for name, p in module.named_parameters()}, {}, X
+        )
+        module(torch.from_numpy(X))
+        module.train()
+        module.inner.register_full_backward_hook(lambda *_: None).remove()
+        module.other = 3  # new: no program can have seen it
+    module.auxiliary = None
+    assert pickle.loads(pickle.dumps(module)).inner.temperature == 2.0
+    copied = copy.deepcopy(module)
+    copied.inner.temperature = 1.0
+    step(state, X)
+
+
+def test_a_retrace_refuses_and_what_is_not_compiled_follows():
+    module = Scaled()
+    params = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    apply = on_jax.as_apply(module)
+    for module.inner.temperature in (1.0, 3.0):
+        wanted = module(torch.from_numpy(X)).detach()
+        np.testing.assert_allclose(apply(params, {}, X), wanted, rtol=1e-5)
+    compiled = jax.jit(apply)
+    compiled(params, {}, X)
+    module.inner.temperature = 2.0
+    with pytest.raises(ValueError, match=r"as_apply: .*inner\.temperature was 3\.0 and is 2\.0"):
+        compiled(params, {}, X[:2])
+
+
+class Counts(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.inner, self.function = nn.Linear(2, 2), function
+        self.inner.calls, self.last, self.is_new = 0, None, True
+
+    def forward(self, x):
+        self.function(self, x)
+        return self.inner(x)
+
+
+def count(module, x):
+    module.inner.calls += 1
+
+
+def initialise(module, x):
+    if module.is_new:
+        module.is_new = False
+
+
+@pytest.mark.parametrize(("function", "name"), [(count, "inner.calls"), (initialise, "is_new")])
+def test_what_forward_changes_is_refused_by_name(function, name):
+    module = Counts(function)
+    before = dict(vars(module))
+    loss_fn, params, _ = on_jax.as_loss(module, loss)
+    with pytest.raises(ValueError, match=f"^as_loss: the module changes {name} in forward"):
+        jax.jit(loss_fn)(params, X)
+    assert vars(module) == before
+    assert module.inner.calls == 0
+
+
+def remember(module, x):
+    module.last, module.rows = tuple(x.shape), len(x)
+
+
+def test_shapes_and_what_was_none_may_be_kept():
+    module = Counts(remember)
+    module.rows = None
+    before = dict(vars(module))
+    loss_fn, params, _ = on_jax.as_loss(module, loss)
+    step = jax.jit(loss_fn)
+    step(params, X)
+    assert vars(module) == before
+    module(torch.from_numpy(X[:1]))  # in plain torch
+    assert module.rows == 1
+    loss_fn.before_run()
+    step(params, X[:1])
+
+
+def test_numbers_of_numpy_are_numbers():
+    module = Scaled()
+    step, state = step_of(module)
+    state, _ = step(state, X)
+    module.inner.temperature = np.float32(2.0)  # as it was
+    state, _ = step(state, X)
+    module.inner.temperature = np.float32(0.5)
+    with pytest.raises(ValueError, match=r"inner\.temperature was 2\.0 and is"):
+        step(state, X)

@@ -1,0 +1,37 @@
+"""Functions of one tensor, their values and gradients in torch and on jax's engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from torch_compat.on_jax.tracing import Tensor, tracing
+
+X = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4) / 8
+WEIGHTS = np.arange(12.0, dtype=np.float32) - 5
+
+
+def in_torch(function):
+    x = torch.from_numpy(X.copy()).requires_grad_()
+    value = function(x * 1)
+    value.backward()
+    return value.item(), x.grad.numpy()
+
+
+def in_jax(function, jit=jax.jit):
+    def of(x):
+        with tracing(None) as env:
+            return function(Tensor(x, env) * 1).jax()
+
+    return jit(jax.value_and_grad(of))(jnp.asarray(X))
+
+
+def assert_as_torch(function):
+    (value, gradient), (wanted, of_torch) = in_jax(function), in_torch(function)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(gradient, of_torch, rtol=1e-6, atol=1e-6)
+
+
+def all_read(x, other, view):
+    """A number that tells the elements of what is viewed, of another view and of the view."""
+    return (x * x).sum() + (other * torch.tensor(WEIGHTS)).sum() + (view**3).sum()

@@ -1,0 +1,327 @@
+"""Programs that write through views, modules that do, and what is refused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+from views.differentiated import WEIGHTS, X, assert_as_torch, in_jax
+
+import jaxslowmo as js
+from torch_compat import on_jax
+from torch_compat.on_jax.tracing import Tensor, tracing
+
+
+def scattered(x):
+    v = x.view(-1)
+    v.index_put_((torch.tensor([1, 5]),), x[0, :2].clone())
+    v.scatter_(0, torch.tensor([2, 3]), x[1, :2].clone())
+    v.index_add_(0, torch.tensor([7, 8]), x[1, :2].clone())
+    v.index_fill_(0, torch.tensor([9]), 0.25)
+    v.masked_scatter_(torch.arange(12) > 9, x[0, 2:].clone())
+    return (x**3).sum()
+
+
+def assigned(x):
+    x[0] = x[1].clone()
+    x[:, 1] = 1.0
+    x[1:][0] = x[2:3].clone()  # a leading dimension of size 1
+    x[[0, 1], [1, 2]] = x[0, :2].clone()
+    x[x > 1.3] = 0.1
+    x.t()[2] = x[:, 0].clone()
+    x.view(2, 6)[torch.tensor([0])] += 9.0
+    x[:, :2] = x[:, 2:].clone()
+    return (x**3 * torch.tensor(WEIGHTS).view(3, 4)).sum()
+
+
+def integers_and_booleans(x):
+    i, mask = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.bool)
+    i.view(-1)[2:5] = torch.tensor([1, 2, 3])
+    i.t()[1].add_(5)
+    mask.t()[0].fill_(True)
+    mask.view(-1)[::2] = True
+    mask.t().logical_not_()
+    return (x * i * mask).sum() + (x * mask).sum()
+
+
+def complex_numbers(x):
+    c = torch.view_as_complex((x * 2).view(3, 2, 2))
+    c.real.mul_(2)
+    c.imag[0] = 1.0
+    c[1] *= 1 + 2j
+    torch.view_as_real(c).view(-1)[3:5] = 0.5
+    c.conj().mul_(2j)
+    return (torch.view_as_real(c) ** 3).sum()
+
+
+def row_by_row(x):
+    out, h = torch.zeros(3, 4), x[:, 0]
+    for t in range(4):
+        h = torch.tanh(h + x[:, t])
+        out[:, t] = h
+    for row in range(3):
+        out[row] += x.split(1)[row][0]
+    return (out**3).sum()
+
+
+def histories(x):
+    """What is detached has a history of its own, which the values do not have."""
+    y = x * 2
+    d = y.detach()
+    d.mul_(x)
+    with torch.no_grad():
+        d.add_(x)
+        y[1] = x[0]
+    y.add_(x)
+    return (y**3).sum() + (d * d).sum()
+
+
+def shapes_in_place(x):
+    y = x * 2
+    row, flat = y[0], y.view(-1)
+    y.transpose_(0, 1)
+    y[0] = 1.0
+    y.unsqueeze_(1)
+    y.squeeze_(1)
+    y.t_()
+    flat.unsqueeze_(0).squeeze_().mul_(3.0)
+    return (y.t().reshape(-1) * torch.tensor(WEIGHTS)).sum() + (row**3).sum() + flat.sum()
+
+
+def data_is_set(x):
+    y, other = x * 2, torch.ones(3, 4)
+    y.data = y.data * 3
+    (y.view(-1) * 1).data = other.view(-1)
+    y.data = other
+    other.mul_(2.0)
+    return (y**3 * x).sum()
+
+
+def not_contiguous(x):
+    """torch copies where it cannot view, also of results that are not contiguous."""
+    a, b, c = x.t() + 1, x + 1, torch.einsum("ij,kj->ki", x, x)
+    for result in (a, b, c, x.t()):
+        result.reshape(-1).mul_(3.0)
+    return (a**3).sum() + (b**3).sum() + c.sum() + x.sum()
+
+
+def copied_to_fewer(x):
+    y = torch.zeros(3, 4)
+    y.copy_(x[0])
+    y[:, 1:2].copy_(x[0, 0])
+    return (y**3).sum()
+
+
+def in_inference_mode(x):
+    with torch.inference_mode():
+        v, w = x.flatten(), x.reshape(4, 3)
+        v.mul_(2.0)
+        z = w.flatten() + v
+    return (x.view(-1) * z.clone()).sum()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        scattered,
+        assigned,
+        integers_and_booleans,
+        complex_numbers,
+        row_by_row,
+        histories,
+        shapes_in_place,
+        data_is_set,
+        not_contiguous,
+        copied_to_fewer,
+        in_inference_mode,
+    ],
+)
+def test_programs_that_write(case):
+    assert_as_torch(case)
+
+
+@pytest.mark.parametrize(
+    ("view", "name"),
+    [
+        (lambda x: x[:1].expand(3, 4), r"aten\.expand"),
+        (lambda x: x.unfold(1, 3, 1), r"aten\.unfold"),
+        (lambda x: x[:1].expand(3, 4).transpose(0, 1), r"aten\.transpose"),
+    ],
+)
+def test_elements_that_share_memory_are_refused(view, name):
+    def written(x):
+        view(x).mul_(2.0)
+        return x.sum()
+
+    with pytest.raises(ValueError, match=rf"in place to the result of {name}, .*x\.clone\(\)"):
+        in_jax(written)
+
+
+def test_what_has_no_form_here_is_refused():
+    def wrong_shape(x):
+        x.data = torch.ones(4)
+        return x.sum()
+
+    with pytest.raises(ValueError, match=r"sets `\.data` of a tensor of shape \(3, 4\)"):
+        in_jax(wrong_shape)
+
+    def out_of_another_shape(x):
+        with torch.no_grad():
+            torch.add(x, x, out=x.view(-1)[:3])
+        return x.sum()
+
+    with pytest.raises(ValueError, match=r"`out` has the shape \(3,\) and the result \(3, 4\)"):
+        in_jax(out_of_another_shape)
+
+    def strided(x):
+        return (x.t() + 1).as_strided((2, 2), (1, 1)).sum()
+
+    with pytest.raises(ValueError, match=r"as_strided .*x\.contiguous\(\)"):
+        in_jax(strided)
+
+
+class Writes(nn.Module):
+    """Parameters and buffers that are written to through views of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(X))
+        self.register_buffer("count", torch.zeros(2, 2, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x):
+        self.weight.data.mul_(0.5)
+        with torch.no_grad():
+            self.weight.t()[1].add_(1.0)
+            nn.init.zeros_(self.weight[2])
+        self.count.view(-1)[1:] += 2
+        self.mask.unsqueeze(0)[:, 1] = True
+        self.mean.detach().lerp_(x.mean(0), 0.5)
+        self.mean = self.mean.unsqueeze(0)[0]  # a view takes the buffer's place
+        self.mean.mul_(2.0)
+        return x @ (self.weight * self.mask + self.weight**2 + self.mean.detach()).t()
+
+
+def test_parameters_and_buffers_of_a_module():
+    module = Writes()
+    loss_fn, params, state = on_jax.as_loss(module, lambda m, x: (m(x) ** 2).mean())
+    apply = on_jax.as_apply(module)
+    views = apply(params, state, X)
+    (loss, (_, after)), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
+        params, X, model_state=state
+    )
+    out = module(torch.tensor(X))
+    wanted = (out**2).mean()
+    wanted.backward()
+    np.testing.assert_allclose(loss, wanted.item(), rtol=1e-6)
+    np.testing.assert_allclose(gradients["weight"], module.weight.grad, rtol=1e-5)
+    np.testing.assert_allclose(views, out.detach(), rtol=1e-6)
+    for name, buffer in module.named_buffers():
+        np.testing.assert_allclose(after[name], buffer.detach(), rtol=1e-6, err_msg=name)
+
+
+def test_a_plain_tensor_that_is_written_through_a_view_is_named():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.ones(2, 2)
+
+        def forward(self, x):
+            self.table.view(-1)[1] = 3.0
+            return x * self.table
+
+    with pytest.raises(ValueError, match=r"changes table, .*register_buffer"):
+        on_jax.as_apply(Holds())({}, {}, np.float32(1))
+
+
+def test_results_may_be_views():
+    class Parts(nn.Module):
+        def forward(self, x):
+            return {"t": x.t(), "parts": list(x.split(2, 1)), "detached": x.detach()[0]}
+
+    found = on_jax.as_apply(Parts())({}, {}, X)
+    wanted = Parts()(torch.tensor(X))
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(np.asarray, wanted))
+
+
+def test_reading_views_adds_nothing_to_the_program():
+    """A view is computed once, however often it is read."""
+
+    def often(x):
+        with tracing(None) as env:
+            v = Tensor(x, env).view(4, 3).t()
+            return (v * v).jax()
+
+    names = [equation.primitive.name for equation in jax.make_jaxpr(often)(X).eqns]
+    assert names == ["reshape", "transpose", "mul"]
+
+
+def test_writes_through_views_in_a_training_step_over_replicas():
+    """There jax's types say over which axes values vary, constants over none."""
+
+    def loss(module, x):
+        y = module(x)
+        y.t()[0].mul_(2.0)
+        y.view(-1)[0] = 0.0
+        y[:, :2].copy_(y[:, 2:].flip(1) * 2)
+        mask = torch.zeros(8, dtype=torch.bool)
+        mask.view(2, 4).t()[0] = True
+        return (y[:, mask[:4]] ** 2).mean() + (
+            y.unsqueeze(0).permute(2, 1, 0)[1].add_(x[:, :1])
+        ).sum()
+
+    torch.manual_seed(0)
+    module = nn.Linear(4, 4)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)[:, :4]
+    loss_fn, params, _ = on_jax.as_loss(module, loss)
+    mesh = js.make_mesh({"replica": 2}, devices=jax.devices()[:2])
+    sync = js.local_sgd("replica", sync_every=1)
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=sync, mesh=mesh)
+    state, _ = step(step.init(params), x)
+    weights = []
+    for half in np.split(x, 2):
+        module.zero_grad()
+        loss(module, torch.from_numpy(half)).backward()
+        weights.append((module.weight - 0.1 * module.weight.grad).detach().numpy())
+    np.testing.assert_allclose(state.params["weight"][0], np.mean(weights, 0), atol=1e-6)
+
+
+def test_detaching_in_place_and_what_requires_gradients():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def loss(module, x):
+        hidden = module[0](x)
+        frozen = hidden * 2
+        frozen.detach_()
+        assert hidden.requires_grad
+        assert not frozen.requires_grad
+        assert isinstance(module[0].weight, nn.Parameter)
+        penalty = sum(p.square().sum() for p in module.parameters() if p.requires_grad)
+        return module[1](frozen).square().mean() + penalty + hidden.mean()
+
+    module[1].bias.requires_grad_(False)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    loss_fn, params, model_state = on_jax.as_loss(module, loss)
+    of_params = jax.value_and_grad(lambda p: loss_fn(p, x, model_state=model_state)[0])
+    value, gradients = jax.jit(of_params)(params)
+    wanted = loss(module, torch.from_numpy(x))
+    wanted.backward()
+    np.testing.assert_allclose(value, wanted.item(), rtol=1e-6)
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            np.testing.assert_allclose(gradients[name], p.grad, atol=1e-6)
+
+
+def test_lists_as_indices_of_writes():
+    def loss(x):
+        y = x * 1.0
+        y[[0, 1]] = y[[1, 0]]
+        y[:, [0, 2]] = y[:, [2, 0]] * 2
+        y[[True, False, True]] = 0.5
+        y[range(1)] += 1
+        return (y**2).sum()
+
+    assert_as_torch(loss)

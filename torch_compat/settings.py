@@ -1,0 +1,106 @@
+"""What a script sets on a module beside its tensors: modes, flags, numbers and names."""
+
+from collections.abc import Collection
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # names of the package are there without torch
+    from torch import nn
+
+_LONGEST = 16  # a tuple of more is data
+
+
+class Attributes:
+    """The numbers, strings, None and short tuples of these that a module's parts have now.
+
+    Args:
+      module: its parts are those of this moment.
+      leave_out: names that are not looked at, in no part.
+    """
+
+    def __init__(self, module: "nn.Module", leave_out: Collection[str] = ()) -> None:
+        self._values = [
+            (".".join(filter(None, [path, name])), vars(part), name, value)
+            for path, part in module.named_modules()
+            for name, value in vars(part).items()
+            if name not in leave_out and is_plain(value)
+        ]
+
+    def by_path(self) -> dict[str, Any]:
+        """Return the values by path and name."""
+        return {path: value for path, _, _, value in self._values}
+
+    def leave_out(self, paths: Collection[str]) -> None:
+        """Look no longer at these paths."""
+        self._values = [entry for entry in self._values if entry[0] not in paths]
+
+    def changes(self) -> list[tuple[str, Any, Any]]:
+        """Return what has changed since: path and name, the value then, the value now."""
+        return [
+            (path, value, attributes[name])
+            for path, attributes, name, value in self._values
+            if is_plain(attributes.get(name, ...)) and not _is_same(attributes[name], value)
+        ]
+
+
+class Changes(NamedTuple):
+    """What has been set on a module, to be set on a copy of it.
+
+    Attributes:
+      trained: `requires_grad` by the name of the parameter.
+      attributes: values by path and name, such as "layers.0.training".
+    """
+
+    trained: dict[str, bool]
+    attributes: dict[str, Any]
+
+    def __bool__(self) -> bool:
+        return bool(self.trained or self.attributes)
+
+    def apply(self, module: "nn.Module") -> None:
+        """Set them on a copy of the module; what the copy does not have is left out."""
+        parameters, parts = dict(module.named_parameters()), dict(module.named_modules())
+        for name in self.trained.keys() & parameters.keys():
+            parameters[name].requires_grad_(self.trained[name])
+        for path, value in self.attributes.items():
+            part, _, name = path.rpartition(".")
+            if part in parts:
+                setattr(parts[part], name, value)
+
+
+class Settings:
+    """What is set on a module at one moment: `requires_grad`, its modes and plain attributes."""
+
+    def __init__(self, module: "nn.Module") -> None:
+        self._module = module
+        self._trained = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._attributes = Attributes(module).by_path()
+
+    def changes(self) -> Changes:
+        """Return what is not as it was at that moment, in parts that were replaced, too."""
+        now = Settings(self._module)
+        return Changes(
+            {
+                name: is_trained
+                for name, is_trained in now._trained.items()
+                if is_trained != self._trained.get(name)
+            },
+            {
+                path: value
+                for path, value in now._attributes.items()
+                if path not in self._attributes or not _is_same(value, self._attributes[path])
+            },
+        )
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a string, None, or a short tuple of these."""
+    if isinstance(value, tuple):
+        return len(value) <= _LONGEST and all(map(is_plain, value))
+    return value is None or isinstance(value, Number | str)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b or (a != a and b != b):  # NaN is not equal to itself
+        return True
+    return isinstance(a, bool) == isinstance(b, bool) and a == b

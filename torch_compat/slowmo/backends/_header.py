@@ -1,0 +1,155 @@
+"""What processes tell each other before an exchange: which one it is, and how large."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# Of messages from one process to another; programs of their own use small numbers.
+_TAG, _UNUSED_TAG = 0x510A, 0x510B
+_NOTHING = -1  # no kind of exchange
+_LONGEST_SLEEP_SECONDS = 1e-3
+
+
+class Kind(IntEnum):
+    """The kinds of exchanges; `str` describes them for error messages."""
+
+    HOSTS = 1
+    PARAMETERS = 2
+    START = 3
+    BUFFERS = 4
+    GRADIENTS = 5
+    AVERAGE = 6
+    GOSSIP = 7
+    SLOW_STEP = 8
+    CONSOLIDATION = 9
+    BUFFER_AVERAGE = 17
+    # In a join context.
+    ROUND = 10
+    NO_DATA = 11
+    STEP = 12
+    ROUND_ENDS = 13
+    NODE = 14
+    RATES = 15
+    OPTIMIZER = 16
+
+    def __str__(self) -> str:
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    Kind.HOSTS: "the exchange of host names in the constructor",
+    Kind.PARAMETERS: "the broadcast of the parameters of process 0",
+    Kind.START: "the check that processes start from equal parameters",
+    Kind.BUFFERS: "the broadcast of buffers before a forward pass",
+    Kind.GRADIENTS: "the average of gradients in the node after a backward pass",
+    Kind.AVERAGE: "the average of parameters in perform_slowmo()",
+    Kind.GOSSIP: "the exchange of parameters with peers in perform_slowmo()",
+    Kind.SLOW_STEP: "the slow step in perform_slowmo()",
+    Kind.BUFFER_AVERAGE: "the average of buffers in perform_slowmo()",
+    Kind.CONSOLIDATION: "the exchange of consolidated_state_dict()",
+    Kind.ROUND: "the first exchange of a step in a join context",
+    Kind.NO_DATA: "the end of a join context",
+    Kind.STEP: "perform_slowmo() in a join context",
+    Kind.ROUND_ENDS: "the end of a join context",
+    Kind.NODE: "the broadcast of parameters in the node in a join context",
+    Kind.RATES: "the broadcast of learning rates in a join context",
+    Kind.OPTIMIZER: "the broadcast of the optimizer's state in the node at the end of join()",
+}
+
+
+class Exchange(NamedTuple):
+    """One exchange; processes that take part in it say the same.
+
+    Attributes:
+      kind: what is exchanged.
+      num_bytes: the bytes that one process contributes; for `Kind.NO_DATA` the number of updates
+        that it has made with data, or -1 where it cannot make any without.
+      num_updates: calls of `perform_slowmo` so far.
+      wrapper: of which wrapper, in the order in which this process has made them, from 0.
+    """
+
+    kind: Kind
+    num_bytes: int
+    num_updates: int
+    wrapper: int = 0
+
+    def __str__(self) -> str:
+        updates = f"{self.num_updates} update{'' if self.num_updates == 1 else 's'}"
+        which = f" of wrapper {self.wrapper + 1}" if self.wrapper else ""
+        return f"{self.kind} ({self.num_bytes:,} bytes, after {updates}{which})"
+
+
+class Headers:
+    """Headers of exchanges between the processes of one gloo group, 32 bytes each.
+
+    They go from process to process, in the order in which these make their calls: the next header
+    of a process tells what it does next, whoever else takes part in that. A receive is posted for
+    the next header before it is sent, so that a header takes one way over the network and no round
+    trip.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._arriving = torch.full((size, len(Exchange._fields)), _NOTHING)
+        self._view = self._arriving.numpy()
+        self._receives: dict[int, Any] = {}
+        # A send may end after the exchange: its buffer must stay until then.
+        self._sends: dict[int, deque[Any]] = {}
+
+    def send(self, header: Exchange, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """Begin to send `header` to `targets`, and to receive those of `sources`.
+
+        Raises:
+          RuntimeError: a connection is broken.
+        """
+        for rank in sources:
+            self._receive(rank)
+        words = torch.tensor(header)
+        for rank in targets:
+            work = dist.isend(words, group=self._group, group_dst=rank, tag=_TAG)
+            self._sends.setdefault(rank, deque(maxlen=8)).append((words, work))
+
+    def missing(self, sources: Sequence[int]) -> list[int]:
+        """Those of `sources` whose header has not arrived."""
+        return [rank for rank in sources if self._view[rank, 0] == _NOTHING]
+
+    def look(self, ranks: Sequence[int]) -> dict[int, Exchange]:
+        """The headers of `ranks`, which have arrived."""
+        for rank in ranks:
+            if rank in self._receives:
+                self._receives.pop(rank).wait()  # it is done, or about to be
+        rows = {rank: self._view[rank].tolist() for rank in ranks}
+        return {rank: Exchange(Kind(kind), *rest) for rank, (kind, *rest) in rows.items()}
+
+    def take(self, ranks: Sequence[int]) -> dict[int, Exchange]:
+        """The headers of `ranks`; receive their next ones."""
+        headers = self.look(ranks)
+        for rank in ranks:
+            self._view[rank] = _NOTHING
+            self._receive(rank)
+        return headers
+
+    def probe(self, ranks: Sequence[int]) -> None:
+        """Raise the `RuntimeError` of a connection to `ranks` that is broken."""
+        for rank in ranks:  # gloo refuses to begin anything on a broken connection
+            dist.irecv(torch.empty(0), group=self._group, group_src=rank, tag=_UNUSED_TAG)
+
+    def _receive(self, rank: int) -> None:
+        if rank not in self._receives and self._view[rank, 0] == _NOTHING:
+            self._receives[rank] = dist.irecv(
+                self._arriving[rank], group=self._group, group_src=rank, tag=_TAG
+            )
+
+
+def doze(seconds: float) -> None:
+    """Sleep a small part of the `seconds` that the wait has lasted.
+
+    A receive of gloo cannot be waited for with a limit: its end would close all connections. A
+    thread that waits in one when the interpreter ends would abort the process.
+    """
+    time.sleep(min(seconds / 8, _LONGEST_SLEEP_SECONDS))

@@ -1,0 +1,60 @@
+"""Attributes that scripts read off FairScale's class."""
+
+import torch
+
+from .._replica import Replica
+
+
+class NamesOfFairScale(torch.nn.Module):
+    """What FairScale's class keeps in attributes, read off the replica that has it here."""
+
+    _replica: Replica
+
+    @property
+    def gossip_enable(self) -> bool:
+        """Whether SGP exchanges: in training mode only."""
+        return self.training
+
+    @property
+    def num_updates(self) -> int:
+        """Calls of `perform_slowmo` so far."""
+        return self._replica.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._replica.num_updates = number
+
+    @property
+    def ps_weight(self) -> torch.Tensor:
+        """The push-sum weight w, (1,) float32."""
+        return self._replica.push_sum.weight
+
+    @ps_weight.setter
+    def ps_weight(self, weight: torch.Tensor) -> None:
+        self._replica.push_sum.weight = weight
+
+    @property
+    def is_sgp_ps_numerator(self) -> bool:
+        """Whether the module holds x and not x / w."""
+        return self._replica.push_sum.is_numerator
+
+    @is_sgp_ps_numerator.setter
+    def is_sgp_ps_numerator(self, is_numerator: bool) -> None:
+        self._replica.push_sum.is_numerator = is_numerator
+
+    @property
+    def global_momentum_buffers_initialized(self) -> bool:
+        """Whether there is an anchor."""
+        return self._replica.slow.momentum is not None
+
+    @property
+    def old_params(self) -> torch.Tensor | None:
+        """This process' part of the anchor, (shard,) float32."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.anchor
+
+    @property
+    def global_momentum_buffer(self) -> torch.Tensor | None:
+        """This process' part of m, (shard,) float32; v where the learning rate was 0."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.momentum_buffer()

@@ -1,0 +1,155 @@
+"""The slow step: anchor and velocity on the flat vector of all optimizer parameters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .._collectives import Collectives
+from .._flat import flatten
+from .._graphs import device_data, moved
+from ._rates import Rates
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of the flat vector of all optimizer parameters that a process keeps.
+
+    Attributes:
+      ends: per optimizer group, where its parameters end in the vector.
+      num_parts: equal parts, of which the last ones may reach beyond the end of the vector.
+      index: which of them this is.
+    """
+
+    ends: tuple[int, ...]
+    num_parts: int = 1
+    index: int = 0
+
+    @property
+    def total(self) -> int:
+        """Elements of the vector."""
+        return self.ends[-1]
+
+    @property
+    def length(self) -> int:
+        """Elements of the part, padding included."""
+        return math.ceil(self.total / self.num_parts)
+
+    @property
+    def padded(self) -> int:
+        """Elements of all parts together."""
+        return self.num_parts * self.length
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This part of a whole vector (total,), padded with zeros."""
+        part = flat[self.index * self.length : (self.index + 1) * self.length]
+        return torch.nn.functional.pad(part, (0, self.length - part.numel()))
+
+    def started_at(self, values: Sequence[torch.Tensor]) -> "SlowMomentum":
+        """Slow momentum anchored at `values`, those of all optimizer parameters in order.
+
+        To be called inside `own_graph`; which part is kept is data, so that the graph is the same
+        on all processes.
+        """
+        rows = self.num_parts + 1  # one more, so that the anchor is never a view of a parameter
+        flat = flatten(values, rows * self.length).reshape(rows, self.length)
+        index = device_data([self.index], torch.int64, flat.device)
+        return SlowMomentum(self, flat.index_select(0, index).reshape(-1))
+
+
+class SlowMomentum:
+    """The slow step on the flat vector of all optimizer parameters.
+
+    With D = anchor - average, gamma the learning rate of the group now:
+
+        m <- momentum * m + D / gamma;   anchor <- anchor - slow_lr * gamma * m;   params = anchor
+
+    v = gamma * m is kept, and its carried part rescaled by gamma_now / gamma_before (1 where
+    gamma_before is 0), so that a learning rate of 0 makes neither inf nor NaN. `Rates` says by how
+    much.
+
+    Attributes:
+      span: which part this process keeps.
+      anchor: (span.length,) float32, the parameters after the last slow step.
+      velocity: (span.length,) float32, v.
+      rates: the learning rates that the carried part depends on.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+      Momentum", ICLR 2020 (arXiv:1910.00643), algorithm 1.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        anchor: torch.Tensor,
+        velocity: torch.Tensor | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.span = span
+        self.anchor = anchor
+        self.velocity = torch.zeros_like(anchor) if velocity is None else velocity
+        self.rates = Rates.unknown(len(span.ends)) if rates is None else rates
+
+    def to(self, device: torch.device) -> None:
+        """Move what was loaded on the host to the device of the parameters."""
+        if self.anchor.device != device:
+            self.anchor, self.velocity = moved([self.anchor, self.velocity], device)
+
+    def step(
+        self,
+        flat: torch.Tensor,
+        carry: Sequence[float],
+        slow_lr: float,
+        collectives: Collectives | None,
+        scale: torch.Tensor | None = None,
+        unscale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Average, take the slow step.
+
+        To be called inside `Collectives.graph`.
+
+        Args:
+          flat: all optimizer parameters, in the order of the groups, with zeros up to the end of
+            the last part.
+          carry: the factor of the velocity in every group, that of `Rates.carry`.
+          slow_lr: step size of the slow step.
+          collectives: to average over all processes; None leaves out the exchange.
+          scale: (1,), by which the average is multiplied; None is 1.
+          unscale: (1,), by which the new parameters are multiplied; None is 1.
+
+        Returns:
+          Their new values, as `flat`.
+
+        Communication: one reduce-scatter and one all-gather of the float32 vector over all
+          processes; nothing with `collectives` None.
+        """
+        average = flat if collectives is None else collectives.scatter_mean(flat)
+        if scale is not None:
+            average = average * scale
+        factors = device_data(carry, torch.float32, average.device)
+        self.velocity = self._per_element(factors) * self.velocity + (self.anchor - average)
+        self.anchor = self.anchor - slow_lr * self.velocity
+        new = self.anchor if collectives is None else collectives.gather(self.anchor)
+        return new if unscale is None else new * unscale
+
+    def momentum_buffer(self) -> torch.Tensor:
+        """m = v / gamma, as FairScale keeps it; where gamma was 0, v."""
+        rates = [rate or 1.0 for rate in self.rates.last]
+        divisors = device_data(rates, torch.float32, self.velocity.device)
+        return self.velocity / self._per_element(divisors)
+
+    def _per_element(self, values: torch.Tensor) -> torch.Tensor:
+        """(length,) or (1,): the value of the group that each element of the part belongs to.
+
+        Where the part begins is data: all processes trace the same graph.
+        """
+        if len(self.span.ends) == 1:
+            return values
+        length, device = self.span.length, values.device
+        start = device_data([self.span.index * length], torch.int64, device)
+        position = torch.arange(length, device=device) + start
+        result = values[:1].expand(length)
+        for group, end in enumerate(self.span.ends[:-1], start=1):
+            result = torch.where(position >= end, values[group : group + 1], result)
+        return result
