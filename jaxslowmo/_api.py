@@ -112,10 +112,14 @@ from .train import set_hyperparams as set_hyperparams
 from .train import train_loop as train_loop
 from .train import uneven_batches as uneven_batches
 from .transform import Every as Every
+from .transform import GradientSpec as GradientSpec
+from .transform import GradientTransform as GradientTransform
+from .transform import OwnReductionState as OwnReductionState
 from .transform import ParameterTransform as ParameterTransform
 from .transform import TransformSpec as TransformSpec
 from .transform import chain as chain
 from .transform import every as every
+from .transform import gradient_transform as gradient_transform
 from .transform import init as init
 from .transform import phase_name as phase_name
 from .transform import remembers_parameters as remembers_parameters

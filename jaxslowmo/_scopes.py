@@ -8,6 +8,7 @@ ALL_REDUCE_GRADIENTS = "all_reduce_gradients"
 ALL_REDUCE_ROWS = "all_reduce_rows"
 SKIP_UNUSED = "skip_unused"
 LOSS_SCALE = "loss_scale"  # whether something overflowed
+GRADIENT_TRANSFORM = "gradient_transform"  # one of the user's own
 TIED = "sum_tied_gradients"  # of parameters that several stages hold
 CLIP = "clip_by_global_norm"  # the norm
 # Of a train step.

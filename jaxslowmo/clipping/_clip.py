@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from .._scopes import CLIP
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, match_varying, require_axes, vary_over, varying_axes
 from ..pipeline import TiedGroup, checked_groups
-from ..sparse import is_row_gradient
-from ..transform import Validation, check_axis_argument, passing_state
+from ..sparse import WithRows, is_row_gradient
+from ..transform import (
+    GradientSpec,
+    GradientTransform,
+    Validation,
+    check_axis_argument,
+    passing_state,
+)
 from ..tree import cast
 from ._counted import OWNER, Counting, check_specs
 from ._norm import global_norm, scaled, widest
@@ -44,7 +49,7 @@ def clip_by_global_norm(
     tied: Iterable[TiedGroup] = (),
     tied_axis_name: str = "stage",
     counted: PyTree | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """Scales all gradients down together where their common norm exceeds `max_norm`.
 
         grads * min(1, max_norm / (norm + 1e-6))
@@ -81,8 +86,7 @@ def clip_by_global_norm(
       all gradients NaN, on all devices along `model_axes`, so that whatever looks for that finds it
       everywhere (`js.dynamic_loss_scale` around it looks before, and gives it zeros). Of
       `js.RowGradient` leaves each row counts by the sum of its entries. Integers are left alone.
-      A step with tables (`embeddings=`) refuses it, because rows would be neither counted nor
-      clipped.
+      In the `gradients` of a step with tables (`embeddings=`) it counts and scales their rows, too.
 
     Raises:
       ValueError: at construction: `max_norm` that is not > 0, `norm` below 1, axes that are no
@@ -91,7 +95,8 @@ def clip_by_global_norm(
         masks that do not fit the gradients.
 
     Communication: every update one all-reduce of 4 bytes (8 in double precision) over
-      `model_axes`, a sum or a maximum; none without axes.
+      `model_axes`, and beside tables over the axis that these are sharded over, a sum or a maximum;
+      none without axes.
 
     Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI (commit 96780e6),
       `clip_grad_norm_fp32`, which counts tied parameters once per stage.
@@ -128,19 +133,20 @@ def clip_by_global_norm(
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
-        if validation is not None and (known := validation.ask()) is not None:
-            new = match_varying(known, state)
+        if validation is not None and validation.clipped is not None:
+            new = match_varying(validation.clipped, state)
             return scaled(updates, new.clip_factor), new
         _check_mapped(axes)
-        masks = _masks(counted, updates)
+        masks, known = _masks(counted, updates), counting.beside_rows(updates)
         with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
-            found = global_norm(updates, norm, axes, counting.shares(updates), masks)
+            found = global_norm(updates, norm, known.axes, known.shares(updates), masks)
         new = match_varying(_new_state(found, max_norm, state), state)
         if validation is not None:
             return updates, new
         return scaled(updates, new.clip_factor), new
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    spec = GradientSpec(takes=frozenset({"validation"}), clips=True, of_rows=True)
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
@@ -184,6 +190,8 @@ def _new_state(
 
 
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
+    if isinstance(tree, WithRows):
+        return [*_masks(counted, tree.dense), *[None] * len(tree.rows)]
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     if counted is None:
         return [None] * len(leaves)

@@ -1,7 +1,7 @@
 """Which device counts which leaf, so that each parameter is in a norm once."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from .._typing import PyTree
 from ..mesh import axis_names, axis_size, checks_varying, varying_axes
 from ..pipeline import TiedGroup, tied_members
-from ..sparse import is_row_gradient
+from ..sparse import WithRows, is_row_gradient
 from ..tree import leaf_names
 
 OWNER = "clip_by_global_norm"
@@ -33,6 +33,13 @@ class Counting:
     param_specs: PyTree | None
     tied: Sequence[TiedGroup]
     tied_axis: str
+
+    def beside_rows(self, tree: PyTree) -> "Counting":
+        """The same for gradients with rows of tables beside them, which devices may share, too."""
+        if not isinstance(tree, WithRows):
+            return self
+        shared = [a for a in tree.inner_axes if a in _varying(tree.rows) and a not in self.axes]
+        return replace(self, axes=(*self.axes, *shared))
 
     def shares(self, tree: PyTree) -> list[jax.Array | None]:
         """By leaf whether this device counts it, () bool; None where all do.
@@ -83,6 +90,9 @@ class Counting:
         return named
 
     def _specs(self, tree: PyTree) -> list[P]:
+        if isinstance(tree, WithRows):
+            own = P(tuple(sorted(_varying(tree.rows) & set(tree.inner_axes))))
+            return [*self._specs(tree.dense), *[own] * len(tree.rows)]
         try:
             whole = jax.tree.broadcast(self.param_specs, _one_leaf_each(tree), is_leaf=_is_spec)
         except ValueError as error:
@@ -97,7 +107,8 @@ class Counting:
         found: dict[int, tuple[int, ...]] = {}
         if not self.tied:
             return found
-        whole, size = _one_leaf_each(tree), axis_size(self.tied_axis)
+        dense = tree.dense if isinstance(tree, WithRows) else tree
+        whole, size = _one_leaf_each(dense), axis_size(self.tied_axis)
         for group in tied_members(OWNER, "tied", self.tied, whole, size):
             for stage, position in list(group.items())[1:]:
                 found[position] = (*found.get(position, ()), stage)

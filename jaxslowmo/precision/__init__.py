@@ -12,6 +12,4 @@ from ._scale_of import loss_scale_of as loss_scale_of
 from ._scale_of import scale_metrics as scale_metrics
 from ._scale_of import scale_state as scale_state
 from ._scale_of import was_skipped as was_skipped
-from ._scaled_gradients import Unscaled as Unscaled
-from ._scaled_gradients import is_about_keywords as is_about_keywords
 from ._scaled_gradients import scaled_value_and_grad as scaled_value_and_grad

@@ -11,12 +11,14 @@ from jax import lax
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, collective_axes, match_varying, require_axes, vary_over, varying_axes
 from ..transform import (
+    GradientTransform,
     ParameterTransform,
     Validation,
     check_axis_argument,
     check_weight,
     holds_state,
     increment,
+    spec_of,
 )
 from ._overflow import anywhere, as_before_if, overflowed, zero_if
 from ._scale_of import DynamicLossScaleState, scale_state
@@ -37,7 +39,7 @@ def dynamic_loss_scale(
     hysteresis: int = 1,
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """Keeps a scale for the loss, and skips updates of which a gradient is infinite or NaN.
 
     float16 holds nothing below 6e-8: gradients of a loss that is multiplied by the scale stay above
@@ -55,9 +57,9 @@ def dynamic_loss_scale(
     `optax.MultiSteps` and `js.accumulate` may stand inside. `js.accumulate` may stand around it,
     too (then a whole window is skipped), and what averages gradients in front of it. What else
     stands in front gets gradients that are still scaled in a loop of your own, and that are not in
-    a step of `js.make_train_step`. Not around it: `optax.apply_if_finite`, which would keep every
-    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one; in a step of
-    `js.make_train_step` nothing that does not pass on what `update` is told (`optax.contrib.sam`).
+    a step of `js.make_train_step` that knows of it: where `js.chain` or a wrapper of ours holds it,
+    and no `optax.chain`. Not around it: `optax.apply_if_finite`, which would keep every
+    overflow from it, and `optax.MultiSteps`, whose sum stays NaN after one.
 
     Args:
       optimizer: any optax transform but a parameter transform.
@@ -128,8 +130,16 @@ class _LossScale:
     ) -> None:
         self._inner, self._axes, self._rule = inner, axes, rule
 
-    def transform(self) -> optax.GradientTransformationExtraArgs:
-        return optax.GradientTransformationExtraArgs(self._init, self._update)
+    def transform(self) -> GradientTransform:
+        own = spec_of(self._inner)
+        spec = own.around(
+            lambda state: state.inner,
+            takes=own.takes | {"weight", "finite", "validation", "unscaled"},
+            skips=True,
+            returns_updates=True,
+            of_rows=False,
+        )
+        return GradientTransform(self._init, self._update, spec)
 
     def _init(self, params: PyTree) -> DynamicLossScaleState:
         _check_whole(params)

@@ -91,6 +91,9 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
         after = jax.tree.map(
             lambda n, o: jnp.where(overflow, o, n) if is_number(n) else n, after, state
         )
-        return jax.tree.map(lambda g: jnp.where(overflow, jnp.nan, g), means), after
+        means = jax.tree.map(
+            lambda g: jnp.where(overflow, jnp.nan, g) if is_number(g) else g, means
+        )
+        return means, after
 
     return guarded

@@ -8,7 +8,16 @@ import optax
 
 from .._typing import PyTree
 from ..mesh import match_varying, vary_over
-from ..transform import Every, as_schedule, check_weight, increment, run_if
+from ..transform import (
+    Every,
+    GradientSpec,
+    GradientTransform,
+    as_schedule,
+    check_weight,
+    increment,
+    run_if,
+    spec_of,
+)
 from ..tree import (
     added,
     at_least_float32,
@@ -35,12 +44,12 @@ class AccumulateState(NamedTuple):
 
 def accumulate(
     inner: optax.GradientTransformation, every: int | Every, *, average: bool = True
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """Collect gradients locally over several calls, then run `inner` once on the whole.
 
     torch's `no_sync`. Wraps the chain that reduces and steps:
 
-        js.accumulate(optax.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
+        js.accumulate(js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
 
     (`make_train_step(accumulate=4)` splits one batch instead.)
 
@@ -120,7 +129,16 @@ def accumulate(
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GradientTransform(init_fn, update_fn, _spec(spec_of(inner), schedule))
+
+
+def _spec(inner: GradientSpec, schedule: Every) -> GradientSpec:
+    return inner.around(
+        lambda state: state.inner,
+        lambda state: schedule(increment(state.count)),
+        takes=inner.takes | {"weight"},
+        of_rows=False,
+    )
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:

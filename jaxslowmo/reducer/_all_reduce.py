@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._integers import as_int
 from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
 from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_over, varying_axes
+from ..sparse import DivideBy, mean_rows, split_rows
 from ..transform import (
     Exchange,
+    GradientSpec,
+    GradientTransform,
     LayoutNotice,
     check_weight,
     checked_bytes,
@@ -25,7 +27,6 @@ from ..transform import (
 from ..tree import MIB, check_floating, leaf_names
 from ._bucket_layout import BucketLayout, Order, check_order
 from ._gradient_axes import axes_of
-from ._gradient_mean import DivideBy, GradientMean
 from ._hook import CommHook, check_hook
 from ._reduce_buckets import init_hook, reduce_plainly, reduce_with_hook
 
@@ -54,7 +55,7 @@ def all_reduce_gradients(
     hook: CommHook | None = None,
     divide_by: DivideBy = "initial",
     param_specs: PyTree | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """Mean of the gradients over replicas, in flat buckets.
 
     The first transform of a chain: what torch's `DistributedDataParallel` does with its Reducer.
@@ -93,6 +94,7 @@ def all_reduce_gradients(
       replica that has run out, whose gradients are ignored, NaN included. If all are 0 the mean is
       0. `ready_order`: positions of all leaves, in place of `order="reverse"`;
       `make_train_step(order="ready")` passes it. `param_specs`: as above, where none were given.
+      Of `js.RowGradient` leaves it returns the mean as `js.all_reduce_rows(output="rows")` does.
 
     Raises:
       ValueError: negative sizes, another order, hook or `divide_by`, at construction; at trace time
@@ -151,6 +153,7 @@ def all_reduce_gradients(
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
+        updates, rows, inner_axes, join = split_rows(updates)
         _check_gradients(updates, axis_name)
         _check_state(state)
         share = check_weight(_OWNER, weight)
@@ -165,16 +168,24 @@ def all_reduce_gradients(
         if known.param_specs is None:
             notice.at_update()
         with jax.named_scope(_OWNER):
+            others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
+            rows = mean_rows(rows, others, share, divide_by)
             buckets = layout.planned(updates, known.param_specs, ready_order)
             if hook is None:
-                return reduce_plainly(buckets, updates, axis_name, share, by_initial), state
+                means = reduce_plainly(buckets, updates, axis_name, share, by_initial)
+                return join(means, rows), state
             count = increment(state.count)
             means, states = reduce_with_hook(
                 hook, state.hook, buckets, updates, axis_name, count, share, by_initial
             )
-        return means, AllReduceGradientsState(count, states)
+        return join(means, rows), AllReduceGradientsState(count, states)
 
-    return GradientMean(init_fn, update_fn, frozenset({divide_by}))
+    takes = frozenset({"weight", "ready_order", "param_specs"})
+    return GradientTransform(
+        init_fn,
+        update_fn,
+        GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True),
+    )
 
 
 def mean_gradients(
@@ -260,5 +271,5 @@ def _check_gradients(grads: PyTree, axis_name: AxisName) -> None:
             f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
             'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
             "(js.make_train_step does that, and averages over inner axes; pass it "
-            "gradients=optax.identity() where a chain does so itself.)"
+            "gradients=optax.identity() where an optax.chain does so itself.)"
         )

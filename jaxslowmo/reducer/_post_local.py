@@ -1,5 +1,6 @@
 """Post-local SGD: gradients are averaged over all replicas first, over fewer or none later."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,8 +8,18 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..transform import Every, gradient_state, increment, run_if
-from ._gradient_mean import GradientMean, divisors_of
+from ..sparse import with_equal_entries
+from ..transform import (
+    Every,
+    GradientSpec,
+    GradientTransform,
+    gradient_state,
+    increment,
+    is_identity,
+    joined,
+    run_if,
+    spec_of,
+)
 
 _OWNER = "post_local_gradients"
 
@@ -26,13 +37,13 @@ def post_local_gradients(
     schedule: Every,
     before: optax.GradientTransformation,
     after: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """One gradient transform until a schedule starts, another one or none from then on.
 
     The first transform of a chain whose parameter transform runs on the same schedule:
 
         late = js.every(8, start=1000)
-        optax.chain(
+        js.chain(
             js.post_local_gradients(late, js.all_reduce_gradients("replica")),
             optax.sgd(0.1),
             js.local_sgd("replica", sync_every=late),
@@ -83,10 +94,24 @@ def post_local_gradients(
             grads, inner = late.update(grads, s.after, params, **extra)
             return grads, s._replace(count=count, after=inner)
 
-        started = count > min(schedule.start, jnp.iinfo(count.dtype).max)
-        return run_if(~started, run_early, run_late, (updates, state))
+        operand = updates, state
+        branches = with_equal_entries([run_early, run_late], operand)
+        return run_if(is_early(state), *branches, operand)
 
-    first, second = divisors_of(before), divisors_of(after)
-    if first is None or second is None:
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    return GradientMean(init_fn, update_fn, first | second)
+    def is_early(state: PyTree) -> jax.Array:
+        count = increment(state.count)
+        return ~(count > min(schedule.start, jnp.iinfo(count.dtype).max))
+
+    return GradientTransform(init_fn, update_fn, _either(spec_of(before), after, is_early))
+
+
+def _either(
+    before: GradientSpec,
+    after: optax.GradientTransformation | None,
+    is_early: Callable[[PyTree], jax.Array],
+) -> GradientSpec:
+    """What the two say together, of which each update calls one."""
+    early = before.around(lambda state: state.before, is_early)
+    late = GradientSpec(of_rows=True) if after is None or is_identity(after) else spec_of(after)
+    late = late.around(lambda state: state.after, lambda state: ~is_early(state))
+    return joined([early, late]).around(lambda state: (state, state))

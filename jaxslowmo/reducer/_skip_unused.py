@@ -10,7 +10,13 @@ from jax import lax
 from .._scopes import SKIP_UNUSED
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, axis_size, match_varying, require_axes, settle, vary_over
-from ..transform import ParameterTransform, check_axis_argument
+from ..transform import (
+    GradientSpec,
+    GradientTransform,
+    ParameterTransform,
+    check_axis_argument,
+    spec_of,
+)
 from ..tree import leaf_names
 from ._all_reduce import AllReduceGradientsState
 from ._gradient_axes import axes_of
@@ -31,7 +37,7 @@ def skip_unused(
     axis_name: AxisName,
     *,
     sticky: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> GradientTransform:
     """An optimizer that leaves parameters alone in updates in which no replica used them.
 
     Such a parameter gets update 0, without weight decay or momentum, and the entries of the
@@ -42,7 +48,7 @@ def skip_unused(
     Wrap the reduction and the optimizer together, so that it sees each replica's own gradients:
 
         tx = js.skip_unused(
-            optax.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), "replica"
+            js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), "replica"
         )
 
     Around the optimizer alone, behind the reduction, it works too: a mean is zero where all
@@ -80,7 +86,7 @@ def skip_unused(
     if isinstance(inner, ParameterTransform):
         raise ValueError(
             f"{_OWNER}: `inner` must be an optimizer; put the parameter transform behind it: "
-            "optax.chain(js.skip_unused(optimizer, axis_name), transform)."
+            "js.chain(js.skip_unused(optimizer, axis_name), transform)."
         )
     if not isinstance(inner, optax.GradientTransformation):
         raise ValueError(
@@ -125,7 +131,17 @@ def skip_unused(
         used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GradientTransform(init_fn, update_fn, _spec(spec_of(inner)))
+
+
+def _spec(inner: GradientSpec) -> GradientSpec:
+    return inner.around(
+        lambda state: state.inner,
+        takes=inner.takes | {"weight"},
+        skips=True,
+        returns_updates=True,
+        of_rows=False,
+    )
 
 
 def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[str]:

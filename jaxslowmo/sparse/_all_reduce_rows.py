@@ -11,12 +11,22 @@ import optax
 from .._scopes import ALL_REDUCE_ROWS
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
-from ..transform import check_axis_argument, check_weight, gradient_state, increment
+from ..transform import (
+    GradientSpec,
+    GradientTransform,
+    check_axis_argument,
+    check_weight,
+    gradient_state,
+    increment,
+    joined,
+    spec_of,
+)
 from ..tree import check_floating
 from ._row_gradient import RowGradient, check_row_gradient, checked_capacity, is_row_gradient
 from ._table_reduction import PATHS, Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
+DivideBy = Literal["initial", "active"]
 
 
 @gradient_state
@@ -49,8 +59,8 @@ def all_reduce_rows(
     capacity: int | Mapping[str, int | None] | None = None,
     path: Path = "auto",
     output: Literal["dense", "rows"] = "dense",
-    divide_by: Literal["initial", "active"] = "initial",
-) -> optax.GradientTransformationExtraArgs:
+    divide_by: DivideBy = "initial",
+) -> GradientTransform:
     """Mean over replicas of the gradients of embedding tables, of which only touched rows travel.
 
     The first transform of a chain, in the place of `js.all_reduce_gradients`, which it takes for
@@ -145,7 +155,10 @@ def all_reduce_rows(
             facts.append(fact)
         return join(means, others), _counted(state, facts, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    own = GradientSpec(axes=axis_names(axis_name), takes=frozenset({"weight"}))
+    if dense is not None:
+        own = joined([own, spec_of(dense)]).around(lambda state: ((), state.dense))
+    return GradientTransform(init_fn, update_fn, own)
 
 
 def _counted(

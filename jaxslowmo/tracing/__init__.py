@@ -1,7 +1,7 @@
-"""What the traced program of a loss tells about its gradients; nothing runs on a device."""
+"""What traced programs tell: of a loss about its gradients, of a transform what it sends."""
 
-from ._facts import called_program as called_program
-from ._facts import scan_operands as scan_operands
+from ._as_varying import run_where_values_vary as run_where_values_vary
+from ._exchanges import unnamed_exchanges as unnamed_exchanges
 from ._full_loss import FullLoss as FullLoss
 from ._full_loss import as_full_loss as as_full_loss
 from ._ready_order import ready_order as ready_order

@@ -8,16 +8,17 @@ import optax
 
 from ..._typing import PyTree
 from ...mesh import axis_size, require_axes
+from ...transform import GradientSpec, GradientTransform
 from ._groups import TiedGroups, checked_groups, tied_members
 from ._holders import is_one_of, sum_over_holders
 
 _OWNER = "sum_tied_gradients"
 
 
-def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> optax.GradientTransformationExtraArgs:
+def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
     """Sums the gradients of a parameter of which several stages hold a copy, over these stages.
 
-        tx = optax.chain(
+        tx = js.chain(
             js.sum_tied_gradients("stage", [{0: "embed/table", 3: "head/table"}]),
             optax.adamw(1e-3),
         )
@@ -76,7 +77,7 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> optax.GradientTran
                 leaves[position] = jnp.where(mine, total, leaves[position])
         return treedef.unflatten(leaves), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return GradientTransform(init_fn, update_fn, GradientSpec(axes=(axis_name,)))
 
 
 def _of_stage(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:

@@ -11,13 +11,13 @@ from ...embedding import Embeddings
 from ...mesh import AnyMesh, replica_count
 from ...precision import Policy, computing_in
 from ...tracing import as_full_loss
-from ...transform import ParameterTransform
+from ...transform import ParameterTransform, spec_of
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._running import Mode
 from ._step import TrainStep
 from ._tables import sync_of_tables, tables_of
-from ._transforms import check_gradients, check_sync_axes, checked_gradients, divisor_of_rows
+from ._transforms import check_beside_tables, check_sync_axes, checked_gradients, told_apart
 from .update import (
     Differentiation,
     GradientOrder,
@@ -156,6 +156,7 @@ def make_train_step(
     num_microbatches = as_int(accumulate, 1)
     if num_microbatches is None:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
+    gradients, optimizer, sync = told_apart(optimizer, gradients, sync)
     apart = isinstance(sync, str) and sync == "none"
     if not apart and sync is not None and not isinstance(sync, ParameterTransform):
         raise ValueError(
@@ -176,13 +177,13 @@ def make_train_step(
         raise ValueError(f'`validate` must be "before" or "after", got {validate!r}.')
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
-    check_gradients(gradients)
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
     tables = None
     if embeddings is not None:
-        tables = tables_of(embeddings, mesh, axis_name, divisor_of_rows(gradients))
+        check_beside_tables(gradients)
+        tables = tables_of(embeddings, mesh, axis_name)
     loss = as_full_loss(loss_fn)
     if raw_keys:
         loss = with_raw_keys(loss)
@@ -197,6 +198,7 @@ def make_train_step(
             accumulate=num_microbatches,
             model_state="local" if apart else model_state,
             tables=embeddings,
+            unscales="unscaled" in spec_of(optimizer).takes,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optax.with_extra_args_support(optimizer),

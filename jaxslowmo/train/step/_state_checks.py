@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
 
 from ...mesh import AnyMesh, axis_names
 from ...precision import loss_scale_of
 from .._hyperparams import Numbers
 from .._state import TrainState
 from ._probe import check_remembered
-from ._transforms import check_shards, check_transforms
+from ._transforms import check_exchanges, check_transforms
 from ._usable import refuse_untrainable
 from .update import StepParts
 
@@ -34,15 +39,10 @@ class StateChecks:
         """What could not be seen before there was a state: which transforms chains consist of."""
         self.numbers(state)
         parts = self._parts
-        check_transforms(
-            state.opt_state,
-            mode=self._mode,
-            axis_name=parts.axis_name,
-            num_replicas=math.prod(self._mesh.shape[name] for name in axis_names(parts.axis_name)),
-            exchanges=parts.apart or parts.sync is not None or parts.gradients is not None,
-            has_tables=parts.tables is not None,
-            validate=parts.validate,
-        )
+        num_replicas = math.prod(self._mesh.shape[name] for name in axis_names(parts.axis_name))
+        check_transforms(state, parts, self._mode, num_replicas)
+        if not self._is_probed:
+            check_exchanges(parts, state, self._mesh)
         computes = None if parts.policy is None else parts.policy.compute
         if computes == "float16" and loss_scale_of(state.opt_state) is None:
             self._warn(
@@ -52,21 +52,57 @@ class StateChecks:
                 "nothing is wrong."
             )
         if parts.sync is not None and not self._is_probed:
-            self._is_probed = True
             opt_state, params = state.opt_state[1], state.params
             if parts.tables is not None:
                 opt_state, params = opt_state.dense, params.dense
             check_remembered(parts.optimizer, opt_state, params, parts.sync, self._warn)
+        self._is_probed = True
 
     def before_first_use(self, state: TrainState) -> None:
         """What is asked once for every program."""
         refuse_untrainable(state.params)
         self.transforms(state)
         if self._parts.sync is not None:
-            check_shards(self._parts.sync.shards(state.opt_state[-1]))
+            _check_shards(self._parts.sync.shards(state.opt_state[-1]))
 
     def numbers(self, state: TrainState) -> Numbers:
         """Where the optimizer keeps hyperparameters that one may set."""
         if self._numbers is None:
             self._numbers = Numbers(state.opt_state)
         return self._numbers
+
+
+def _check_shards(shards: list[Any]) -> None:
+    """Raise `ValueError` for shards of which each replica has the same one.
+
+    Another library's `unreplicate` takes replica 0's, and the rest of the anchor is lost. The first
+    elements are compared of what this process holds: a glance, not a proof.
+
+    Args:
+      shards: stacked arrays (replicas, rows, lanes), on devices; others are not looked at.
+
+    Communication: device to host, a few elements per replica; none between replicas.
+    """
+    known = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    parts = [_glance(x) for x in known]
+    # Parameters that start as one number have such shards, too.
+    telling = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
+    if telling and all(np.all(x == x[:1]) for x in parts):
+        raise ValueError(
+            "`state`: every replica keeps another part of the anchor and of what goes with it, and "
+            "here all have replica 0's: the state was made from one replica's, as "
+            "`flax.jax_utils.unreplicate` and `x[0]` give it, and the rest is lost. Save all of "
+            "it, by jaxslowmo.checkpoint or stacked as it is; for one copy of the parameters take "
+            "`js.consensus`."
+        )
+
+
+_GLANCE = 64
+
+
+def _glance(x: jax.Array) -> np.ndarray:
+    """(replicas here, n) first elements of (replicas, rows, lanes), as this process holds them."""
+    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    rows = math.ceil(_GLANCE / max(x.shape[-1], 1))
+    found = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
+    return np.concatenate([part.reshape(len(part), -1) for part in found])

@@ -22,16 +22,13 @@ from ...mesh import (
     replicate,
     vary_over,
 )
-from ...reducer import DivideBy
 from ...transform import ParameterTransform
 from .._state import TrainState
 from .update import Tables, WithVectors, on_shards
 
 
-def tables_of(
-    embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName, divide_by: DivideBy
-) -> Tables:
-    """The tables of a step, whose gradients are averaged with this `divide_by`.
+def tables_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Tables:
+    """The tables of a step.
 
     Raises:
       ValueError: what is no `Embeddings`; an axis that the mesh lacks, or one of the replicas';
@@ -43,7 +40,7 @@ def tables_of(
         )
     axis = embeddings.axis_name
     if axis is None:
-        return Tables(embeddings, None, None, divide_by)
+        return Tables(embeddings, None, None)
     if axis not in mesh.shape:
         raise ValueError(
             f"`embeddings` are sharded over {axis!r}, and `mesh` has the axes "
@@ -62,8 +59,8 @@ def tables_of(
             "replicas have no devices inside: use js.make_mesh, or axis_name=None."
         )
     if isinstance(mesh, VirtualMesh):
-        return Tables(dataclasses.replace(embeddings, axis_name=None), axis, None, divide_by)
-    return Tables(embeddings, axis, axis, divide_by)
+        return Tables(dataclasses.replace(embeddings, axis_name=None), axis, None)
+    return Tables(embeddings, axis, axis)
 
 
 def sync_of_tables(sync: ParameterTransform | None, tables: Tables) -> ParameterTransform | None:

@@ -1,45 +1,103 @@
-"""What a step refuses to do with transforms that exchange."""
+"""What a step is told of its transforms, and what it refuses to do with those that exchange."""
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from ..._typing import AxisName, PyTree
+from ...clipping import ClipByGlobalNormState, clip_state
 from ...mesh import AnyMesh, axis_names
 from ...precision import check_place, scale_state
-from ...reducer import DivideBy, divisors_of
-from ...transform import ParameterTransform, holds_state
-from .update import Validate, averages_without_rows, check_late
+from ...tracing import unnamed_exchanges
+from ...transform import (
+    Chain,
+    GradientSpec,
+    GradientTransform,
+    ParameterTransform,
+    chain,
+    holds_state,
+    is_identity,
+    spec_of,
+)
+from .._state import TrainState
+from .update import USE_CHAIN, StepParts
 
 
-def check_gradients(gradients: optax.GradientTransformation | None) -> None:
-    """Raise `ValueError` for a parameter transform in the place of a gradient transform."""
-    if isinstance(gradients, ParameterTransform):
-        raise ValueError(_misplaced("a js.ParameterTransform"))
+class Parts(NamedTuple):
+    """What a step is made of, told apart."""
+
+    gradients: optax.GradientTransformation | None
+    optimizer: optax.GradientTransformation
+    sync: Any
 
 
-def divisor_of_rows(gradients: optax.GradientTransformation | None) -> DivideBy:
-    """Return the `divide_by` with which gradients of rows are averaged as dense ones are.
+def told_apart(
+    optimizer: optax.GradientTransformation,
+    gradients: optax.GradientTransformation | None,
+    sync: Any,
+) -> Parts:
+    """The parts of a `js.chain` as `optimizer`, each in its place; others stay as they are.
+
+    Everything up to the last transform that returns gradients is `gradients`, a parameter transform
+    at the end is `sync`, and the rest is the optimizer.
 
     Raises:
-      ValueError: a gradient transform that is not known to do nothing but average.
+      ValueError: several parameter transforms; one of the two given beside the chain, too; a
+        parameter transform as `gradients`.
     """
-    divisors = divisors_of(gradients)
-    if divisors is None or len(divisors) > 1:
-        what = _name_of(gradients) + (" with two" if divisors else "")
+    if isinstance(gradients, ParameterTransform):
+        raise ValueError(_misplaced("a js.ParameterTransform"))
+    if not isinstance(optimizer, Chain):
+        return Parts(gradients, optimizer, sync)
+    parts = list(optimizer.parts)
+    moving = []
+    while parts and isinstance(parts[-1], ParameterTransform):
+        moving.append(parts.pop())
+    if len(moving) > 1:
         raise ValueError(
-            "`gradients` beside `embeddings` must be js.all_reduce_gradients(...), "
-            "js.post_local_gradients(...) of these with one `divide_by`, optax.identity() or None, "
-            f"got {what}. Gradients of rows of tables are averaged as dense ones are, and whatever "
-            "else a transform does, such as clipping or scaling, would reach dense ones alone: "
-            "pass the averaging by itself, not in an optax.chain, and put what shall act on dense "
-            "parameters alone into `optimizer`."
+            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
+            "one: use one that exchanges over all axes (js.hierarchical_local_sgd, "
+            "js.slowmo(base=...)), or an optax.chain, which the step calls as a loop of yours does."
         )
-    return "active" if "active" in divisors else "initial"
+    reducing = [i for i, part in enumerate(parts) if _returns_gradients(part)]
+    count = reducing[-1] + 1 if reducing else 0
+    for name, given, own in (("gradients", gradients, parts[:count]), ("sync", sync, moving)):
+        if given is not None and own:
+            raise ValueError(
+                f"`{name}` was given, and `optimizer` is a js.chain that holds some, too: leave "
+                "one of the two out."
+            )
+    return Parts(
+        _joined(parts[:count]) if count else gradients,
+        _joined(parts[count:]),
+        moving[0] if moving else sync,
+    )
+
+
+def _returns_gradients(part: optax.GradientTransformation) -> bool:
+    return isinstance(part, GradientTransform) and not part.spec.returns_updates
+
+
+def _joined(parts: list[Any]) -> optax.GradientTransformationExtraArgs:
+    if not parts:
+        return optax.identity()
+    return parts[0] if len(parts) == 1 else chain(*parts)
+
+
+def check_beside_tables(gradients: optax.GradientTransformation | None) -> None:
+    """Raise `ValueError` for a gradient transform that rows of tables cannot pass through."""
+    if gradients is None or spec_of(gradients).of_rows or is_identity(gradients):
+        return
+    raise ValueError(
+        "`gradients` beside `embeddings` must be js.all_reduce_gradients(...), "
+        "js.post_local_gradients(...) of these, js.clip_by_global_norm(...), a js.chain of such, "
+        f"optax.identity() or None, got {_name_of(gradients)}. Gradients of rows of tables pass "
+        "through it as dense ones do, and others would take row numbers for gradients, or not see "
+        "them: put what shall act on dense parameters alone into `optimizer`, and join several "
+        "by js.chain, not by optax.chain."
+    )
 
 
 def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
@@ -71,68 +129,167 @@ def checked_gradients(
         _check_gradients_state(state)
         return state
 
-    return optax.GradientTransformationExtraArgs(init, gradients.update)
+    return gradients._replace(init=init)
 
 
-def check_transforms(
-    opt_state: PyTree,
-    *,
-    mode: str,
-    axis_name: AxisName,
-    num_replicas: int,
-    exchanges: bool,
-    has_tables: bool,
-    validate: Validate = "before",
-) -> None:
+def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replicas: int) -> None:
     """Check what only the states of `gradients` and `optimizer` tell about them.
 
     Args:
-      opt_state: of the whole chain: states of gradient transform, optimizer, parameter transform.
+      state: of the step; its states of gradient transform and optimizer are looked at.
+      parts: of the step.
       mode: of the step.
-      axis_name: the replica axis.
-      num_replicas: along it.
-      exchanges: whether the step was given `sync` or `gradients`; True where replicas were said to
-        train apart.
-      has_tables: whether the step was given `embeddings`.
-      validate: of the step.
+      num_replicas: along its replica axis.
 
     Raises:
-      ValueError: a parameter transform in `gradients`, or, host-scheduled, in `optimizer`; a loss
-        scale in `gradients`, several in `optimizer`, or one where it does not work; several
-        replicas that would train apart without anyone having said so; nothing that an update could
-        be validated by afterwards, or in a place where that cannot be; beside tables an `optimizer`
-        that does what rows would need, too.
+      ValueError: a parameter transform in `gradients`, or, host-scheduled or with model state that
+        follows it, in `optimizer`; a loss scale in `gradients`, several in `optimizer`, or one
+        where it does not work; several replicas that would train apart without anyone having said
+        so; nothing that an update could be validated by afterwards, or in a place where that
+        cannot be; an order of gradients that no transform would be told; beside tables an
+        `optimizer` that does what rows would need, too; an exchange in updates of which each
+        replica decides by itself.
     """
-    gradients, optimizer = opt_state[:2]
+    gradients, optimizer = state.opt_state[:2]
+    if parts.tables is not None:
+        optimizer = optimizer.dense
     _check_gradients_state(gradients)
     check_place(optimizer)
-    if validate == "after":
-        check_late(gradients, optimizer)
-    found = holds_state(optimizer, "parameters")
-    if has_tables:
-        _check_beside_tables(optimizer)
-    if mode == "host" and found:
+    specs = spec_of(parts.gradients or optax.identity()), spec_of(parts.optimizer)
+    # States of what says nothing of itself, and perhaps holds a transform of ours.
+    unknown = [specs[0].unknown(gradients), specs[1].unknown(optimizer)]
+    if parts.validate == "after":
+        _check_late(gradients, optimizer, unknown, specs[1])
+    if parts.order == "ready" and holds_state(unknown, "gradients"):
+        raise ValueError(
+            '`order`="ready": the transform that reduces gradients would not be told their order. '
+            f"{USE_CHAIN}"
+        )
+    if parts.tables is not None:
+        _check_optimizer_beside_tables(optimizer, unknown[1])
+    _check_conditions(optimizer, num_replicas)
+    moves = holds_state(optimizer, "parameters")
+    if mode == "host" and moves:
         raise ValueError(
             '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
-            'too: pass that one as `sync`, or use mode="traced".'
+            f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
         )
-    if num_replicas > 1 and not (exchanges or found or holds_state(optimizer, "gradients")):
-        axis = axis_name[0] if axis_name == axis_names(axis_name)[:1] else axis_name
+    means = parts.differentiation.model_state == "sync_mean"
+    if moves and means and any(map(_is_floating, jax.tree.leaves(state.model_state))):
+        raise ValueError(
+            '`model_state`="sync_mean" averages model state in updates that average parameters, '
+            "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
+            f'use model_state="local". {USE_CHAIN}'
+        )
+    exchanges = parts.apart or parts.sync is not None or _averages(parts.gradients)
+    if num_replicas > 1 and not (exchanges or moves or holds_state(optimizer, "gradients")):
+        names = axis_names(parts.axis_name)
+        axis = names[0] if len(names) == 1 else names
         raise ValueError(
             "`sync` and `gradients` are both None and `optimizer` holds no transform of js, so the "
             f"{num_replicas} replicas would train apart and never meet. Pass "
             f"gradients=js.all_reduce_gradients({axis!r}) to average gradients, "
             f"sync=js.local_sgd({axis!r}) or another parameter transform to average parameters, "
-            "gradients=optax.identity() where `optimizer` averages gradients by itself, or "
+            "js.gradient_transform(...) of what averages gradients by itself, or "
             'sync="none" to train them apart.'
         )
+
+
+def check_exchanges(parts: StepParts, state: TrainState, mesh: AnyMesh) -> None:
+    """Raise `ValueError` for a collective over replicas in a transform that does not tell of it.
+
+    Communication: none; what is not known is traced for shapes.
+    """
+    params, (gradients, optimizer) = state.params, state.opt_state[:2]
+    if parts.tables is not None:
+        params, optimizer = params.dense, optimizer.dense
+    replicas = set(axis_names(parts.axis_name))
+    pairs = {"gradients": (parts.gradients, gradients), "optimizer": (parts.optimizer, optimizer)}
+    for argument, (transform, own) in pairs.items():
+        if transform is None or not spec_of(transform).unknown(own):
+            continue
+        axes = unnamed_exchanges(transform, params, own, mesh=mesh, axis_name=parts.axis_name)
+        if found := sorted(axes & replicas):
+            raise ValueError(
+                f"`{argument}` holds a transform with collectives over {found} of which the step "
+                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(found)!r}), and "
+                "join it with others by js.chain."
+            )
+
+
+def _averages(gradients: optax.GradientTransformation | None) -> bool:
+    """Whether `gradients` was given and is not known to leave them to each replica."""
+    return gradients is not None and (
+        not isinstance(gradients, GradientTransform) or bool(gradients.spec.axes)
+    )
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _check_conditions(optimizer: PyTree, num_replicas: int) -> None:
+    """Raise `ValueError` for an exchange where each replica decides by itself whether it runs."""
+
+    def is_one(x: object) -> bool:
+        return type(x).__name__ == "ApplyIfFiniteState"
+
+    for x in filter(is_one, jax.tree.leaves(optimizer, is_leaf=is_one)):
+        exchanges = holds_state(tuple(x), "gradients") or holds_state(tuple(x), "parameters")
+        if exchanges and num_replicas > 1:
+            raise ValueError(
+                "`optimizer` holds an optax.apply_if_finite around a transform that exchanges: a "
+                "replica that drops an update would leave the others waiting for it. Put it around "
+                "the optimizer alone."
+            )
+
+
+def _check_late(
+    gradients: PyTree, optimizer: PyTree, unknown: list[PyTree], spec: GradientSpec
+) -> None:
+    """Raise `ValueError` unless there is something to validate, in a place where it can be late."""
+    own, inside = clip_state(gradients), clip_state(optimizer)
+    if own is not None and inside is not None:
+        clip_state((own, inside))
+    if clip_state(unknown) is not None or scale_state(unknown) is not None:
+        raise ValueError(
+            '`validate`="after": js.clip_by_global_norm or js.dynamic_loss_scale stands inside of '
+            f"a transform that nobody knows, and would not be told of it. {USE_CHAIN}"
+        )
+    if own is not None and not _is_last(gradients):
+        raise ValueError(
+            '`validate`="after": in `gradients` js.clip_by_global_norm must stand last, since what '
+            "follows it would have to run again: reorder the chain, or put it into `optimizer`."
+        )
+    if own is None and inside is None and scale_state(optimizer) is None:
+        raise ValueError(
+            '`validate`="after" chooses between updates by js.clip_by_global_norm and '
+            "js.dynamic_loss_scale, and the step has neither (optax.clip_by_global_norm cannot be "
+            'late): use one of them, or leave `validate`="before".'
+        )
+    axes = sorted(spec.axes)
+    for moves in ("gradients", "parameters"):
+        if (own or inside) is not None and (axes or holds_state(optimizer, moves)):
+            over = f"over {axes}" if axes else f"{moves}"
+            raise ValueError(
+                '`validate`="after" runs the optimizer again where gradients are clipped, and here '
+                f"it exchanges {over} by itself: pass what averages gradients as `gradients`, what "
+                f"averages parameters as `sync`. {USE_CHAIN}"
+            )
+
+
+def _is_last(state: PyTree) -> bool:
+    """Whether a clipping's state is the last in that of a chain."""
+    if type(state) is tuple and state:
+        return _is_last(state[-1])
+    return isinstance(state, ClipByGlobalNormState)
 
 
 # States of transforms that act on a whole update, of which they see dense parameters alone.
 _SEE_DENSE_ALONE = {
     "ClipByGlobalNormState": "js.clip_by_global_norm, whose norm is that of the whole model, and "
-    "rows would be neither counted nor clipped: clip dense gradients alone by "
-    "optax.clip_by_global_norm",
+    "rows would be neither counted nor clipped: pass it last in `gradients`, or in a js.chain in "
+    "front of the optimizer, or clip dense gradients alone by optax.clip_by_global_norm",
     "ApplyIfFiniteState": "optax.apply_if_finite, and rows would move in updates that it drops: "
     "use js.dynamic_loss_scale, which tables follow",
     "MultiStepsState": "optax.MultiSteps, and rows would move in calls that only collect: use "
@@ -150,59 +307,32 @@ _SEE_DENSE_ALONE = {
 }
 
 
-def _check_beside_tables(optimizer_state: PyTree) -> None:
+def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` that does what rows of tables would need, too."""
     for moves in ("gradients", "parameters"):
-        if holds_state(optimizer_state, moves):
+        if holds_state(optimizer, moves):
             raise ValueError(
-                averages_without_rows(f"holds a transform of js that exchanges {moves}")
+                f"`optimizer` beside `embeddings` holds a transform of js that exchanges {moves}, "
+                "and is not given rows of tables: dense parameters would agree on all replicas, "
+                "and tables drift apart. Pass what averages gradients, "
+                "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such "
+                f"as js.local_sgd(...), as `sync`. {USE_CHAIN}"
             )
+    if scale_state(unknown) is not None:
+        raise ValueError(
+            "`optimizer` beside `embeddings` holds a js.dynamic_loss_scale that the step does not "
+            f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
+        )
 
     def sees_dense_alone(x: object) -> bool:
         return type(x).__name__ in _SEE_DENSE_ALONE
 
-    for x in jax.tree.leaves(optimizer_state, is_leaf=sees_dense_alone):
+    for x in jax.tree.leaves(optimizer, is_leaf=sees_dense_alone):
         if sees_dense_alone(x):
             raise ValueError(
                 "`optimizer` beside `embeddings` updates dense parameters alone, and must not hold "
                 f"{_SEE_DENSE_ALONE[type(x).__name__]}."
             )
-
-
-def check_shards(shards: list[Any]) -> None:
-    """Raise `ValueError` for shards of which each replica has the same one.
-
-    Another library's `unreplicate` takes replica 0's, and the rest of the anchor is lost. The first
-    elements are compared of what this process holds: a glance, not a proof.
-
-    Args:
-      shards: stacked arrays (replicas, rows, lanes), on devices; others are not looked at.
-
-    Communication: device to host, a few elements per replica; none between replicas.
-    """
-    known = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    parts = [_glance(x) for x in known]
-    # Parameters that start as one number have such shards, too.
-    telling = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
-    if telling and all(np.all(x == x[:1]) for x in parts):
-        raise ValueError(
-            "`state`: every replica keeps another part of the anchor and of what goes with it, and "
-            "here all have replica 0's: the state was made from one replica's, as "
-            "`flax.jax_utils.unreplicate` and `x[0]` give it, and the rest is lost. Save all of "
-            "it, by jaxslowmo.checkpoint or stacked as it is; for one copy of the parameters take "
-            "`js.consensus`."
-        )
-
-
-_GLANCE = 64
-
-
-def _glance(x: jax.Array) -> np.ndarray:
-    """(replicas here, n) first elements of (replicas, rows, lanes), as this process holds them."""
-    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    rows = math.ceil(_GLANCE / max(x.shape[-1], 1))
-    found = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
-    return np.concatenate([part.reshape(len(part), -1) for part in found])
 
 
 def _check_gradients_state(state: PyTree) -> None:

@@ -1,7 +1,8 @@
 """Optimizers that remember parameters: which, and how their copies follow an exchange."""
 
+from ._chain import Chain as Chain
 from ._chain import chain as chain
-from ._chain import following as following
+from ._chain import note_followed as note_followed
 from ._chain import noting_followed as noting_followed
 from ._copies import has_origin as has_origin
 from ._copies import moved_copies as moved_copies

@@ -1,4 +1,4 @@
-"""A chain that ends in parameter transforms, whose optimizers' copies follow the parameters."""
+"""A chain that keeps its parts, and whose optimizers' copies follow the parameters."""
 
 import contextlib
 from collections import Counter
@@ -12,68 +12,82 @@ from ..._typing import PyTree
 from .._checks import check_weight, unless_idle
 from .._protocol import ParameterTransform
 from .._registry import holds_state
+from ..gradients import GradientTransform, joined, spec_of
 from ._copies import moved_copies, moving_states
 
 # While somebody asks: states whose copies follow that chains of ours have made, by their classes.
 _FOLLOWED: ContextVar[Counter[str] | None] = ContextVar("_FOLLOWED", default=None)
 
 
-def chain(*transforms: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain` with a parameter transform at its end, for a loop of one's own.
+class Chain(GradientTransform):
+    """Several transforms, one after the other, that can be told apart again. Made by `js.chain`.
 
-    Optimizers that remember parameters (`optax.contrib.cocob`, `madgrad`, `schedule_free`, `sam`)
-    would take back what the parameter transform has moved. In this chain their copies move along,
-    as with `js.make_train_step(sync=...)`; with other optimizers it is `optax.chain`.
+    Attributes:
+      parts: the transforms; those of chains inside of it in their place.
+      spec: what those of them that say something of themselves say together.
+    """
+
+    parts: tuple[optax.GradientTransformation, ...]
+
+
+def chain(*transforms: optax.GradientTransformation) -> Chain:
+    """`optax.chain` that keeps its parts: of optax, gradient and parameter transforms of ours.
+
+        tx = js.chain(
+            js.all_reduce_gradients("replica"), optax.adamw(1e-3), js.local_sgd("replica")
+        )
+
+    `js.make_train_step(loss_fn, tx, mesh=mesh)` takes it apart into `gradients`, `optimizer` and
+    `sync`; of an `optax.chain` it would not know what is in it.
+
+    In a loop of one's own it is `optax.chain`, but for one thing. Optimizers that remember
+    parameters (`optax.contrib.cocob`, `madgrad`, `schedule_free`, `sam`) would take back what a
+    parameter transform behind them has moved. In this chain their copies move along, as with
+    `js.make_train_step(sync=...)`.
 
     Args:
-      *transforms: gradient transforms, optimizer, and last a `js.ParameterTransform`, or several,
+      *transforms: gradient transforms, optimizer, and last any `js.ParameterTransform`, or several,
         such as one per axis.
 
     Returns:
-      An optax transform whose state is that of `optax.chain`; `update` needs `params`, and passes
-      on what else it is given. It may stand in other transforms, such as `optax.masked`.
+      An optax transform whose state is that of `optax.chain` of its parts; with a parameter
+      transform `update` needs `params`. It passes on what else it is given. It may stand in other
+      transforms, such as `optax.masked`.
 
     Raises:
-      ValueError: the last one is no `js.ParameterTransform`.
-
-    Example:
-      tx = js.chain(optax.contrib.cocob(), js.local_sgd("replica", sync_every=8))
+      ValueError: something that is no optax transform.
 
     Communication: that of the transforms.
     """
-    count = len(transforms)
-    while count and isinstance(transforms[count - 1], ParameterTransform):
+    if wrong := [x for x in transforms if not (hasattr(x, "init") and hasattr(x, "update"))]:
+        raise ValueError(f"chain: `transforms` must be optax transforms, got {wrong[0]!r}.")
+    parts = [part for x in transforms for part in (x.parts if isinstance(x, Chain) else (x,))]
+    # Copies follow what the parameter transforms at the end have done together.
+    count = len(parts)
+    while count and isinstance(parts[count - 1], ParameterTransform):
         count -= 1
-    if count == len(transforms):
-        raise ValueError(
-            "chain: the last transform must be a js.ParameterTransform such as js.local_sgd(...), "
-            f"got {transforms[-1] if transforms else 'no transforms'!r}; optax.chain makes others."
-        )
-    return following(transforms[:count], *transforms[count:])
-
-
-def following(
-    optimizers: tuple[optax.GradientTransformation, ...], *syncs: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """The chain of some transforms and of parameter transforms, with one tuple of states."""
-    every = optax.chain(*optimizers, *syncs)
-    first = [optax.with_extra_args_support(optimizer) for optimizer in optimizers]
-    last = [optax.with_extra_args_support(sync) for sync in syncs]
+    every = [optax.with_extra_args_support(part) for part in parts]
+    first, last = every[:count], every[count:]
 
     def init_fn(params: PyTree) -> PyTree:
-        states: Any = every.init(params)
-        _note(states[: len(first)])
+        states = tuple(part.init(params) for part in parts)
+        if last:
+            note_followed(states[:count])
         return states
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        own, states = _run(first, updates, state[: len(first)], params, extra)
-        updates, after = _run(last, own, state[len(first) :], params, extra)
+        own, states = _run(first, updates, state[:count], params, extra)
+        if not last:
+            return own, states
+        updates, after = _run(last, own, state[count:], params, extra)
         own = unless_idle(own, check_weight("chain", extra.get("weight")))
         return updates, (*moved_copies(states, params, own, updates), *after)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    made = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
+    made.parts = tuple(parts)
+    return made
 
 
 def _run(
@@ -101,7 +115,8 @@ def noting_followed() -> Iterator[Counter[str]]:
         _FOLLOWED.reset(token)
 
 
-def _note(states: PyTree) -> None:
+def note_followed(states: PyTree) -> None:
+    """Take note of states that are being made, in which the copies of parameters will follow."""
     found = _FOLLOWED.get()
     # What an exchange among them has moved, they do not follow.
     if found is not None and not holds_state(states, "parameters"):

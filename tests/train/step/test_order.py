@@ -51,7 +51,7 @@ def test_buckets_follow_the_backward_pass():
 
 
 def test_a_chain_and_accumulated_gradients_too():
-    chain = optax.chain(each_alone(), optax.clip(1.0))
+    chain = js.chain(each_alone(), optax.clip(1.0))
     assert reduced_sizes("ready", chain, {"replica": 4}) == sizes("bac")
     assert reduced_sizes("ready", each_alone(), {"replica": 4}, accumulate=2) == sizes("bac")
 

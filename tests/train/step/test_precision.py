@@ -363,11 +363,6 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path):
         ({"optimizer": optax.chain(scaled(optax.sgd(1.0)), scaled(optax.sgd(1.0)))}, "found 2"),
         ({"optimizer": optax.apply_if_finite(scaled(optax.sgd(1.0)), 2)}, "apply_if_finite"),
         ({"optimizer": scaled(js.chain(optax.sgd(1.0), js.local_sgd("replica")))}, "in js.chain"),
-        ({"optimizer": optax.GradientTransformation(*scaled(optax.sgd(1.0)))}, "put .* around it"),
-        (
-            {"optimizer": optax.contrib.sam(scaled(optax.sgd(1.0)), optax.sgd(0.1))},
-            "does not pass on",
-        ),
         (
             {"optimizer": scaled(optax.sgd(1.0)), "policy": js.Policy("float16", keep="x")},
             "`keep` must name leaves",

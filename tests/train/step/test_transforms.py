@@ -28,7 +28,7 @@ def test_neither_sync_nor_gradients(mode):
     said = (
         r"`sync` and `gradients` are both None .*the 2 replicas would train apart.*"
         r"gradients=js\.all_reduce_gradients\('replica'\).*sync=js\.local_sgd\('replica'\).*"
-        r'gradients=optax\.identity\(\).*sync="none"'
+        r'js\.gradient_transform\(.*sync="none"'
     )
     with pytest.raises(ValueError, match=said):
         step.init(PARAMS)
@@ -45,13 +45,15 @@ def test_the_message_names_all_axes():
         step_of(mesh=mesh, axis_name=("node", "device")).init(PARAMS)
 
 
-def own_average(axis):
-    """A user's optimizer that averages gradients by itself."""
+def own_average(axis, by="pmean"):
+    """A user's transform that averages gradients by itself."""
 
     def update(updates, state, params=None):
-        return jax.lax.pmean(updates, axis), state
+        if by == "pmean":
+            return jax.lax.pmean(updates, axis), state
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, axis).mean(0), updates), state
 
-    return optax.chain(optax.GradientTransformation(optax.init_empty_state, update), optax.sgd(0.1))
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 average = js.all_reduce_gradients("replica")
@@ -64,7 +66,9 @@ local = js.local_sgd("replica")
         {"mesh": js.virtual_mesh({"replica": 1})},
         {"mesh": js.virtual_mesh({"replica": 1, "device": 2})},
         {"gradients": average},
-        {"gradients": optax.identity(), "optimizer": own_average("replica")},
+        {"gradients": js.gradient_transform(own_average("replica"))},
+        {"optimizer": js.chain(js.gradient_transform(own_average("replica")), optax.sgd(0.1))},
+        {"optimizer": optax.chain(js.gradient_transform(own_average("replica")), optax.sgd(0.1))},
         {"optimizer": optax.chain(average, optax.sgd(0.1))},
         {"optimizer": optax.chain(optax.sgd(0.1), local)},
         {"optimizer": optax.masked(optax.chain(optax.sgd(0.1), local), {"b": True, "w": True})},
@@ -89,6 +93,52 @@ def test_what_is_no_silence(options):
     step = step_of(**options)
     state = jax.eval_shape(step.init, PARAMS)
     assert step.traced_by_phase(state, BATCHES[0])
+
+
+@pytest.mark.parametrize("by", ["pmean", "all_gather"])
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("gradients", lambda own: {"gradients": own}),
+        ("gradients", lambda own: {"gradients": js.chain(optax.clip(9.0), own, average)}),
+        ("gradients", lambda own: {"optimizer": js.chain(own, js.clip_by_global_norm(1.0))}),
+        ("optimizer", lambda own: {"optimizer": js.chain(own, optax.sgd(0.1)), "sync": "none"}),
+        ("optimizer", lambda own: {"optimizer": optax.chain(average, own)}),
+        ("optimizer", lambda own: {"optimizer": js.dynamic_loss_scale(own), "sync": local}),
+        ("optimizer", lambda own: {"optimizer": optax.masked(own, {"b": True, "w": True})}),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_collectives_by_hand(kind, make, argument, by):
+    """They are found whatever is around them, and the remedy is named."""
+    options = {"sync": "none", **make(own_average("replica", by))}
+    step = step_of(mesh=KINDS[kind]({"replica": 2}), **options)
+    said = (
+        rf"`{argument}` holds a transform with collectives over \['replica'\] .*"
+        r"js\.gradient_transform\(tx, axes=\('replica',\)\)"
+    )
+    with pytest.raises(ValueError, match=said):
+        step.init(PARAMS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_transform_of_ours_is_taken_for_one_by_hand(kind):
+    """Each one inside of a chain of optax, with all that it sends."""
+    mesh = KINDS[kind]({"replica": 4})
+    every = [
+        js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
+        js.all_reduce_gradients("replica", hook=js.hooks.int8()),
+        js.post_local_gradients(js.every(2, start=4), average),
+        js.all_reduce_rows("replica", tables=("w",), capacity=1),
+        js.skip_unused(optax.sgd(0.1), "replica"),
+        js.dynamic_loss_scale(optax.chain(average, optax.sgd(0.1)), "replica"),
+        js.accumulate(optax.chain(average, optax.sgd(0.1)), 2),
+        js.sgp("replica"),
+        js.slowmo("replica", base=local, sync_every=6),
+        js.only_finite(local),
+    ]
+    for tx in every:
+        step_of(optax.masked(tx, {"b": True, "w": True}), mesh, sync="none").init(PARAMS)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

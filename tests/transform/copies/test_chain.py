@@ -67,10 +67,24 @@ def test_it_is_the_chain_of_optax_for_others():
     assert jax.tree.structure(ours_state) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("transforms", [(), (optax.adam(0.1),), (sync(), optax.adam(0.1))])
-def test_the_last_one_must_move_parameters(transforms):
-    with pytest.raises(ValueError, match=r"chain: the last transform must be a js\.Param"):
-        js.chain(*transforms)
+@pytest.mark.parametrize("parts", [(optax.adam(0.1),), (optax.clip(1.0), optax.adam(0.1))])
+def test_a_parameter_transform_is_not_required(parts):
+    ours, ours_state = run(js.chain(*parts))
+    theirs, state = run(optax.chain(*parts))
+    np.testing.assert_array_equal(ours, theirs)
+    assert jax.tree.structure(ours_state) == jax.tree.structure(state)
+
+
+def test_chains_in_chains_are_one():
+    clip, adam, average = optax.clip(1.0), optax.adam(0.1), sync()
+    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(average))
+    assert tx.parts == (clip, adam, average)
+    np.testing.assert_array_equal(run(tx)[0], run(js.chain(clip, adam, average))[0])
+
+
+def test_what_is_no_transform():
+    with pytest.raises(ValueError, match="chain: `transforms` must be optax transforms, got 3"):
+        js.chain(optax.adam(0.1), 3)
 
 
 def test_the_chain_of_a_step_carries_outside_of_the_step_too():

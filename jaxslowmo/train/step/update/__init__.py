@@ -14,9 +14,8 @@ from ._replica_step import Validate as Validate
 from ._shards import Tables as Tables
 from ._shards import on_shards as on_shards
 from ._table_chain import table_chain as table_chain
-from ._told import averages_without_rows as averages_without_rows
+from ._told import USE_CHAIN as USE_CHAIN
 from ._window import ROLES as ROLES
 from ._window import GradientWindow as GradientWindow
 from ._window import Metrics as Metrics
 from ._with_tables import TableParts as TableParts
-from .ways import check_late as check_late

@@ -12,6 +12,7 @@ from ...._typing import AxisName, PyTree
 from ....embedding import Embeddings
 from ....mesh import axis_names, match_varying, own_keys, vary_over
 from ....precision import loss_scale_of
+from ....sparse import Rows
 from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
@@ -26,7 +27,6 @@ from ._model_state import (
     mean_over,
     vary_statistics,
 )
-from ._rows import Rows
 from ._window import Found, GradientWindow, Metrics, added_to, empty_window, means_of
 
 
@@ -81,6 +81,8 @@ class Differentiation:
       tables: those that batches are looked up in; then a batch is `Requested`, and the loss
         function sees it `WithVectors`.
       inner_axes: inside a replica, over which the batch is split; known with the layout of a state.
+      unscales: whether gradients are divided by a loss scale at once; False leaves that to an
+        optimizer that is called as in a loop of one's own.
     """
 
     loss: FullLoss
@@ -89,6 +91,7 @@ class Differentiation:
     model_state: ModelStateMode
     tables: Embeddings | None = None
     inner_axes: tuple[str, ...] = ()
+    unscales: bool = True
 
     def gathered(self, state: TrainState, given: Given) -> tuple[Gathered, Metrics]:
         """What an update starts from, with this batch in it, and the batch's own metrics."""
@@ -189,7 +192,9 @@ class Differentiation:
         params, scale = state.params, loss_scale_of(state.opt_state)
         params = vary_over(params, self._axes)
         scale = None if scale is None else vary_over(scale, self._axes)
-        find = partial(value_and_gradients, self.loss, accumulate=self.accumulate)
+        find = partial(
+            value_and_gradients, self.loss, accumulate=self.accumulate, divides=self.unscales
+        )
         batch, key, seen = data
         if self.tables is None:
             metrics, model_state, grads, _ = find(

@@ -8,9 +8,9 @@ import jax
 from ...._typing import PyTree
 from ....embedding import Embeddings, Requests
 from ....mesh import axis_size
+from ....sparse import Rows
 from ....transform import isolated
 from ._loss import WithVectors
-from ._rows import Rows
 
 
 class Requested(NamedTuple):

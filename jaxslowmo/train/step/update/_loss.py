@@ -66,14 +66,15 @@ def value_and_gradients(
     model_state: PyTree,
     accumulate: int,
     scale: jax.Array | None = None,
+    divides: bool = True,
 ) -> tuple[dict[str, jax.Array], PyTree, PyTree, PyTree]:
     """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
 
     Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
     state is threaded through in order. With a `scale` it is that many times the loss of which
-    gradients are taken, and they are divided by it again; the loss is then at least float32. Last
-    comes the gradient of what was looked up for a batch
-    `WithVectors`, example by example; None for other batches.
+    gradients are taken, and unless `divides` is False they are divided by it again; the loss is
+    then at least float32. Last comes the gradient of what was looked up for a batch `WithVectors`,
+    example by example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -84,7 +85,7 @@ def value_and_gradients(
             part = part._replace(embedded=embedded)
         return loss(params, part, rng=key, model_state=state)
 
-    differentiate = scaled_value_and_grad(of, scale)
+    differentiate = scaled_value_and_grad(of, scale, divides=divides)
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None

@@ -10,8 +10,8 @@ import optax
 
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
-from ....clipping import clip_state
-from ....mesh import axis_names, laid_out, vary_over, varying_axes
+from ....clipping import clip_state, scaled
+from ....mesh import axis_names, axis_size, laid_out, vary_over, varying_axes
 from ....precision import (
     Policy,
     as_before_if,
@@ -21,16 +21,19 @@ from ....precision import (
     zero_if,
 )
 from ....reducer import mean_gradients
+from ....sparse import Rows, WithRows, mean_rows
 from ....transform import (
+    GradientTransform,
     ParameterTransform,
     Validation,
-    following,
+    chain,
     holds_state,
     increment,
     layouts_known,
     moved_copies,
     no_exchange,
     phase_scope,
+    spec_of,
     unless_idle,
 )
 from ....tree import apply_exactly, leaf_names
@@ -38,11 +41,19 @@ from ..._state import TrainState
 from ._differentiate import Differentiation, Gathered, kept_if_idle
 from ._given import Given
 from ._model_state import Statistics, statistics_before_if
-from ._rows import Rows, all_finite, mean_rows
+from ._rows import all_finite
 from ._shards import Tables
-from ._told import Loss, TracedUpdate, as_value, optimizer_rate, update_told
+from ._told import (
+    Loss,
+    as_value,
+    heard_by,
+    mean_where_due,
+    optimizer_rate,
+    over_replicas,
+    update_told,
+)
 from ._window import GradientWindow, Metrics
-from .ways import Made, check_asked, validated
+from .ways import Made, validated
 
 GradientOrder = Literal["reverse", "ready"]
 Validate = Literal["before", "after"]
@@ -54,7 +65,7 @@ class Reduced(NamedTuple):
     grads: PyTree
     rows: Rows
     state: PyTree  # of the gradient transform
-    loss: jax.Array
+    loss: jax.Array | None  # None where nobody knows how gradients were averaged
     over: tuple[str, ...]  # axes, in some update
     refused: jax.Array | None  # () bool, whether the update must not be made; None without tables
 
@@ -98,8 +109,8 @@ class StepParts:
         """The whole as one optax transform."""
         first = self.first_two()
         if self.sync is None:
-            return optax.chain(*first, no_exchange())
-        return following(first, of_known_layout(self.sync))
+            return chain(*first, no_exchange())
+        return chain(*first, of_known_layout(self.sync))
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
         """Gradient transform and optimizer."""
@@ -160,7 +171,9 @@ class StepParts:
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
         skipped = was_skipped(state.opt_state[1], optimizer_state)
-        gradients_state, model_state = reduced.state, gathered.model_state
+        gradients_state, model_state, rows = reduced.state, gathered.model_state, reduced.rows
+        if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
+            rows = scaled(rows, clip.clip_factor)
         if reduced.refused is not None:
             # Ids of the batch are in no table, so nothing that was made of it is a number.
             updates = zero_if(reduced.refused, updates)
@@ -176,7 +189,7 @@ class StepParts:
             model_state = statistics_before_if(skipped, model_state, state.model_state)
         return Moved(
             updates,
-            reduced.rows,
+            rows,
             active,
             gradients_state,
             optimizer_state,
@@ -218,50 +231,59 @@ class StepParts:
     ) -> Reduced:
         """Gradients, those of rows and the loss, averaged alike."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
-        inner_axes = self.inner_axes
-        value, averaged = as_value(gathered.loss), frozenset[str]()
+        inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
+        value: jax.Array | None = as_value(gathered.loss)
+        averaged = frozenset[str]()
         refused = None if gathered.refused is None else gathered.refused > 0
-        # Devices along other inner axes have other examples and the same rows.
-        tables = self.tables
-        axis, nested, divide_by = (None, None, "initial") if tables is None else tables[1:]
-        specs = self.param_specs
         if specs is not None:
             grads = laid_out(grads, specs)
+        if lacking := self._lacking(after):
+            grads = mean_gradients(grads, lacking, order, specs)
+        # Devices along other inner axes have other examples and the same rows.
+        nested = None if self.tables is None else self.tables.nested
         rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
-            known: dict[str, Any] = {}
-            if order is not None:
-                known["ready_order"] = order
-            if specs is not None:
-                known["param_specs"] = specs
-            late = Validation() if self.validate == "after" else None
-            if late is not None:
-                known["validation"] = late
-            update = partial(_update_weighted, self.gradients, known)
-            operands = grads, after, state.params, weight
-            reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
-            if axis is not None and not reduction.communicates_over(axis):
-                # It knows the replicas alone: their devices' gradients are averaged before.
-                operands = mean_gradients(grads, (axis,), order, specs), *operands[1:]
-                reduction = TracedUpdate(update, self.axis_name, *operands, of_gradients=True)
-            run = reduction
+            spec = spec_of(self.gradients)
+            known = {
+                "weight": weight,
+                "ready_order": order,
+                "param_specs": specs,
+                "validation": Validation() if self.validate == "after" else None,
+            }
+            takes = heard_by(spec, after)
+            known = {n: x for n, x in known.items() if x is not None and n in takes}
+            reductions = over_replicas(spec.reductions_of(after), self.axis_name)
+            averaged = frozenset(name for each in reductions for name in each.axes)
+            if holds_state(spec.unknown(after), "gradients"):
+                value, averaged = None, frozenset(n for n in names if axis_size(n) > 1)
+            update: Any = partial(self.gradients.update, **known)
             if loss_scale_of(state.opt_state) is not None:
-                run = unless_overflow(reduction, {*reduction.axes, *inner_axes}, weight)
-            grads, after = run(*operands)
-            if late is not None and clip_state(after) is not None:
-                check_asked(late)
-            value, averaged = reduction.mean(value, weight, *operands), reduction.axes
-            rows = reduction.rows(rows, weight, divide_by, *operands)
+                update = unless_overflow(update, {*averaged, *inner_axes}, weight)
+            both = WithRows(grads, rows, inner_axes) if rows else grads
+            both, after = update(both, after, state.params)
+            grads, rows = (both.dense, both.rows) if rows else (both, rows)
+            if value is not None:
+                value = mean_where_due(value, weight, reductions, self.axis_name)
             if refused is not None:  # by one replica, the mean is of no use to any
-                refused = reduction.mean(refused.astype(value.dtype), None, *operands) > 0
-        elif inner_axes:
-            grads = mean_gradients(grads, inner_axes, order, specs)
+                told = refused.astype(gathered.loss.dtype)
+                refused = mean_where_due(told, None, reductions, self.axis_name) > 0
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
-        names = axis_names(self.axis_name)
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        value, refused = vary_over((value, refused), names)
-        return Reduced(vary_over(grads, names), rows, after, value, over, refused)
+        grads, rows, value, refused = vary_over((grads, rows, value, refused), names)
+        return Reduced(grads, rows, after, value, over, refused)
+
+    def _lacking(self, state: PyTree) -> tuple[str, ...]:
+        """Inner axes over which `gradients`, of this state, leaves it to the step to average."""
+        if self.gradients is None:
+            return self.inner_axes
+        spec = spec_of(self.gradients)
+        is_known = isinstance(self.gradients, GradientTransform)
+        if is_known and not spec.axes and not holds_state(spec.unknown(state), "gradients"):
+            return self.inner_axes
+        axis = None if self.tables is None else self.tables.axis
+        # It may know the replicas alone.
+        return () if axis is None or axis in spec.axes else (axis,)
 
     def _optimized(
         self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
@@ -273,6 +295,17 @@ class StepParts:
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and loss_scale_of(before) is not None:
             finite = all_finite(reduced.rows, self.inner_axes)
+        spec, names = spec_of(self.optimizer), axis_names(self.axis_name)
+        reductions = over_replicas(spec.reductions_of(before), self.axis_name)
+        averaged = {*reduced.over, *(name for each in reductions for name in each.axes)}
+        value = reduced.loss
+        if holds_state(spec.unknown(before), "gradients"):
+            averaged |= {name for name in names if axis_size(name) > 1}
+            value = value if averaged.isdisjoint(names) else None
+        if value is not None:
+            value = mean_where_due(value, weight, reductions, self.axis_name)
+        over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
+        loss = Loss(value, over, self.differentiation, gathered.data)
 
         def run(grads: PyTree, validation: Validation | None) -> Made:
             with jax.named_scope("optimizer"):
@@ -281,8 +314,7 @@ class StepParts:
                     grads,
                     before,
                     state.params,
-                    loss=Loss(reduced.loss, reduced.over, self.differentiation, gathered.data),
-                    axis_name=self.axis_name,
+                    loss=loss,
                     weight=weight,
                     finite=finite,
                     param_specs=self.param_specs,
@@ -335,22 +367,6 @@ class StepParts:
     def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
         """In which gradients go into buckets; None leaves it to what reduces them."""
         return self.differentiation.ready_order(state, like) if self.order == "ready" else None
-
-
-def _update_weighted(
-    gradients: optax.GradientTransformationExtraArgs,
-    known: dict[str, Any],
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    weight: jax.Array | None,
-) -> tuple[PyTree, PyTree]:
-    """Call `gradients.update` with what is static as `known` and, where there is one, a weight.
-
-    The weight is an argument: jax makes one of whatever a traced function closes over.
-    """
-    shares = {} if weight is None else {"weight": weight}
-    return gradients.update(grads, state, params, **known, **shares)
 
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:

@@ -1,7 +1,6 @@
 """Row gradients of the tables between the devices that hold them, and what they change."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,61 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._typing import PyTree
-from ....mesh import axis_size, match_varying
-from ....reducer import DivideBy
-from ....sparse import RowGradient, all_reduce_rows, coalesce
+from ....mesh import match_varying
+from ....sparse import RowGradient, Rows, coalesce
 from ....transform import unseen_zero
 from ....tree import at_least_float32, cast
-
-Rows = Mapping[str, RowGradient]
-"""By table: gradients of the rows that a device holds, in at least float32."""
-
-
-def mean_rows(
-    rows: Rows,
-    axes: tuple[str, ...],
-    weight: jax.Array | None = None,
-    divide_by: DivideBy = "initial",
-) -> Rows:
-    """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
-
-    Args:
-      rows: of each device.
-      axes: mapped; none leaves `rows` as they are.
-      weight: of a replica, as `js.all_reduce_rows` takes it.
-      divide_by: likewise.
-
-    Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
-    """
-    if not axes or not rows:
-        return rows
-    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
-    told = {} if weight is None else {"weight": weight}
-    gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
-    means: Any
-    means, _ = reduce.update(gradients, reduce.init({}), **told)
-    return means
-
-
-def with_entries_of(rows: Rows, own: Rows, axes: tuple[str, ...]) -> Rows:
-    """`rows` in as many entries as the mean of `own` over all of `axes` has.
-
-    Means over different axes can then be branches of one conditional.
-
-    Communication: none.
-    """
-    count = math.prod(map(axis_size, axes))
-
-    def padded(rows: RowGradient, own: RowGradient) -> RowGradient:
-        entries = min(own.rows.shape[0], own.num_rows)
-        room = min(count * entries, own.num_rows) - rows.rows.shape[0]
-        if room <= 0:
-            return rows
-        numbers = jnp.pad(rows.rows, (0, room), constant_values=own.num_rows)
-        values = jnp.pad(rows.values, ((0, room), *[(0, 0)] * (own.values.ndim - 1)))
-        return RowGradient(numbers, values, own.num_rows)
-
-    return {name: padded(rows[name], own[name]) for name in rows}
 
 
 def only_if(counts: jax.Array | bool, rows: Rows) -> Rows:

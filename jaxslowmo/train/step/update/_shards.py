@@ -7,7 +7,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from ....embedding import Embeddings
-from ....reducer import DivideBy
 from ....tree import reshaped
 
 Kinds = Any
@@ -26,13 +25,11 @@ class Tables(NamedTuple):
       axis: over which they are sharded; None without one.
       nested: the same, where it is left to the compiler and bound around what needs it; None where
         there is nothing to bind.
-      divide_by: what a weighted sum of the gradients of rows is divided by, as that of dense ones.
     """
 
     embeddings: Embeddings
     axis: str | None
     nested: str | None
-    divide_by: DivideBy
 
 
 def on_shards(

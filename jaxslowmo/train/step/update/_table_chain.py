@@ -6,7 +6,7 @@ import optax
 
 from ...._typing import PyTree
 from ....embedding import WithTables
-from ....transform import following, no_exchange
+from ....transform import chain, no_exchange, note_followed
 from ._replica_step import StepParts, of_known_layout
 from ._shards import Tables, on_shards
 
@@ -17,11 +17,13 @@ def table_chain(parts: StepParts, tables: Tables) -> optax.GradientTransformatio
     Its `init` takes `WithTables`, under the replica axis; its `update` is the step's.
     """
     embeddings = tables.embeddings
-    optimizers = following(parts.first_two())
+    optimizers = chain(*parts.first_two())
     sync = no_exchange() if parts.sync is None else of_known_layout(parts.sync)
 
     def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
-        return optimizers.init(dense), embeddings.init_optimizer(stored)
+        states = optimizers.init(dense)
+        note_followed(states)
+        return states, embeddings.init_optimizer(stored)
 
     def init(params: WithTables) -> tuple[PyTree, PyTree, PyTree]:
         # The axis is bound for gradient transforms that average over it, too.

@@ -2,162 +2,77 @@
 
 `optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
 searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss has to be averaged as the
-gradients were: over which axes that is, is read off the traced gradient transform.
+gradients were, over the axes and in the updates that their transforms say.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...._scopes import METRICS, PHASE, SKIP_UNUSED
+from ...._scopes import METRICS
 from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
-from ....mesh import axis_names, axis_size, collective_axes, vary_over, varying_axes
-from ....precision import Unscaled, is_about_keywords, loss_scale_of
-from ....reducer import DivideBy
-from ....transform import Validation, holds_state
+from ....mesh import axis_names, axis_size, vary_over
+from ....tracing import run_where_values_vary
+from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
 from ....tree import at_least_float32
 from ._differentiate import Data, Differentiation
-from ._rows import Rows, mean_rows, with_entries_of
-from .ways import run_as_varying
 
-Update = Callable[..., tuple[PyTree, PyTree]]
+USE_CHAIN = (
+    "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
+    "js.chain, or pass them apart as `gradients`, `optimizer` and `sync`."
+)
 
 
-class TracedUpdate:
-    """An update of transforms, traced before it runs: one can look over which axes it sends.
+def over_replicas(reductions: Sequence[Reduction], axis_name: AxisName) -> list[Reduction]:
+    """What of `reductions` is over replica axes with several replicas, one for all that is static.
 
     Args:
-      update: `(*operands) -> (updates, state)`.
+      reductions: of transforms, in the order in which they run.
       axis_name: the replica axis.
-      *operands: what it will be called with.
-      of_gradients: whether it exchanges nothing but gradients: hooks have phases of their own
-        (PowerSGD), which are then no exchanges of parameters.
+    """
+    names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
+    always = {name for axes, due in reductions if due is True for name in axes}
+    found = [Reduction(tuple(n for n in names if n in always), True)]
+    for axes, due in reductions:
+        if not isinstance(due, bool):
+            own = tuple(n for n in names if n in axes and n not in always)
+            found.append(Reduction(own, due))
+    return [each for each in found if each.axes]
 
-    Attributes:
-      axes: those of `axis_name` over which it communicates in some update, exchanges of parameters
-        apart.
+
+def mean_where_due(
+    x: jax.Array, weight: jax.Array | None, reductions: Sequence[Reduction], axis_name: AxisName
+) -> jax.Array:
+    """`x` averaged over replicas in the updates in which gradients are.
+
+    Args:
+      x: () float.
+      weight: this replica's share; one of weight 0 does not count.
+      reductions: `over_replicas` of those of the gradients.
+      axis_name: the replica axis.
+
+    Communication: one all-reduce of `x` over the axes of each reduction that is due, with a weight
+      of 8 bytes more; none where nothing uses the result.
     """
 
-    def __init__(
-        self, update: Update, axis_name: AxisName, *operands: PyTree, of_gradients: bool = False
-    ) -> None:
-        self._counts = _is_no_predicate if of_gradients else _may_average_gradients
-        self._update = jax.jit(update, inline=True)
-        self._closed: Any = self._update.trace(*operands).jaxpr
-        self._replica_axes = axis_names(axis_name)
-        self.axes = self._axes_of(self._closed.jaxpr)
+    def mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+        with jax.named_scope(METRICS):
+            flat = x.reshape(1)
+            if weight is None:
+                (x,) = all_mean(flat, axes)
+            else:
+                ((x,),) = weighted_means([flat], weight, axes, idle_as_zeros=False)
+        return vary_over(x, axis_names(axis_name))  # as the gradients
 
-    def communicates_over(self, name: str) -> bool:
-        """Whether it reduces over another axis, too."""
-        return name in collective_axes(self._closed.jaxpr, self._counts)
-
-    def __call__(self, *operands: PyTree) -> tuple[PyTree, PyTree]:
-        """The result of the update."""
-        return self._update(*operands)
-
-    def mean(self, x: jax.Array, weight: jax.Array | None, *operands: PyTree) -> jax.Array:
-        """`x` averaged over replicas as this update averages gradients.
-
-        Where all that it sends stands in one conditional (`js.post_local_gradients`), `x` is
-        averaged in just the updates in which gradients are.
-
-        Args:
-          x: () float.
-          weight: this replica's share; one of weight 0 does not count.
-          *operands: of the update.
-
-        Communication: one all-reduce of `x` over `axes`, with a weight of 8 bytes more; none where
-          nothing uses the result.
-        """
-        return self._as_gradients(lambda axes, x: self._mean_over(axes, weight, x), x, operands)
-
-    def rows(
-        self, rows: Rows, weight: jax.Array | None, divide_by: DivideBy, *operands: PyTree
-    ) -> Rows:
-        """Gradients of rows averaged over replicas, as this update averages dense ones.
-
-        Args:
-          rows: of this device.
-          weight: as in `mean`.
-          divide_by: that of the means which this update takes of dense gradients.
-          *operands: of the update.
-
-        Communication: per table one all-gather of the row numbers and one of the rows.
-        """
-
-        def mean(axes: frozenset[str], rows: Rows) -> Rows:
-            names = tuple(name for name in self._replica_axes if name in axes)
-            means = mean_rows(rows, names, weight, divide_by)
-            # As the dense gradients.
-            return vary_over(with_entries_of(means, rows, self._replica_axes), self._replica_axes)
-
-        return self._as_gradients(mean, rows, operands) if rows else rows
-
-    def _as_gradients(
-        self,
-        mean: Callable[[frozenset[str], PyTree], PyTree],
-        x: PyTree,
-        operands: tuple[PyTree, ...],
-    ) -> PyTree:
-        """`mean(axes, x)` over the axes over which this update averages gradients."""
-        jaxpr = self._closed.jaxpr
-        choices = [
-            place
-            for place, equation in enumerate(jaxpr.eqns)
-            if equation.primitive.name == "cond" and len(set(self._axes_of_branches(equation))) > 1
-        ]
-        others = [eqn for place, eqn in enumerate(jaxpr.eqns) if place not in choices]
-        if len(choices) != 1 or self._axes_of(jaxpr.replace(eqns=others)):
-            # Several exchanges, each in some updates: averaged as if all took place in all.
-            return mean(self.axes, x)
-        (place,) = choices
-        branches = self._axes_of_branches(jaxpr.eqns[place])
-        means = [partial(mean, branch) for branch in branches]
-        return lax.switch(self._index_of(place, operands), means, x)
-
-    def _mean_over(self, axes: frozenset[str], weight: jax.Array | None, x: jax.Array) -> jax.Array:
-        names = tuple(name for name in self._replica_axes if name in axes)
-        if names:
-            with jax.named_scope(METRICS):
-                flat = x.reshape(1)
-                if weight is None:
-                    (x,) = all_mean(flat, names)
-                else:
-                    ((x,),) = weighted_means([flat], weight, names, idle_as_zeros=False)
-        return vary_over(x, self._replica_axes)  # as the gradients
-
-    def _index_of(self, place: int, operands: tuple[PyTree, ...]) -> jax.Array:
-        """Which branch the conditional at `place` takes."""
-        jaxpr = self._closed.jaxpr
-        before = jaxpr.replace(eqns=jaxpr.eqns[:place], outvars=jaxpr.eqns[place].invars[:1])
-        find = jaxpr_as_fun(ClosedJaxpr(before, self._closed.consts))
-        return find(*jax.tree.leaves(operands))[0].astype(jnp.int32)
-
-    def _axes_of_branches(self, equation: Any) -> list[frozenset[str]]:
-        return [self._axes_of(branch.jaxpr) for branch in equation.params["branches"]]
-
-    def _axes_of(self, jaxpr: Any) -> frozenset[str]:
-        found = collective_axes(jaxpr, self._counts) & set(self._replica_axes)
-        return frozenset(name for name in found if axis_size(name) > 1)
-
-
-def _may_average_gradients(equation: Any) -> bool:
-    """Not an exchange of parameters, nor a count of uses, nor a predicate."""
-    scopes = str(equation.source_info.name_stack)
-    return PHASE not in scopes and SKIP_UNUSED not in scopes and _is_no_predicate(equation)
-
-
-def _is_no_predicate(equation: Any) -> bool:
-    """Not what makes predicates alike (`uniform`, `js.dynamic_loss_scale`)."""
-    return equation.primitive.name != "pmax"
+    for axes, due in reductions:
+        x = run_if(due, partial(mean_over, axes), lambda x: x, x)
+    return vary_over(x, axis_names(axis_name))
 
 
 @dataclass(frozen=True)
@@ -165,14 +80,15 @@ class Loss:
     """What the optimizer is told of the loss.
 
     Attributes:
-      value: () float, averaged as the gradients were.
+      value: () float, averaged as the gradients were; None where transforms that nobody knows
+        average them.
       averaged: over which axes they were, in some update.
       differentiation: the loss function, and the microbatches of a batch.
       data: this replica's batch, key and model state before the update; None for a window, whose
         batches are gone.
     """
 
-    value: jax.Array
+    value: jax.Array | None
     averaged: tuple[str, ...]
     differentiation: Differentiation
     data: Data | None
@@ -222,19 +138,35 @@ def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     return value_fn
 
 
-def averages_without_rows(how: str) -> str:
-    """Return the message for an `optimizer` that averages beside tables; `how` is its verb."""
-    return (
-        f"`optimizer` beside `embeddings` {how}, and is not given rows of tables: dense parameters "
-        "would agree on all replicas, and tables drift apart. Pass what averages gradients, "
-        "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such as "
-        "js.local_sgd(...), as `sync`."
-    )
-
-
 def as_value(loss: jax.Array) -> jax.Array:
     """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
     return loss.astype(at_least_float32(loss.dtype))
+
+
+class Untold:
+    """Stands for a loss that is not averaged as gradients were; whoever computes with it is told.
+
+    Transforms that ignore `value` hand it on.
+    """
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ValueError(
+            "`optimizer` asks for `value`, the loss averaged as gradients are, and they are "
+            f"averaged by transforms that the step does not see. {USE_CHAIN}"
+        )
+
+    __jax_array__ = __array__ = __getattr__ = __float__ = __bool__ = __abs__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+def heard_by(spec: GradientSpec, state: PyTree) -> frozenset[str]:
+    """What of a step a transform of this spec and state is told: what it takes, and the weight.
+
+    One of ours inside of an optax.chain is told the layouts of leaves, too, which it would gather.
+    """
+    hidden = holds_state(spec.unknown(state), "gradients")
+    return spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
 
 
 def update_told(
@@ -244,7 +176,6 @@ def update_told(
     params: PyTree,
     *,
     loss: Loss,
-    axis_name: AxisName,
     weight: jax.Array | None,
     finite: jax.Array | None = None,
     param_specs: PyTree | None = None,
@@ -252,85 +183,50 @@ def update_told(
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
-    Where `optimizer` is a chain that averages gradients by a transform of ours, `value` is averaged
-    likewise, and the chain is told the specs of the parameters, where there are some. One that
-    keeps a loss scale is told that gradients were divided by it, and whether those that it does not
-    get are `finite`. `validation` reaches all that listens to it.
+    Of `finite`, `param_specs`, `validation` and that gradients were divided by a loss scale it is
+    told what its spec says that it takes.
 
     Raises:
-      ValueError: it calls `value_fn` and gradients are averaged over some axis; a chain that
-        exchanges and cannot be run with varying types; a loss scale inside of what keeps from it
-        that gradients were divided; with tables one that exchanges over the replicas.
+      ValueError: it calls `value_fn` and gradients are averaged over some axis, or asks for a value
+        that is not known; a chain that exchanges and cannot be run with varying types.
 
-    Communication: the optimizer's, and that of `TracedUpdate.mean` for such a chain.
+    Communication: the optimizer's.
     """
-    is_chain = holds_state(state, "gradients")
-    averaged = loss.averaged or (axis_names(axis_name) if is_chain else ())
+    spec = spec_of(optimizer)
+    exchanges = [moves for moves in ("gradients", "parameters") if holds_state(state, moves)]
+    takes = heard_by(spec, state)
+    static = {"unscaled": True, "param_specs": param_specs}
+    static = {name: x for name, x in static.items() if x is not None and name in takes}
+    given = {"weight": weight, "finite": finite, "validation": validation}
+    given = {name: x for name, x in given.items() if x is not None and name in takes}
 
     def update(
-        grads: PyTree,
-        state: PyTree,
-        params: PyTree,
-        value: jax.Array,
-        weight: Any,
-        finite: Any,
-        data: Any,
+        grads: PyTree, state: PyTree, params: PyTree, value: Any, given: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
-        extra: dict[str, Any] = {} if weight is None else {"weight": weight}
-        if is_chain and param_specs is not None:
-            extra["param_specs"] = param_specs
-        is_refused = averaged or loss.data is None
-        own = _refusing(averaged) if is_refused else partial(loss.at, data=data, weight=weight)
-        late = {} if validation is None else {"validation": validation}
-        told = {"value": value, "grad": grads, "value_fn": own, **extra, **late}
+        is_refused = loss.averaged or loss.data is None
+        value_fn = _refusing(loss.averaged) if is_refused else partial(loss.at, data=data)
+        told = {"value": Untold() if value is None else value, "grad": grads, "value_fn": value_fn}
         run = partial(optimizer.update, grads, state, params)
-        if loss_scale_of(state) is None:
-            return _called_with(run, told, {})
-        # Divided as soon as they were taken, so that all that reads them gets what it expects.
-        with Unscaled.heard() as unscaled:
-            scaled = {"unscaled": unscaled, "finite": finite, **late}
-            return _called_with(run, {**told, **scaled}, scaled)
+        try:
+            return run(**told, **static, **given)
+        except TypeError as error:
+            # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
+            if "unexpected keyword argument" not in str(error):
+                raise
+            few = {**static, **given}
+            return run(**{name: x for name, x in few.items() if name in spec.takes - {"weight"}})
 
-    def without_exchange(*operands: PyTree) -> tuple[PyTree, PyTree]:
-        traced = TracedUpdate(update, axis_name, *operands)
-        axes = [name for name in axis_names(axis_name) if traced.communicates_over(name)]
-        if axes:
-            raise ValueError(averages_without_rows(f"exchanges over {axes} by itself"))
-        return traced(*operands)
-
-    checked = update if loss.differentiation.tables is None else without_exchange
-    operands = grads, state, params, loss.value, weight, finite, None if averaged else loss.data
-    try:
-        if is_chain:
-            traced = TracedUpdate(update, axis_name, *operands)
-            value = traced.mean(loss.value, weight, *operands)
-            return traced(grads, state, params, value, weight, finite, None)
-        return checked(*operands)
-    except (TypeError, AssertionError) as error:
-        if not any(map(varying_axes, jax.tree.leaves(operands))):
-            raise
-        if is_chain or holds_state(state, "parameters"):
-            raise ValueError(
-                "`optimizer` is a chain that exchanges, and a transform in it has branches or "
-                "loops that return constants beside what differs between replicas, which jax "
-                "refuses on devices. Pass what exchanges apart from it, as `gradients` or `sync`."
-            ) from error
-        # Branches and loops that mix constants with what differs between replicas; and zeros like
-        # a shape of them (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
-        return run_as_varying(checked, *operands)
-
-
-def _called_with(run: Update, all_known: dict[str, Any], few: dict[str, Any]) -> Any:
-    """`run` with all that is known; with few where it does not take all.
-
-    optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
-    """
-    try:
-        return run(**all_known)
-    except TypeError as error:
-        if not is_about_keywords(error):
-            raise
-        return run(**few)
+    refused = None
+    if exchanges:
+        refused = (
+            "`optimizer` is a chain that exchanges, and a transform in it has branches or loops "
+            "that return constants beside what differs between replicas, which jax refuses on "
+            "devices. Pass what exchanges apart from it, as `gradients` or `sync`, or all of it as "
+            "a js.chain."
+        )
+    data = None if loss.averaged else loss.data
+    operands = grads, state, params, loss.value, given, data
+    return run_where_values_vary(update, *operands, refused=refused)
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from ...._typing import PyTree
 from ....mesh import match_varying
+from ....sparse import Rows
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._loss import wide_zeros
-from ._rows import Rows, beside, no_rows, summed
+from ._rows import beside, no_rows, summed
 
 Metrics = dict[str, jax.Array]
 

@@ -136,6 +136,7 @@ def all_gathered(axis):
 
 
 BOTH = js.all_reduce_gradients(("replica", "device"))
+WHOLE = js.chain(BOTH, optax.polyak_sgd())
 
 
 @pytest.mark.parametrize(
@@ -143,15 +144,15 @@ BOTH = js.all_reduce_gradients(("replica", "device"))
     [
         ({"replica": 2, "device": 2}, {"gradients": BOTH}),
         ({"replica": 1, "device": 2}, {}),
-        ({"replica": 2}, {"gradients": optax.chain(optax.clip(9.0), average), "accumulate": 2}),
-        ({"replica": 2}, {"gradients": all_gathered("replica")}),
-        ({"replica": 2}, {"optimizer": optax.chain(average, optax.polyak_sgd())}),
+        ({"replica": 2}, {"gradients": js.chain(optax.clip(9.0), average), "accumulate": 2}),
+        ({"replica": 2}, {"gradients": js.gradient_transform(all_gathered("replica"))}),
+        ({"replica": 2}, {"optimizer": js.chain(average, optax.polyak_sgd())}),
         (
             {"replica": 2, "device": 2},
-            {"gradients": optax.identity(), "optimizer": optax.chain(BOTH, optax.polyak_sgd())},
+            {"gradients": optax.identity(), "optimizer": js.skip_unused(WHOLE, BOTH.spec.axes)},
         ),
     ],
-    ids=["two levels", "inner", "microbatches", "all_gather", "chain", "two levels, chain"],
+    ids=["two levels", "inner", "microbatches", "all_gather", "chain", "two levels, wrapped"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_averaged_as_gradients_are(kind, axes, options):
@@ -170,8 +171,7 @@ def test_the_loss_of_a_replica_that_averages_inside(kind, whole_chain):
     inside, sync = js.all_reduce_gradients("device"), js.local_sgd("replica", sync_every=99)
     options = {"optimizer": optax.polyak_sgd(), "gradients": inside, "sync": sync}
     if whole_chain:
-        chain = optax.chain(inside, optax.polyak_sgd(), sync)
-        options = {"optimizer": chain, "gradients": optax.identity()}
+        options = {"optimizer": js.chain(inside, optax.polyak_sgd(), sync)}
     step = js.make_train_step(noisy, mesh=KINDS[kind]({"replica": 2, "device": 2}), **options)
     params = train(step).params
     for replica, share in enumerate(np.split(BATCHES, 2, axis=1)):
@@ -223,7 +223,7 @@ def test_the_loss_is_weighted_as_gradients_are(kind):
     [
         ({"replica": 2}, {"gradients": average}, r"\('replica',\)"),
         ({"replica": 2, "device": 2}, local(), r"\('device',\)"),
-        ({"replica": 2}, {"optimizer": optax.chain(average, optax.lbfgs())}, r"\('replica',\)"),
+        ({"replica": 2}, {"optimizer": js.chain(average, optax.lbfgs())}, r"\('replica',\)"),
     ],
 )
 def test_no_line_search_over_averaged_gradients(axes, options, over):
@@ -287,7 +287,9 @@ def test_only_the_optimizer_is_told():
         gradients=recording(average),
         mesh=js.virtual_mesh({"replica": 2}),
     )
-    train(step, BATCHES[:1], [1, 2])
+    state = step.init(PARAMS)
+    seen.clear()  # of the look at what they exchange
+    step(state, BATCHES[0], [1, 2])
     assert seen == [["weight"], ["grad", "value", "value_fn", "weight"]]
 
 
@@ -299,22 +301,31 @@ def test_an_optimizer_that_takes_no_more_than_it_knows():
     assert np.any(train(step, BATCHES[:2]).params["w"][0] != PARAMS["w"])
 
 
+def with_constants():
+    """Its state is a constant from one branch, and from the other what it was."""
+
+    def update(updates, state, params=None):
+        count = jax.lax.cond(state.count > 9, lambda c: jnp.zeros([]), lambda c: c, state.count)
+        return updates, optax.ScaleByScheduleState(count)
+
+    def init(params):
+        return optax.ScaleByScheduleState(jnp.zeros([]))
+
+    return optax.GradientTransformation(init, update)
+
+
 @pytest.mark.parametrize("exchange", ["parameters", "gradients"])
 def test_a_chain_that_jax_refuses_on_devices_is_told_apart(exchange):
-    """Branches of the plateau return constants; the remedy is named, and it works."""
-    plateau = optax.contrib.reduce_on_plateau(patience=2)
-    if exchange == "parameters":
-        chain = optax.chain(optax.sgd(0.1), plateau, js.local_sgd("replica", sync_every=2))
-        parts = {"sync": js.local_sgd("replica", sync_every=2)}
-    else:
-        chain = optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1), plateau)
-        parts = {"gradients": js.all_reduce_gradients("replica")}
+    """A branch returns constants; the remedy is named, and it works."""
+    still = optax.chain(optax.sgd(0.1), with_constants())
+    sync = js.local_sgd("replica", sync_every=2)
+    parts = (still, sync) if exchange == "parameters" else (average, still)
     mesh, batch = js.make_mesh({"replica": 2}), np.ones((2, 3), np.float32)
     square = lambda p, b: ((p["w"] - b) ** 2).mean()  # noqa: E731
-    step = js.make_train_step(square, chain, mesh=mesh)
+    step = js.make_train_step(square, optax.chain(*parts), mesh=mesh)
     state = step.init({"w": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match=r"`optimizer` is a chain that exchanges.*`gradients` or"):
         step(state, batch)
-    step = js.make_train_step(square, optax.chain(optax.sgd(0.1), plateau), mesh=mesh, **parts)
+    step = js.make_train_step(square, js.chain(*parts), mesh=mesh)
     state, _ = step(step.init({"w": np.zeros(3, np.float32)}), batch)
     assert np.all(np.asarray(state.params["w"]) > 0)

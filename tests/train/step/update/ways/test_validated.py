@@ -50,17 +50,20 @@ def adam():
 
 # By name: what the step is made of, and in which update an example is infinite.
 SETTINGS = {
-    "in the optimizer": ({"optimizer": optax.chain(clip(), adam()), "gradients": MEAN}, None),
-    "in gradients": ({"optimizer": adam(), "gradients": optax.chain(MEAN, clip())}, None),
+    "in the optimizer": (
+        {"optimizer": js.skip_unused(js.chain(clip(), adam()), "replica"), "gradients": MEAN},
+        None,
+    ),
+    "in gradients": ({"optimizer": adam(), "gradients": js.chain(MEAN, clip())}, None),
     "with a loss scale": (
         {
-            "optimizer": js.dynamic_loss_scale(optax.chain(clip(), adam()), "replica"),
+            "optimizer": js.dynamic_loss_scale(js.chain(clip(), adam()), "replica"),
             "gradients": MEAN,
         },
         4,
     ),
     "loss scale behind": (
-        {"optimizer": js.dynamic_loss_scale(adam()), "gradients": optax.chain(MEAN, clip())},
+        {"optimizer": js.dynamic_loss_scale(adam()), "gradients": js.chain(MEAN, clip())},
         4,
     ),
     "a loss scale alone": (
@@ -69,13 +72,13 @@ SETTINGS = {
     ),
     "each replica's own norm": (
         {
-            "optimizer": js.dynamic_loss_scale(optax.chain(clip(), adam())),
+            "optimizer": js.dynamic_loss_scale(js.chain(clip(), adam())),
             "sync": js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
         },
         1,
     ),
     "in windows of the optimizer": (
-        {"optimizer": js.accumulate(optax.chain(clip(), adam()), every=2), "gradients": MEAN},
+        {"optimizer": js.accumulate(js.chain(clip(), adam()), every=2), "gradients": MEAN},
         None,
     ),
 }
@@ -163,7 +166,7 @@ def in_parts(optimizer, validate, gradients=MEAN):
 
 @pytest.mark.parametrize("validate", ["before", "after"])
 def test_one_bad_value_on_one_shard_skips_everywhere(validate):
-    optimizer = js.dynamic_loss_scale(optax.chain(clip(), adam()))
+    optimizer = js.dynamic_loss_scale(js.chain(clip(), adam()))
     step, state = in_parts(optimizer, validate)
     assert state.params["w"].sharding.spec == P("replica", "fsdp")
     found = []
@@ -199,9 +202,9 @@ def test_the_optimizer_does_not_wait_for_the_norm(place):
     But in the conditional, where clipped gradients are taken.
     """
     setting = {
-        "optimizer": {"optimizer": optax.chain(clip(), marked())},
-        "gradients": {"optimizer": marked(), "gradients": optax.chain(MEAN, clip())},
-        "loss scale": {"optimizer": js.dynamic_loss_scale(optax.chain(clip(), marked()))},
+        "optimizer": {"optimizer": js.chain(clip(), marked())},
+        "gradients": {"optimizer": marked(), "gradients": js.chain(MEAN, clip())},
+        "loss scale": {"optimizer": js.dynamic_loss_scale(js.chain(clip(), marked()))},
     }[place]
     waits = {}
     for validate in ("before", "after"):
@@ -236,15 +239,18 @@ def waiting(module):
     [
         ({"optimizer": adam()}, r"and the step has neither \(optax.clip_by_global_norm cannot"),
         (
-            {"optimizer": optax.chain(clip(), clip(), adam())},
+            {"optimizer": js.skip_unused(js.chain(clip(), clip(), adam()), "replica")},
             "takes one js.clip_by_global_norm, found 2",
         ),
         (
-            {"optimizer": optax.chain(clip(), adam()), "gradients": optax.chain(MEAN, clip())},
+            {
+                "optimizer": js.skip_unused(js.chain(clip(), adam()), "replica"),
+                "gradients": js.chain(MEAN, clip()),
+            },
             "takes one js.clip_by_global_norm, found 2",
         ),
         (
-            {"optimizer": adam(), "gradients": optax.chain(clip(), MEAN)},
+            {"optimizer": adam(), "gradients": js.chain(clip(), MEAN)},
             "in `gradients` js.clip_by_global_norm must stand last",
         ),
     ],
@@ -268,20 +274,28 @@ def deaf(tx):
     ("setting", "message"),
     [
         (
-            {"optimizer": optax.chain(MEAN, clip(), adam()), "gradients": optax.identity()},
+            {"optimizer": js.dynamic_loss_scale(js.chain(MEAN, clip(), adam()))},
             r"here it exchanges over \['replica'\] by itself",
         ),
         (
-            {"optimizer": optax.chain(deaf(clip()), adam()), "gradients": MEAN},
-            "stands inside of a transform that does not pass on what `update` is told",
+            {"optimizer": optax.chain(clip(), adam()), "gradients": MEAN},
+            "stands inside of a transform that nobody knows.* js.chain",
         ),
         (
-            {"optimizer": adam(), "gradients": optax.chain(MEAN, deaf(clip()))},
-            "stands inside of a transform that does not pass on what `update` is told",
+            {"optimizer": optax.chain(js.dynamic_loss_scale(adam())), "gradients": MEAN},
+            "stands inside of a transform that nobody knows.* js.chain",
+        ),
+        (
+            {"optimizer": js.chain(deaf(clip()), adam()), "gradients": MEAN},
+            "stands inside of a transform that nobody knows.* js.chain",
+        ),
+        (
+            {"optimizer": adam(), "gradients": js.chain(MEAN, deaf(clip()))},
+            "stands inside of a transform that nobody knows.* js.chain",
         ),
     ],
 )
-def test_what_is_seen_when_it_is_traced(setting, message):
+def test_what_the_step_must_know(setting, message):
     with pytest.raises(ValueError, match=message):
         run(setting, "after")
 

@@ -7,9 +7,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....._typing import PyTree
-from .....mesh import vary_over, varying_axes
-from .....tracing import called_program, scan_operands
+from .._typing import PyTree
+from ..mesh import vary_over, varying_axes
+from ._facts import called_program, scan_operands
+
+
+def run_where_values_vary(
+    fn: Callable[..., PyTree], *operands: PyTree, refused: str | None = None
+) -> PyTree:
+    """`fn(*operands)`, also where jax refuses it because some values differ between devices.
+
+    Args:
+      fn: as `run_as_varying` takes it.
+      *operands: what it is called with.
+      refused: what the error says where it has to be run as varying and must not be, since it holds
+        collectives whose results differ between devices; None: it holds none.
+
+    Raises:
+      ValueError: `refused`, where there is that.
+
+    Communication: that of `fn`.
+    """
+    try:
+        return fn(*operands)
+    except (TypeError, AssertionError) as error:
+        # Branches and loops that mix constants with what differs between devices; and zeros like a
+        # shape of that (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
+        if not any(map(varying_axes, jax.tree.leaves(operands))):
+            raise
+        if refused is not None:
+            raise ValueError(refused) from error
+    return run_as_varying(fn, *operands)
 
 
 def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
