@@ -11,7 +11,7 @@ from ..._integers import as_int
 from ..._typing import PyTree
 from ...embedding import Embeddings
 from .._state import TrainState
-from ._programs import Task, add_to_window, anew, ask, update
+from ._programs import Task, anew, ask, update
 from ._usable import refuse_unusable, refuse_unusable_window
 from .update import Ahead, Carry, Given, GradientWindow, Metrics
 
@@ -90,6 +90,7 @@ class AheadStep:
         weight: Any = None,
         window: GradientWindow | None = None,
         collect: bool = False,
+        num_batches: int = 0,
     ) -> tuple[Any, Metrics, Asked | None]:
         """`step` of a batch, or `step.collect`, and beside it what the next one asks for.
 
@@ -102,6 +103,7 @@ class AheadStep:
           weight: of `batch`.
           window: as the step takes it.
           collect: gather gradients alone.
+          num_batches: as `step.collect` takes it.
 
         Returns:
           `(state, metrics, asked)`, or with `collect` `(window, metrics, asked)`. With
@@ -135,7 +137,7 @@ class AheadStep:
             asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
-            done, metrics, carry = step._collect(add_to_window(ahead), layout, state, given)
+            done, metrics, carry = step._collect(layout, state, given, num_batches, ahead)
             return done, metrics, _asked(carry, next_batch, state)
         task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
         done, metrics, carry = step._update(task, layout, state, given)

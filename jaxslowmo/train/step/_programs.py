@@ -21,7 +21,7 @@ from .update import GIVEN_ROLES, ROLES, Ahead, Given, GradientWindow, StepParts,
 Parts = StepParts | TableParts
 ReplicaFn = Callable[..., Any]
 """`(state, given)` of one replica."""
-_GROWING = "collect"  # windows, which with tables have more rows each time
+_GROWING = "append"  # to windows, which with tables have more rows then
 _ARGUMENTS = ("state", *Given._fields)
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
 
@@ -89,15 +89,23 @@ def update_of_window(phase: Phase | None, like: PyTree) -> Task:
     return _update("of_window", fn, windowed=True, static=static)
 
 
-def open_window() -> Task:
-    """For batches like `batch` and `weight`: `-> window`, empty."""
-    return Task("open", lambda parts: parts.opened, ROLES)
+def open_window(num_batches: int) -> Task:
+    """For batches like `batch` and `weight`, so many: `-> window`, empty."""
+
+    def fn(parts: Parts) -> ReplicaFn:
+        return partial(parts.opened, num_batches=num_batches)
+
+    return Task("open", fn, ROLES, static=num_batches)
 
 
-def add_to_window(ahead: Ahead = _NUMBERS) -> Task:
-    """`batch` into `window`: `-> (window, metrics, carry)`."""
+def add_to_window(ahead: Ahead, *, fits: bool) -> Task:
+    """`batch` into the room of `window`, or behind it: `-> (window, metrics, carry)`."""
+
+    def fn(parts: Parts) -> ReplicaFn:
+        return partial(parts.collected, fits=fits)
+
     roles = ROLES, "stacked", "device"
-    return Task("collect", lambda parts: parts.collected, roles, "window", True, ahead)
+    return Task("collect" if fits else _GROWING, fn, roles, "window", True, ahead)
 
 
 def evaluate() -> Task:
@@ -225,7 +233,7 @@ class Programs:
             return each
         if task.name == "evaluate":
             return None
-        if task.name == "collect":
+        if task.name in ("collect", _GROWING):
             return places(given.window), None, each
         if task.name == "open":
             params, specs = state.params, layout.specs
@@ -235,7 +243,7 @@ class Programs:
             totals = jax.tree.map(
                 lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
             )
-            return GradientWindow._make((totals, None, None, None, None, each, None))
+            return GradientWindow._make((totals, None, None, None, None, each, None, None))
         return places(state), None, each
 
     def _parts_for(self, layout: Layout) -> StepParts:

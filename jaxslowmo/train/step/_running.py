@@ -1,6 +1,10 @@
 """The programs of a step, run, and what is known of their results without reading them."""
 
+from collections.abc import Hashable
 from typing import Any, Literal
+
+import jax
+from jax.core import Tracer
 
 from ..._typing import PyTree
 from ..._warn import warn_once
@@ -8,14 +12,14 @@ from ...mesh import AnyMesh
 from .._raw_keys import refuse_raw_keys
 from .._state import Layout, TrainState
 from ..batches import HostBatch
-from ._host import HostCounts, counter_of
+from ._host import HostCounts, Room, counter_of
 from ._in_flight import StepsInFlight
 from ._layouts import Layouts
 from ._placing import Placing
-from ._programs import Programs, Task, open_window
+from ._programs import Programs, Task, add_to_window, open_window
 from ._state_checks import StateChecks
 from ._usable import forget
-from .update import Carry, Given, GradientWindow, Metrics, StepParts
+from .update import Ahead, Carry, Given, GradientWindow, Metrics, StepParts
 
 Mode = Literal["traced", "host"]
 
@@ -52,19 +56,35 @@ class Running:
         return self._programs.get(task, layout, state, given, self._checks.before_first_use)
 
     def _collect(
-        self, task: Task, layout: Layout, state: TrainState, given: Given
+        self, layout: Layout, state: TrainState, given: Given, num_batches: int, ahead: Ahead
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Run a program that adds to a window, which begins here where there is none."""
         self._placing.refuse_counted()
+        self._collected = self._placing.share(given.batch, layout)
+        room = self._room_of(given.window, num_batches)
         if given.window is None:
             first = Given(given.batch, given.weight)
-            window = self._program(open_window(), layout, state, first)(state, *first)
-            given = given._replace(window=window)
-        self._collected = self._placing.share(given.batch, layout)
+            program = self._program(open_window(room.num_batches), layout, state, first)
+            given = given._replace(window=program(state, *first))
+        fits = self.embeddings is None or (room.num_batches > 0 and room.share == self._share())
+        task = add_to_window(ahead, fits=fits)
         window, metrics, carry = self._program(task, layout, state, given)(state, *given)
+        if room.num_batches and not isinstance(window.count, Tracer):
+            left = room._replace(num_batches=room.num_batches - 1) if fits else room
+            self._counts.note(window.count, left)
         self._in_flight.admit(metrics)
         self._placing.ran(given.batch, metrics)
         return window, metrics, carry
+
+    def _room_of(self, window: GradientWindow | None, num_batches: int) -> Room:
+        """What the host knows of the room in a window, or plans for one that begins."""
+        if window is not None:
+            return self._counts.get(window.count) or Room(0, None)
+        return Room(num_batches if self.embeddings is not None else 0, self._share())
+
+    def _share(self) -> Hashable:
+        leaves, structure = jax.tree.flatten(self._collected)
+        return structure, tuple((x.shape, x.dtype) for x in leaves)
 
     def _update(
         self, task: Task, layout: Layout, state: TrainState, given: Given

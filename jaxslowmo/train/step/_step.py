@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from ..._integers import as_int
 from ..._typing import Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
@@ -13,7 +14,7 @@ from .._raw_keys import typed_keys
 from .._state import TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._programs import abstract, add_to_window, evaluate, update, update_of_window
+from ._programs import abstract, evaluate, update, update_of_window
 from ._running import Mode, Running
 from ._tables import seen_by_loss, stacked_params
 from ._usable import (
@@ -24,7 +25,7 @@ from ._usable import (
     refuse_unusable_window,
     tells_where_it_lies,
 )
-from .update import Given, GradientWindow, Metrics, StepParts, table_chain
+from .update import Ahead, Given, GradientWindow, Metrics, StepParts, table_chain
 
 
 class TrainStep(Running):
@@ -151,6 +152,8 @@ class TrainStep(Running):
         batch: PyTree,
         weight: Any = None,
         window: GradientWindow | None = None,
+        *,
+        num_batches: int = 0,
     ) -> tuple[GradientWindow, Metrics]:
         """Gradients of one batch, for an update that is made of several.
 
@@ -168,12 +171,15 @@ class TrainStep(Running):
           weight: as `step` takes it; for all batches of a window or for none.
           window: what the batches before gave; None begins another. It is donated where the step
             donates.
+          num_batches: how many batches a window that begins here will hold, all of one shape. With
+            tables their rows then have room from the start, and one program adds each batch; a
+            batch for which there is no room makes the window larger, by a program of its own.
 
         Returns:
           `(window, metrics)`: metrics are those of this batch, as `step` returns them.
 
         Raises:
-          ValueError: as `step`.
+          ValueError: as `step`; `num_batches` that is no integer >= 0.
 
         Communication: between replicas none; with `model_state="broadcast"` its bytes at the first
           batch of a window. Over inner axes one all-reduce of the metrics: gradients and model
@@ -183,7 +189,11 @@ class TrainStep(Running):
         layout = self._layouts.of(state)
         given = Given(*self._placing.compared(batch, weight, layout), window)
         refuse_unusable_window(window, state, given.weight)
-        return self._collect(add_to_window(), layout, state, given)[:2]
+        if as_int(num_batches, 0) is None:
+            raise ValueError(
+                f"`num_batches` counts batches of a window and must be >= 0, got {num_batches!r}."
+            )
+        return self._collect(layout, state, given, int(num_batches), Ahead())[:2]
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """One update of the mean of the batches in a window, without another batch.

@@ -124,13 +124,15 @@ class StepParts:
         moved = self.moved(now, gathered, given.batch)
         return self.exchanged(then, moved, phase), metrics, None
 
-    def opened(self, state: TrainState, given: Given) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
-        return self.differentiation.opened(keyed(state)[0], given)
+        return self.differentiation.opened(keyed(state)[0], given, num_batches)
 
-    def collected(self, state: TrainState, given: Given) -> tuple[GradientWindow, Metrics, None]:
+    def collected(
+        self, state: TrainState, given: Given, *, fits: bool
+    ) -> tuple[GradientWindow, Metrics, None]:
         """The window with a batch more, and its metrics; see `Differentiation.collected`."""
-        return *self.differentiation.collected(keyed(state)[0], given), None
+        return *self.differentiation.collected(keyed(state)[0], given, fits=fits), None
 
     def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """A forward pass alone; see `Differentiation.evaluated`."""

@@ -111,16 +111,17 @@ class TableParts:
             metrics = {**metrics, **unless_idle(resent, given.weight)}
         return new, metrics, following
 
-    def opened(self, state: TrainState, given: Given) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
 
         def inside(local: Local, given: Given) -> GradientWindow:
-            return self._differentiation.opened(local.dense, self._requested(local.tables, given))
+            own = self._requested(local.tables, given)
+            return self._differentiation.opened(local.dense, own, num_batches)
 
         return self._on_shards(inside, keyed(state)[0], given, WINDOW_KINDS)
 
     def collected(
-        self, state: TrainState, given: Given
+        self, state: TrainState, given: Given, *, fits: bool
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """The window with a batch more, and beside it what is asked for the next one.
 
@@ -130,7 +131,7 @@ class TableParts:
         def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
             own = self._requested(local.tables, given)
             following, _ = self._following(local.tables, given.upcoming)
-            window, metrics = self._differentiation.collected(local.dense, own)
+            window, metrics = self._differentiation.collected(local.dense, own, fits=fits)
             return window, {**metrics, **own.batch.counts}, following
 
         out = WINDOW_KINDS, "whole", "device"
