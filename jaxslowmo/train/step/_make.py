@@ -14,7 +14,7 @@ from ...tracing import as_full_loss
 from ...transform import ParameterTransform
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
-from ._running import Mode
+from ._runner import Mode
 from ._step import TrainStep
 from ._tables import sync_of_tables, tables_of
 from ._transforms import check_gradients, check_sync_axes, checked_gradients, divisor_of_rows
