@@ -27,9 +27,7 @@ def run_in(checkout: Path, tool: str, *arguments: str) -> str:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} {QUICK_COMPILER}".strip(),
     }
     command = [sys.executable, str(ROOT / "tools" / tool), *arguments]
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"{checkout}: {tool} ended with {result.returncode}:\n{result.stderr[-4000:]}")
     return result.stdout

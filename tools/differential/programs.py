@@ -193,9 +193,7 @@ def steps() -> Scenarios:
     for name in SYNC:
         for mode in ("traced", "host"):
             made[f"{name}, {mode}"] = _step(of_sync(name, mode=mode))
-            made[f"{name}, {mode}, two levels"] = _step(
-                of_sync(name, mode=mode), mesh="two levels"
-            )
+            made[f"{name}, {mode}, two levels"] = _step(of_sync(name, mode=mode), mesh="two levels")
             made[f"{name}, {mode}, loss scale, clip, validate after"] = _step(
                 lambda name=name, mode=mode: {
                     **of_sync(name, mode=mode, validate="after")(),
