@@ -49,9 +49,8 @@ def test_every_option_is_drawn_in_time():
 
 
 def test_a_changed_bit_is_told_with_its_size(tmp_path):
-    from differential.outcomes import differences
-
     import ml_dtypes
+    from differential.outcomes import differences
 
     half = np.array([1, 2], ml_dtypes.bfloat16)
     before = outcome(tmp_path, "before", **{"params/w": [1.0, 2.0], "metrics/loss": half})
@@ -99,8 +98,8 @@ def test_refusals_are_compared_by_type_and_by_what_they_name(tmp_path):
     first = refused("`mode` must be 1.")
     assert differences(first, refused("local_sgd: `mode` is no 2.")) == ([], "")
     assert differences(first, refused("`order` must be 1."))[0] == [
-        "before: ValueError, `mode` must be 1.",
-        "now: ValueError, `order` must be 1.",
+        "before: ValueError: `mode` must be 1.",
+        "now: ValueError: `order` must be 1.",
     ]
     assert differences(first, refused("`mode` must be 1.", TypeError))[0]
     runs = outcome(tmp_path, "runs", **{"params/w": 1.0})
