@@ -32,7 +32,7 @@ from differential.drawing import drawn, said
 from differential.outcomes import Outcome, differences, outcome_of
 
 EXPLAINED = ROOT / "tools" / "differential" / "explained.txt"
-TOLD = ("params", "metrics", "model_state")
+BESIDE_STATES = ("params", "metrics", "model_state")
 Outcomes = dict[str, dict[str, Outcome]]
 """By name of scenario and spelling."""
 
@@ -42,15 +42,15 @@ def outcomes(folder: Path, label: str, count: int, pattern: str) -> Outcomes:
     import jax
     from differential import misuses, runs
 
-    found: Outcomes = {}
+    results: Outcomes = {}
     for name, options in drawn(count).items():
         if not fnmatch.fnmatch(name, pattern):
             continue
         print(name, said(options), file=sys.stderr, flush=True)  # the last line before a crash
-        found[name] = {}
+        results[name] = {}
         for spelling in runs.spellings(name, options):
             file = folder / label / f"{name}, {spelling}.npz"
-            found[name][spelling] = outcome_of(
+            results[name][spelling] = outcome_of(
                 lambda n=name, o=options, s=spelling: runs.run(n, o, s, folder / "checkpoints"),
                 file,
             )
@@ -62,8 +62,8 @@ def outcomes(folder: Path, label: str, count: int, pattern: str) -> Outcomes:
                 misuses.run(name)
                 return {}
 
-            found[f"misuse: {name}"] = {"": outcome_of(call, folder / label / "nothing.npz")}
-    return found
+            results[f"misuse: {name}"] = {"": outcome_of(call, folder / label / "nothing.npz")}
+    return results
 
 
 def outcomes_in(checkout: Path, folder: Path, label: str, count: int, pattern: str) -> Outcomes:
@@ -85,9 +85,9 @@ def kept_outcomes(checkout: Path, folder: Path, count: int, pattern: str) -> Out
         return json.loads(result.read_text())
     of.unlink(missing_ok=True)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    found = outcomes_in(checkout, folder, "before", count, pattern)
+    results = outcomes_in(checkout, folder, "before", count, pattern)
     of.write_text(wanted)
-    return found
+    return results
 
 
 def explanations(file: Path) -> dict[str, str]:
@@ -113,7 +113,7 @@ def compared(before: Outcomes, now: Outcomes, reasons: dict[str, str], count: in
             notes.append(f"{name}: refused: {now[name][first]['error'][2]}")
             lines = []
         for spelling in list(now[name])[1:]:
-            other, _ = differences(now[name][first], now[name][spelling], TOLD)
+            other, _ = differences(now[name][first], now[name][spelling], BESIDE_STATES)
             lines += [f"as {spelling}, beside {first}: {line}" for line in other]
         if not lines:
             continue
@@ -149,8 +149,8 @@ def main() -> None:
     arguments = parser.parse_args()
     asked = arguments.seeds, arguments.only
     if arguments.label:
-        found = outcomes(arguments.keep, arguments.label, *asked)
-        (arguments.keep / f"{arguments.label}.json").write_text(json.dumps(found))
+        results = outcomes(arguments.keep, arguments.label, *asked)
+        (arguments.keep / f"{arguments.label}.json").write_text(json.dumps(results))
         return
     if arguments.before is None:
         parser.error("--before is missing")

@@ -10,6 +10,7 @@ import optax
 
 import jaxslowmo as js
 
+from .drawing import WRONG
 from .problems import (
     batches,
     joined,
@@ -213,6 +214,15 @@ MISUSES: dict[str, Misuse] = {
     "tables, unknown way to share": lambda: _tables_of(js.Table(10, 4, shard="both")),
     "tables, no rows": lambda: _tables_of(js.Table(0, 4)),
     "tables, ahead mode": lambda: _made_ahead("later"),
+}
+
+
+MISUSES |= {
+    f"step, wrong {name}": lambda name=name: _made(
+        **({"gradients": _mean(), "mesh": "one level"} | {name: WRONG[name]})
+    )
+    for name in WRONG
+    if name != "mesh"
 }
 
 

@@ -61,8 +61,8 @@ def loss_with_state(params: Any, batch: Any, *, rng: Any, model_state: Any) -> A
     noise = 0.1 * jax.random.normal(rng, y.shape)
     mean = 0.9 * model_state["mean"] + 0.1 * jnp.mean(x, axis=0).astype(jnp.float32)
     state = {"mean": mean, "count": model_state["count"] + 1}
-    found = loss(params, (x - mean.astype(x.dtype), y + noise.astype(y.dtype)))
-    return found, ({"largest": jnp.max(x).astype(jnp.float32)}, state)
+    value = loss(params, (x - mean.astype(x.dtype), y + noise.astype(y.dtype)))
+    return value, ({"largest": jnp.max(x).astype(jnp.float32)}, state)
 
 
 def model_state() -> dict[str, Any]:

@@ -309,7 +309,7 @@ def loops() -> Scenarios:
             updates, _ = chain.update(grads, chain.init(params), params)
             return jax.tree.map(lambda x: x[None], updates)
 
-        found: Texts = {}
+        by_check: Texts = {}
         for checked in (True, False):
             mapped = jax.shard_map(
                 per_device,
@@ -319,8 +319,8 @@ def loops() -> Scenarios:
                 check_vma=checked,
             )
             name = "checked" if checked else "unchecked"
-            found[name] = jax.jit(mapped).lower(params, params).as_text()
-        return found
+            by_check[name] = jax.jit(mapped).lower(params, params).as_text()
+        return by_check
 
     return {f"loop, {name}": lambda make=make: texts(make) for name, make in TRANSFORMS.items()}
 

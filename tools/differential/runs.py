@@ -96,29 +96,29 @@ def _batches(options: Options, count: int) -> list[Any]:
 def _trained(step: Any, state: Any, options: Options, updates: range) -> tuple[Any, list[Any]]:
     """After these updates, with what each of them measured."""
     replicas = step.mesh.shape["replica"]
-    given = iter(_batches(options, 3 * updates.stop)[3 * updates.start :])
+    all_batches = iter(_batches(options, 3 * updates.stop)[3 * updates.start :])
     all_metrics = []
     for update in updates:
         weight = weights(options, replicas, update)
         if options["windows"]:
-            window, first = step.collect(state, next(given), weight)
+            window, first = step.collect(state, next(all_batches), weight)
             all_metrics.append(first)
         if options["windows"] == "apply":
-            window, first = step.collect(state, next(given), weight, window=window)
+            window, first = step.collect(state, next(all_batches), weight, window=window)
             state, metrics = step.apply(state, window)
         elif options["windows"] == "step":
-            state, metrics = step(state, next(given), weight, window=window)
+            state, metrics = step(state, next(all_batches), weight, window=window)
         else:
-            state, metrics = step(state, next(given), weight)
+            state, metrics = step(state, next(all_batches), weight)
         all_metrics.append(metrics)
     return state, jax.device_get(all_metrics)
 
 
 def _trained_ahead(step: Any, state: Any, options: Options) -> tuple[Any, list[Any]]:
     ahead, all_metrics = step.ahead(options["ahead"]), []
-    given = _batches(options, options["updates"])
-    asked = ahead.prime(state, given[0])
-    for update, (batch, after) in enumerate(itertools.zip_longest(given, given[1:])):
+    all_batches = _batches(options, options["updates"])
+    asked = ahead.prime(state, all_batches[0])
+    for update, (batch, after) in enumerate(itertools.zip_longest(all_batches, all_batches[1:])):
         weight = weights(options, step.mesh.shape["replica"], update)
         state, metrics, asked = ahead(state, batch, asked, after, weight)
         all_metrics.append(metrics)
@@ -206,16 +206,16 @@ def run_loop(options: Options, spelling: str) -> Arrays:
         return optax.apply_updates(params, updates), state, value
 
     def whole(phase: Any) -> Any:
-        own = lambda *args: update(phase, *args)  # noqa: E731
+        of_one = lambda *args: update(phase, *args)  # noqa: E731
         if options["execution"] == "vmap":
-            return jax.jit(jax.vmap(own, axis_name="replica", axis_size=replicas))
+            return jax.jit(jax.vmap(of_one, axis_name="replica", axis_size=replicas))
 
         def per_device(params: Any, state: Any, batch: Any, weight: Any, talk: Any) -> Any:
             params, state, weight, talk = jax.tree.map(
                 lambda x: x[0], (params, state, weight, talk)
             )
             batch = jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), batch)
-            return jax.tree.map(lambda x: x[None], own(params, state, batch, weight, talk))
+            return jax.tree.map(lambda x: x[None], of_one(params, state, batch, weight, talk))
 
         spec = jax.P("replica")
         mapped = jax.shard_map(
