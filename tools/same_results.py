@@ -113,8 +113,9 @@ def compared(before: Outcomes, now: Outcomes, reasons: dict[str, str], count: in
             notes.append(f"{name}: refused: {now[name][first]['error'][2]}")
             lines = []
         for spelling in list(now[name])[1:]:
-            other, _ = differences(now[name][first], now[name][spelling], BESIDE_STATES)
-            lines += [f"as {spelling}, beside {first}: {line}" for line in other]
+            pair = now[name][first], now[name][spelling]
+            other, _ = differences(*pair, BESIDE_STATES, (first, spelling))
+            lines += [f"as {spelling}: {line}" for line in other]
         if not lines:
             continue
         reason = next((r for p, r in reasons.items() if fnmatch.fnmatch(name, p)), None)

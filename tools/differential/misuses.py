@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -106,6 +107,16 @@ def _window_of_a_search() -> None:
     step.apply(state, window)
 
 
+def _mean_by_hand() -> Any:
+    return optax.stateless(
+        lambda grads, _: jax.tree.map(lambda x: jax.lax.pmean(x, "replica"), grads)
+    )
+
+
+def _nothing() -> tuple[Any, Any]:
+    return lambda params: (), lambda updates, state, params=None: (updates, state)
+
+
 def _scaled(*parts: Any) -> Any:
     return js.dynamic_loss_scale(joined(*parts, optax.adam(0.1)))
 
@@ -177,6 +188,11 @@ MISUSES: dict[str, Misuse] = {
     "step, host mode and a chain that exchanges": lambda: _used(
         optax.chain(optax.sgd(0.1), _local()), gradients=optax.identity(), mode="host"
     ),
+    "step, a mean by hand": lambda: _used(optax.chain(_mean_by_hand(), optax.sgd(0.1))),
+    "step, a mean by hand as gradients": lambda: _used(gradients=_mean_by_hand()),
+    # Transforms of one's own.
+    "transform, no schedule": lambda: js.ParameterTransform(*_nothing()),
+    "transform, unknown name": lambda: _local()._replace(period=3),
     # Use.
     "use, uneven batch": _uneven_batch,
     "use, weight of another shape": _half_weight,

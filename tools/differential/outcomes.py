@@ -87,17 +87,23 @@ def _largest(kind: str, one: bytes, other: bytes) -> float:
     )
 
 
-def differences(before: Outcome, now: Outcome, only: tuple[str, ...] = ()) -> tuple[list[str], str]:
+def differences(
+    before: Outcome,
+    now: Outcome,
+    only: tuple[str, ...] = (),
+    labels: tuple[str, str] = ("before", "now"),
+) -> tuple[list[str], str]:
     """What differs, in lines, and a note on what could not be compared.
 
     With `only` (names of trees, such as "params") other trees and warnings are not compared.
+    `labels` are what lines call the two outcomes.
     """
     if before["error"] or now["error"]:
         if before["error"][:2] == now["error"][:2]:
             return [], ""
         said = [
             f"{label}: {': '.join([one['error'][0], one['error'][2]]) if one['error'] else 'runs'}"
-            for label, one in (("before", before), ("now", now))
+            for label, one in zip(labels, (before, now), strict=True)
         ]
         return said, ""
     lines = []
