@@ -13,11 +13,16 @@ from .._typing import AxisName, Phase, PyTree
 from ..codecs import Codec
 from ..mesh import axis_names
 from ..transform import (
+    CheckpointSpec,
     Communicate,
     Every,
     Exchange,
+    ExchangeSpec,
+    LayoutSpec,
     Others,
     ParameterTransform,
+    ScheduleSpec,
+    TransformSpec,
     as_schedule,
     checked_exchange,
     decide,
@@ -158,18 +163,19 @@ class _Averaging:
     levels: tuple[_Level, ...]
 
     def transform(self) -> ParameterTransform:
-        return parameter_transform(
-            self.owner,
-            [level.exchange for level in self.levels],
-            state=LocalSGDState,
-            init=self.init,
-            step=self.step,
-            events=tuple(level.event for level in self.levels),
-            phase=self.phase,
-            due=self.due,
-            schedules=tuple(level.schedule for level in self.levels),
-            with_specs=self.with_specs,
+        spec = TransformSpec(
+            schedule=ScheduleSpec(
+                phase=self.phase,
+                due=self.due,
+                schedules=tuple(level.schedule for level in self.levels),
+                events=tuple(level.event for level in self.levels),
+            ),
+            exchange=ExchangeSpec(),
+            checkpoint=CheckpointSpec(state=LocalSGDState),
+            layout=LayoutSpec(with_specs=self.with_specs),
         )
+        over = [level.exchange for level in self.levels]
+        return parameter_transform(self.owner, self.init, self.step, spec, over=over)
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates

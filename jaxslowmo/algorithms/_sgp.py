@@ -16,11 +16,16 @@ from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
     Carried,
+    CheckpointSpec,
     Communicate,
     Exchange,
+    ExchangeSpec,
+    LayoutSpec,
     Others,
     ParameterTransform,
     Placement,
+    ScheduleSpec,
+    TransformSpec,
     carry_leaf,
     checked_exchange,
     decide,
@@ -159,24 +164,18 @@ class _SGP:
         known = self.known()
         # Phases repeat with the rotation of the graph, which is known once its size is.
         rotation = () if known is None else (every(max(1, len(known.rounds))),)
-        return parameter_transform(
-            "sgp",
-            [self.over],
-            state=SGPState,
-            init=self.init,
-            step=self.step,
-            events=None,
-            phase=self.phase,
-            skipped=lambda state: state.count - state.exchanges,
-            due=lambda t: known is None or bool(known.rounds),
-            schedules=(every(1), *rotation),
-            numerator=self.numerator,
-            reset=self.reset,
-            sized=self.sized,
-            with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
-            carry=self.carry,
-            shares=shares_of_gossip,
+        spec = TransformSpec(
+            schedule=ScheduleSpec(
+                phase=self.phase,
+                due=lambda t: known is None or bool(known.rounds),
+                schedules=(every(1), *rotation),
+                skipped=lambda state: state.count - state.exchanges,
+            ),
+            exchange=ExchangeSpec(numerator=self.numerator, reset=self.reset),
+            checkpoint=CheckpointSpec(state=SGPState, carry=self.carry, shares=shares_of_gossip),
+            layout=LayoutSpec(sized=self.sized, with_specs=self.with_specs),
         )
+        return parameter_transform("sgp", self.init, self.step, spec, over=[self.over])
 
     def graph_for(self, num_nodes: int) -> Graph:
         """The graph of so many nodes, where its constructor was given."""
@@ -209,7 +208,7 @@ class _SGP:
         return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `TransformSpec.sized`: with the graph that it is then."""
+        """See `LayoutSpec.sized`: with the graph that it is then."""
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
             return self.transform()  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
@@ -219,8 +218,12 @@ class _SGP:
         fixed.plan_for(num_nodes)  # refuses another size
         return fixed.transform()
 
+    def with_specs(self, specs: PyTree) -> ParameterTransform:
+        """See `LayoutSpec.with_specs`."""
+        return replace(self, over=self.over.with_specs(specs)).transform()
+
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `TransformSpec.phase`: the round of the rotation."""
+        """See `ScheduleSpec.phase`: the round of the rotation."""
         number, known = t - 1 - skipped, self.known()
         if known is None:
             self.warn(
@@ -264,7 +267,7 @@ class _SGP:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
-        """One update; see `TransformSpec.exchange`."""
+        """One update; see `ExchangeSpec.exchange`."""
         del weight, extra  # an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
@@ -348,7 +351,7 @@ class _SGP:
         return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """See `TransformSpec.numerator`: x and w, with what is in flight."""
+        """See `ExchangeSpec.numerator`: x and w, with what is in flight."""
         # Doubly stochastic rounds keep w at 1, and the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
@@ -358,7 +361,7 @@ class _SGP:
         return (x, total) if plan.weight_differs else (over(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """See `TransformSpec.reset`."""
+        """See `ExchangeSpec.reset`."""
         # All hold the mean now, what was in flight included. The rotation of the graph goes on, and
         # with it `exchanges`.
         return state._replace(
@@ -367,7 +370,7 @@ class _SGP:
         )
 
     def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `TransformSpec.carry`."""
+        """See `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

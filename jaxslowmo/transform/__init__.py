@@ -37,12 +37,6 @@ from ._placement import carry_leaf as carry_leaf
 from ._placement import carry_plainly as carry_plainly
 from ._placement import replica_average as replica_average
 from ._placement import stacked as stacked
-from ._protocol import Others as Others
-from ._protocol import ParameterTransform as ParameterTransform
-from ._protocol import TransformSpec as TransformSpec
-from ._protocol import inside as inside
-from ._protocol import parameter_transform as parameter_transform
-from ._protocol import phase_name as phase_name
 from ._registry import gradient_state as gradient_state
 from ._registry import holds_state as holds_state
 from ._registry import passing_state as passing_state
@@ -59,3 +53,13 @@ from .copies import moved_copies as moved_copies
 from .copies import moving_states as moving_states
 from .copies import remembers_parameters as remembers_parameters
 from .copies import shifted_copies as shifted_copies
+from .protocol import CheckpointSpec as CheckpointSpec
+from .protocol import ExchangeSpec as ExchangeSpec
+from .protocol import LayoutSpec as LayoutSpec
+from .protocol import Others as Others
+from .protocol import ParameterTransform as ParameterTransform
+from .protocol import ScheduleSpec as ScheduleSpec
+from .protocol import TransformSpec as TransformSpec
+from .protocol import inside as inside
+from .protocol import parameter_transform as parameter_transform
+from .protocol import phase_name as phase_name

@@ -29,7 +29,7 @@ def phase_scope(event: str) -> Any:
 def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
     """`a or b`, a bool where that is static."""
     # Not `or`: an array of which the value is not known has no truth.
-    return True if a is True or b is True else a | b
+    return b if a is False else True if a is True or b is True else a | b
 
 
 def is_due(

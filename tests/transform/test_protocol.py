@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import checked_exchange, parameter_transform
 from support.transforms import PARAMETER, TRANSFORMS
 
 
@@ -96,15 +95,13 @@ def doubling():
         return jax.tree.map(lambda u: 2 * u, updates), others, js.LocalSGDState(state.count + 1)
 
     seen: list = []
-    tx = parameter_transform(
+    tx = js.parameter_transform(
         "doubling",
-        [checked_exchange("doubling", "replica")],
-        init=lambda params: js.LocalSGDState(jnp.zeros([], jnp.int32)),
-        step=step,
-        events=("twice",),
-        phase=lambda t, skipped=0: ("twice",),
-        due=lambda t: True,
-        schedules=(js.every(1),),
+        lambda params: js.LocalSGDState(jnp.zeros([], jnp.int32)),
+        step,
+        js.TransformSpec(
+            schedule=js.ScheduleSpec.of("twice", 1), exchange=js.ExchangeSpec(axes=("replica",))
+        ),
     )
     return tx, seen
 

@@ -5,9 +5,9 @@ what; `OuterStep`, one update of it, what is done.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,17 @@ from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
 from ...transform import (
     Carried,
+    CheckpointSpec,
     Communicate,
     Every,
     Exchange,
+    ExchangeSpec,
+    LayoutSpec,
     Others,
     ParameterTransform,
     Placement,
+    ScheduleSpec,
+    TransformSpec,
     carry_leaf,
     decide,
     either,
@@ -44,38 +49,15 @@ from ...tree import (
     landing,
     subtracted,
     updates_to,
-    widen_updates,
 )
+from ._alone import ALONE
 from ._anchor import OwnAnchor, WholeAnchor
 from ._coded import coded_displacement
+from ._rate import NO_RATE, OuterRate
 from ._sharded import ShardedAnchor
 from ._state import OuterState
 
 SLOW = "slow"
-
-
-NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
-
-
-class OuterRate(NamedTuple):
-    """What an outer optimizer is told of the inner learning rate.
-
-    Attributes:
-      now: `now(count, told)`: the rate of an update, from how many were before and from what else
-        `update` was given.
-      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
-      agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own; it is `NO_RATE` where nothing was moved.
-      is_told: whether `update` must be given `learning_rate=`.
-    """
-
-    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] = (
-        lambda outer, rate, axes: (outer, rate)
-    )
-    is_told: bool = False
-
 
 Operand = tuple[PyTree, Others, OuterState]  # updates, what travels along, state
 
@@ -100,7 +82,7 @@ class Outer:
     exchange: Exchange
     schedule: Every
     optimizer: optax.GradientTransformationExtraArgs
-    base: ParameterTransform | None = None
+    base: ParameterTransform = ALONE
     exact_average: bool = True
     shard_state: bool = True
     rate: OuterRate | None = None
@@ -114,38 +96,50 @@ class Outer:
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
-        base = self.base
+        base, keeps = self.base, self.anchor.is_sharded
+        spec = TransformSpec(
+            schedule=ScheduleSpec(
+                phase=self.phase,
+                due=self.due,
+                schedules=(self.schedule, *base.schedules),
+                skipped=None if base.skipped is None else self.skipped,
+                # A base checks its own part of the phase.
+                events=(SLOW,) if base is ALONE else None,
+            ),
+            exchange=ExchangeSpec(
+                permit=None if base.permit is None else self.permit,
+                wants_learning_rate=self.rate is not None and self.rate.is_told,
+            ),
+            checkpoint=CheckpointSpec(
+                state=OuterState,
+                shards=self.shards,
+                carry=self.carry,
+                like_on=self.like_on,
+                shares=lambda state: base.shares(state.base),
+            ),
+            layout=LayoutSpec(
+                sized=self.sized,
+                with_specs=self.with_specs,
+                shards_whole_leaves=keeps and self.exchange.param_specs is None,
+                shard_specs=self.exchange.param_specs if keeps else None,
+                anchor=lambda state, params: self.anchor.restore(state.anchor, params),
+            ),
+        )
         return parameter_transform(
             self.owner,
-            [self.exchange],
-            state=OuterState,
-            init=self.init,
-            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
-            step=self.step,
-            events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
+            self.init,
+            self.step,
+            spec,
+            over=[self.exchange],
             inner=base,
-            phase=self.phase,
-            skipped=None if base is None or base.skipped is None else self.skipped,
-            due=self.due,
-            schedules=(self.schedule, *(base.schedules if base is not None else ())),
-            permit=None if base is None or base.permit is None else self.permit,
-            anchor=lambda state, params: self.anchor.restore(state.anchor, params),
-            sized=self.sized,
-            with_specs=self.with_specs,
-            shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
-            shard_specs=self.exchange.param_specs if self.anchor.is_sharded else None,
-            wants_learning_rate=self.rate is not None and self.rate.is_told,
-            shards=self.shards,
-            carry=self.carry,
-            like_on=self.like_on,
-            shares=None if base is None else (lambda state: base.shares(state.base)),
+            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `TransformSpec.phase`."""
+        """See `ScheduleSpec.phase`."""
         slow = bool(self.schedule(t))
         # An exact average makes the base's own exchange of that update a waste: it is left out.
-        if self.base is None or (slow and self.exact_average):
+        if slow and self.exact_average:
             own = ()
         else:
             # Gossip does not rotate in updates in which it did not exchange.
@@ -154,34 +148,30 @@ class Outer:
         return (*own, SLOW) if slow else own
 
     def due(self, t: Any) -> Any:
-        """See `TransformSpec.due`."""
+        """See `ScheduleSpec.due`."""
         slow = self.schedule(t)
-        return slow if self.base is None else either(self.base.due(t), slow)
+        return either(self.base.due(t), slow)
 
     def skipped(self, state: OuterState) -> Any:
-        """See `TransformSpec.skipped`: the base's, slow steps apart."""
-        assert self.base is not None
-        assert self.base.skipped is not None
+        """See `ScheduleSpec.skipped`: the base's, slow steps apart."""
         slow = self.schedule.times(int(state.count)) if self.exact_average else 0
         return self.base.skipped(state.base) - slow
 
     def shards(self, state: OuterState) -> list[Any]:
-        """See `TransformSpec.shards`."""
-        inside = [] if self.base is None else self.base.shards(state.base)
-        return [*(jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []), *inside]
+        """See `CheckpointSpec.shards`."""
+        own = jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []
+        return [*own, *self.base.shards(state.base)]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `TransformSpec.sized`."""
-        base = None if self.base is None else self.base.sized(axis_sizes)
-        return replace(self, base=base).transform()
+        """See `LayoutSpec.sized`."""
+        return replace(self, base=self.base.sized(axis_sizes)).transform()
 
     def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
-        """See `TransformSpec.with_specs`."""
-        base = None if self.base is None else self.base.with_specs(specs)
+        """See `LayoutSpec.with_specs`."""
         # The layout of shards is part of the state: only specs that were given decide it.
         keeps = self.anchor.is_sharded and not of_state
         exchange = self.exchange if keeps else self.exchange.with_specs(specs)
-        return replace(self, base=base, exchange=exchange).transform()
+        return replace(self, base=self.base.with_specs(specs), exchange=exchange).transform()
 
     def init(self, params: PyTree) -> OuterState:
         """The state of given parameters."""
@@ -193,7 +183,7 @@ class Outer:
     def of_anchor(self, anchor: PyTree, params: PyTree) -> OuterState:
         """The state of a stored anchor."""
         with layouts_known():  # a base has our specs
-            base = () if self.base is None else self.base.init(params)
+            base = self.base.init(params)
         return OuterState(
             count=jnp.zeros([], jnp.int32),
             anchor=anchor,
@@ -213,7 +203,7 @@ class Outer:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OuterState]:
-        """One update; see `TransformSpec.exchange`."""
+        """One update; see `ExchangeSpec.exchange`."""
         rate = None
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
@@ -239,16 +229,14 @@ class Outer:
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[Any, OuterState]:
-        """See `TransformSpec.permit`: the base's."""
-        assert self.base is not None
-        assert self.base.permit is not None
+        """See `ExchangeSpec.permit`: the base's."""
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
 
     def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `TransformSpec.carry`."""
+        """See `CheckpointSpec.carry`."""
         move = functools.partial(self.anchor.moved, state.anchor, params, old, new)
-        base = Carried(()) if self.base is None else self.base.carry(state.base, params, old, new)
+        base = self.base.carry(state.base, params, old, new)
         count = carry_leaf(state.count, old, new)
         note = (
             "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
@@ -260,10 +248,10 @@ class Outer:
         return Carried(moved, (note, *base.notes))
 
     def like_on(self, state: OuterState, params: PyTree, at: Placement) -> OuterState:
-        """See `TransformSpec.like_on`."""
+        """See `CheckpointSpec.like_on`."""
         # Counters are the same anywhere; the anchor's form tells what is cut as it is.
         like = functools.partial(self.anchor.like_on, state.anchor, params, at)
-        base = () if self.base is None else self.base.like_on(state.base, params, at)
+        base = self.base.like_on(state.base, params, at)
         return OuterState(state.count, like(state.anchor), like(state.outer), base)
 
 
@@ -291,8 +279,6 @@ class OuterStep:
         """The base's update."""
         updates, others, state = operand
         base = self.of.base
-        if base is None:
-            return widen_updates(updates), others, state
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
         # The base finds checked arguments, and need not warn of the same axes and layouts again.
@@ -314,7 +300,7 @@ class OuterStep:
         operand = self.based(operand, False)
         with phase_scope(SLOW):
             base = self.of.base
-            if base is None or base.permit is None:
+            if base.permit is None:
                 return self.outer(operand)
             # A base such as only_finite has a say before anything is averaged.
             updates, others, state = operand
@@ -376,13 +362,12 @@ class OuterStep:
             displacement, residual = coded_displacement(state.anchor, x, mass, exchange)
         if others:
             others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        base_state = state.base if base is None else base.reset(state.base)
-        return displacement, residual, others, base_state
+        return displacement, residual, others, base.reset(state.base)
 
     def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
         """The weighted parameters of this replica, and their weight; None where all weigh 1."""
         # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
-        x, mass = (y, None) if self.of.base is None else self.of.base.numerator(base_state, y)
+        x, mass = self.of.base.numerator(base_state, y)
         if self.weight is None:
             return x, mass
         share = self.weight  # for the type checker, which forgets that it is one

@@ -1,0 +1,181 @@
+"""How a parameter transform is assembled from its own arithmetic, and checked."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..._typing import AxisName, Phase, PyTree
+from ..._warn import warn_once
+from ...mesh import axis_names, match_varying
+from ...tree import check_floating
+from .._checks import (
+    LayoutNotice,
+    StateCheck,
+    check_axis_argument,
+    check_update_arguments,
+    check_varying,
+    check_weight,
+    require_bound,
+    unless_idle,
+    warn_if_alone,
+)
+from .._due import Communicate
+from .._exchange import Exchange
+from ._spec import Others, Step, TransformSpec, no_shards
+from ._transform import ParameterTransform
+
+_outer_axes: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
+    "outer_axes", default=None
+)
+
+
+@contextlib.contextmanager
+def inside(axes: Iterable[str]) -> Iterator[None]:
+    """Around the exchange of a transform inside another one over `axes`.
+
+    What that one has checked and warned about is not for the inner one to say again.
+    """
+    token = _outer_axes.set((_outer_axes.get() or frozenset()) | frozenset(axes))
+    try:
+        yield
+    finally:
+        _outer_axes.reset(token)
+
+
+def parameter_transform(
+    owner: str,
+    init: Callable[[PyTree], PyTree],
+    step: Step,
+    spec: TransformSpec,
+    *,
+    over: Sequence[Exchange] = (),
+    inner: ParameterTransform | None = None,
+    like_init: Callable[[PyTree], PyTree] | None = None,
+    packs: bool = True,
+) -> ParameterTransform:
+    """Assemble a `ParameterTransform` whose updates are checked, as those of this package are.
+
+    The state is a NamedTuple of a class of its own, with a field `count`: () int32, the updates so
+    far, which `step` counts. CONTRIBUTING.md has an example, "An algorithm".
+
+    Args:
+      owner: its public name, for messages.
+      init: makes the state of parameters.
+      step: `step(updates, others, state, params, *, communicate, weight, phase, **extra)`, one
+        update: returns `(updates, others, state)`, as `js.ExchangeSpec.exchange` does. It is given
+        updates that are zero on an idle replica, and a weight that is None or () float32.
+        `js.is_due` tells whether an event is due, and `js.run_if` exchanges only then.
+      spec: what it says besides; its `exchange` is filled in.
+      over: what it exchanges over, smallest group of replicas first, each with all axes of the one
+        before; () for `spec.exchange.axes` as they are, without buffers. Its axes are filled in.
+      inner: a transform inside of it, which exchanges too, over axes that are filled in.
+      like_init: as `init`, of which only types matter, where that is sooner traced.
+      packs: whether it packs leaves into the buffers of `over`, and wants to know how leaves are
+        sharded.
+
+    Returns:
+      A `ParameterTransform`.
+
+    Raises:
+      UserWarning: once, where leaves may be sharded inside a replica and no specs say how.
+      ValueError: no axes; at trace time, from `update` and `exchange`: missing parameters, a phase
+        or a state of something else, leaves that are not floating, an unbound axis, a weight that
+        is no real scalar, parameters that are equal over an axis by their types.
+
+    Communication: that of `step`.
+    """
+    warn = warn_once()
+    if not over:
+        check_axis_argument(owner, "spec.exchange.axes", spec.exchange.axes)
+        over, packs = [Exchange(spec.exchange.axes)], False
+    everyone, events = over[-1], spec.schedule.events
+    notice = LayoutNotice(owner, everyone, warn) if packs else None
+    check_state = StateCheck(owner, init, like_init, everyone)
+
+    def exchange(
+        updates: PyTree,
+        others: Others,
+        state: PyTree,
+        params: PyTree | None,
+        *,
+        communicate: Communicate = True,
+        weight: Any = None,
+        phase: Phase | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, Others, PyTree]:
+        # Cheap checks first, and none that needs the axis before it is known to be bound.
+        check_update_arguments(owner, params, phase, events)
+        check_floating(owner, params)
+        outer = _outer_axes.get()
+        for group in over:
+            require_bound(owner, group)
+            if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
+                warn_if_alone(owner, group, warn)
+        if notice is not None:
+            notice.at_update()
+        share = check_weight(owner, weight)
+        # The one around it has looked at the whole state, and at updates of idle replicas.
+        if outer is None:
+            check_state(state, params)
+            updates = unless_idle(updates, share)
+        check_varying(owner, params, updates, everyone.axis_name)
+        now = {"communicate": communicate, "weight": share, "phase": phase}
+        updates, others, after = step(updates, others, state, params, **now, **extra)
+        # The types stay as they were, so that an update can be the body of a loop.
+        return updates, others, match_varying(after, state)
+
+    def noticing_init(params: PyTree) -> PyTree:
+        if notice is not None:
+            notice.at_init()
+        return check_state.init(params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        updates, _, state = exchange(updates, [], state, params, **extra)
+        return updates, state
+
+    saved, schedule, layout = spec.checkpoint, spec.schedule, spec.layout
+    kind = saved.state
+    if kind is not None:  # asked of states that no update has looked at
+        if saved.shards is not no_shards:
+            saved = replace(saved, shards=_of_own_state(owner, kind, saved.shards))
+        if schedule.skipped is not None:
+            skipped = _of_own_state(owner, kind, schedule.skipped)
+            schedule = replace(schedule, skipped=skipped)
+    if everyone.param_specs is not None and (inner is None or not inner.axes):
+        layout = replace(layout, with_specs=None)  # specs that were given stay
+    locals_ = [group.local_axis_name or () for group in over]
+    exchanged = replace(
+        spec.exchange,
+        exchange=exchange,
+        # The largest group has all axes of the others.
+        axes=_all_names([everyone.axis_name], () if inner is None else inner.axes),
+        local_axes=_all_names(locals_, () if inner is None else inner.local_axes),
+    )
+    return ParameterTransform(
+        noticing_init,
+        update,
+        TransformSpec(schedule=schedule, exchange=exchanged, checkpoint=saved, layout=layout),
+    )
+
+
+def _of_own_state(owner: str, kind: type, ask: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+    """`ask` for states of this class; for others it raises `ValueError`."""
+
+    def asked(state: PyTree) -> Any:
+        if not isinstance(state, kind):
+            raise ValueError(
+                f"{owner}: `state` must be what this transform's `init` makes, {kind.__name__}, "
+                f"got {type(state).__name__}: was it made by another transform?"
+            )
+        return ask(state)
+
+    return asked
+
+
+def _all_names(axes: Iterable[AxisName], inner: tuple[str, ...]) -> tuple[str, ...]:
+    own = [name for axis_name in axes for name in axis_names(axis_name)]
+    return tuple(dict.fromkeys((*own, *inner)))
