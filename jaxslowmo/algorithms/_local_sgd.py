@@ -34,7 +34,7 @@ from ..transform import (
     run_if,
     run_one_of,
 )
-from ..tree import apply_exactly, check_floating, updates_to, widen_updates
+from ..tree import apply_exactly, updates_to
 
 
 class LocalSGDState(NamedTuple):
@@ -191,7 +191,7 @@ class _Averaging:
         return replace(self, levels=tuple(known)).transform()
 
     def init(self, params: PyTree) -> LocalSGDState:
-        check_floating(self.owner, params)
+        del params
         return LocalSGDState(jnp.zeros([], jnp.int32))
 
     def step(
@@ -218,10 +218,7 @@ class _Averaging:
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
 
-        def alone(operand: Operand) -> Operand:
-            return widen_updates(operand[0]), operand[1]
-
-        moved = run_if(decide(due, communicate), averaged, alone, (updates, others))
+        moved = run_if(decide(due, communicate), averaged, lambda o: o, (updates, others))
         return *moved, LocalSGDState(count)
 
     def now(

@@ -35,7 +35,7 @@ from ..transform import (
     run_if,
     stacked,
 )
-from ..tree import check_floating, landing, widen_updates
+from ..tree import landing
 from .gossip import (
     Arrival,
     Gossip,
@@ -236,7 +236,6 @@ class _SGP:
 
     def init(self, params: PyTree) -> SGPState:
         """Weight 1, nothing in flight."""
-        check_floating("sgp", params)
 
         def differing(weight: jax.Array) -> jax.Array:
             """Equal on all nodes at first, and typed as what it will be."""
@@ -287,8 +286,7 @@ class _SGP:
             own = params if self.overlap else landing(params, alone(operand)[0])
             return self.exchanged(plan, number, own, params, operand)
 
-        operand = widen_updates(updates), others, state
-        return run_if(decide(True, communicate), exchanged, alone, operand)
+        return run_if(decide(True, communicate), exchanged, alone, (updates, others, state))
 
     def exchanged(
         self,

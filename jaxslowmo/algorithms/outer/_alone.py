@@ -2,33 +2,24 @@
 
 from typing import Any
 
+import optax
+
 from ..._typing import PyTree
 from ...transform import ExchangeSpec, Others, ParameterTransform, ScheduleSpec, TransformSpec
-from ...tree import widen_updates
 
 
 def _exchange(
     updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
 ) -> tuple[PyTree, Others, PyTree]:
     del params, extra
-    return widen_updates(updates), others, state
+    return updates, others, state
 
 
-def _update(
-    updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
-) -> tuple[PyTree, PyTree]:
-    del params, extra
-    return widen_updates(updates), state
-
-
+# Outer steps call its `exchange` alone.
+_never = ScheduleSpec(phase=lambda t, skipped=0: (), due=lambda t: False, schedules=())
 ALONE = ParameterTransform(
     lambda params: (),
-    _update,
-    TransformSpec(
-        schedule=ScheduleSpec(
-            phase=lambda t, skipped=0: (), due=lambda t: False, schedules=(), events=()
-        ),
-        exchange=ExchangeSpec(exchange=_exchange),
-    ),
+    optax.with_extra_args_support(optax.identity()).update,
+    TransformSpec(schedule=_never, exchange=ExchangeSpec(exchange=_exchange)),
 )
 """Exchanges nothing."""

@@ -45,7 +45,6 @@ from ...transform import (
 from ...tree import (
     added,
     apply_exactly,
-    check_floating,
     landing,
     subtracted,
     updates_to,
@@ -175,7 +174,6 @@ class Outer:
 
     def init(self, params: PyTree) -> OuterState:
         """The state of given parameters."""
-        check_floating(self.owner, params)
         if self.anchor.is_sharded:  # others can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
         return self.of_anchor(self.anchor.store(params), params)

@@ -9,7 +9,7 @@ from typing import Any
 from ..._typing import AxisName, Phase, PyTree
 from ..._warn import warn_once
 from ...mesh import axis_names, match_varying
-from ...tree import check_floating
+from ...tree import check_floating, widen_updates
 from .._checks import (
     LayoutNotice,
     StateCheck,
@@ -62,10 +62,11 @@ def parameter_transform(
 
     Args:
       owner: its public name, for messages.
-      init: makes the state of parameters.
+      init: makes the state of parameters, whose leaves are floating.
       step: `step(updates, others, state, params, *, communicate, weight, phase, **extra)`, one
         update: returns `(updates, others, state)`, as `js.ExchangeSpec.exchange` does. It is given
-        updates that are zero on an idle replica, and a weight that is None or () float32.
+        updates that are zero on an idle replica, those of half-precision leaves as float32, and a
+        weight that is None or () float32.
         `js.is_due` tells whether an event is due, and `js.run_if` exchanges only then.
       spec: what it says besides; its `exchange` is filled in.
       over: what it exchanges over, smallest group of replicas first, each with all axes of the one
@@ -120,6 +121,8 @@ def parameter_transform(
         if outer is None:
             check_state(state, params)
             updates = unless_idle(updates, share)
+        # Half precision would not hold the way to given parameters.
+        updates = widen_updates(updates)
         check_varying(owner, params, updates, everyone.axis_name)
         now = {"communicate": communicate, "weight": share, "phase": phase}
         updates, others, after = step(updates, others, state, params, **now, **extra)
@@ -127,6 +130,7 @@ def parameter_transform(
         return updates, others, match_varying(after, state)
 
     def noticing_init(params: PyTree) -> PyTree:
+        check_floating(owner, params)
         if notice is not None:
             notice.at_init()
         return check_state.init(params)

@@ -62,7 +62,20 @@ class ScheduleSpec:
 
     @classmethod
     def of(cls, event: str, sync_every: int | Every) -> "ScheduleSpec":
-        """The schedule of one event: its name, and its period in updates or `js.every(...)`."""
+        """The schedule of one event.
+
+        Args:
+          event: its name.
+          sync_every: its period in updates, or `js.every(...)`.
+
+        Returns:
+          A `ScheduleSpec` with `(event,)` as the phase of updates in which it is due.
+
+        Raises:
+          ValueError: a period < 1.
+
+        Communication: none.
+        """
         due = as_schedule(sync_every)
 
         def phase(t: int, skipped: int = 0) -> Phase:
