@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_disk(mode, tmp_path):
     step = step_of(mesh, mode)
     state = step.init(START)
     with Checkpoints(tmp_path) as checkpoints:
-        for t, batch in enumerate(BATCHES[:4], start=1):
+        for batch in BATCHES[:4]:
             state, _ = step(state, batch)
         checkpoints.save(4, state, wait=True)
         again = checkpoints.restore(step_of(mesh, mode), START)

@@ -14,15 +14,14 @@ class OuterRate(NamedTuple):
     Attributes:
       now: `now(count, told)`: the rate of an update, from how many were before and from what else
         `update` was given.
-      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not;
+        None where it stays.
       agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own; it is `NO_RATE` where nothing was moved.
+        its own; it is `NO_RATE` where nothing was moved. None where all are told one.
       is_told: whether `update` must be given `learning_rate=`.
     """
 
     now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] = (
-        lambda outer, rate, axes: (outer, rate)
-    )
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] | None = None
     is_told: bool = False

@@ -143,13 +143,13 @@ class Outer:
         else:
             # Gossip does not rotate in updates in which it did not exchange.
             steps = self.schedule.times(t - 1) if self.exact_average else 0
-            own = self.base.phase(t, skipped + steps)
+            own = self.base.spec.schedule.phase(t, skipped + steps)
         return (*own, SLOW) if slow else own
 
     def due(self, t: Any) -> Any:
         """See `ScheduleSpec.due`."""
         slow = self.schedule(t)
-        return either(self.base.due(t), slow)
+        return either(self.base.spec.schedule.due(t), slow)
 
     def skipped(self, state: OuterState) -> Any:
         """See `ScheduleSpec.skipped`: the base's, slow steps apart."""
@@ -209,7 +209,8 @@ class Outer:
                 # Differentiated as if it counted: what the others took depends on it, too.
                 away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
                 rate = jnp.where(weight > 0, rate, away)
-            state = state._replace(outer=self.rate.observe(state.outer, rate))
+            if self.rate.observe is not None:
+                state = state._replace(outer=self.rate.observe(state.outer, rate))
         state = state._replace(count=increment(state.count))
         step = OuterStep(self, params, weight, phase, rate, extra)
 
@@ -276,7 +277,7 @@ class OuterStep:
     def based(self, operand: Operand, communicate: Communicate) -> Operand:
         """The base's update."""
         updates, others, state = operand
-        base = self.of.base
+        base = self.of.base.spec.exchange
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
         # The base finds checked arguments, and need not warn of the same axes and layouts again.
@@ -297,7 +298,7 @@ class OuterStep:
         # The base only counts on: its exchange would be wasted.
         operand = self.based(operand, False)
         with phase_scope(SLOW):
-            base = self.of.base
+            base = self.of.base.spec.exchange
             if base.permit is None:
                 return self.outer(operand)
             # A base such as only_finite has a say before anything is averaged.
@@ -336,16 +337,18 @@ class OuterStep:
         """The outer state, and what its optimizer is told."""
         if self.of.rate is None or self.rate is None:
             return outer, {}
+        rate = self.rate
         # One rate for all, also where each keeps an anchor of its own: they would drift apart.
-        axes = axis_names(self.of.exchange.axis_name)
-        outer, rate = self.of.rate.agree(outer, self.rate, axes)
+        if self.of.rate.agree is not None:
+            axes = axis_names(self.of.exchange.axis_name)
+            outer, rate = self.of.rate.agree(outer, rate, axes)
         return outer, {"learning_rate": rate}
 
     def displacement(
         self, y: PyTree, others: Others, state: OuterState
     ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
         """D, in the anchor's form; what of its own this replica keeps; what travels; the base."""
-        exchange, base = self.of.exchange, self.of.base
+        exchange, base = self.of.exchange, self.of.base.spec.exchange
         if not self.of.exact_average:
             own = jax.tree.map(subtracted, state.anchor, self.of.anchor.average(y))
             return own, None, others, state.base
@@ -365,7 +368,7 @@ class OuterStep:
     def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
         """The weighted parameters of this replica, and their weight; None where all weigh 1."""
         # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
-        x, mass = self.of.base.numerator(base_state, y)
+        x, mass = self.of.base.spec.exchange.numerator(base_state, y)
         if self.weight is None:
             return x, mass
         share = self.weight  # for the type checker, which forgets that it is one

@@ -1,6 +1,5 @@
 """Parameter transforms: what one says of itself, the class, and how one is assembled."""
 
-from ._assembly import inside as inside
 from ._assembly import parameter_transform as parameter_transform
 from ._spec import CheckpointSpec as CheckpointSpec
 from ._spec import ExchangeSpec as ExchangeSpec

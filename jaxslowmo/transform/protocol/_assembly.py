@@ -1,47 +1,16 @@
 """How a parameter transform is assembled from its own arithmetic, and checked."""
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..._typing import AxisName, Phase, PyTree
+from ..._typing import AxisName, PyTree
 from ..._warn import warn_once
-from ...mesh import axis_names, match_varying
-from ...tree import check_floating, widen_updates
-from .._checks import (
-    LayoutNotice,
-    StateCheck,
-    check_axis_argument,
-    check_update_arguments,
-    check_varying,
-    check_weight,
-    require_bound,
-    unless_idle,
-    warn_if_alone,
-)
-from .._due import Communicate
-from .._exchange import Exchange
-from ._spec import Others, Step, TransformSpec, no_shards
+from ...mesh import axis_names
+from .._checks import CheckedStep, LayoutNotice, StateCheck
+from .._exchange import Exchange, check_axis_argument
+from ._spec import Step, TransformSpec, no_shards
 from ._transform import ParameterTransform
-
-_outer_axes: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
-    "outer_axes", default=None
-)
-
-
-@contextlib.contextmanager
-def inside(axes: Iterable[str]) -> Iterator[None]:
-    """Around the exchange of a transform inside another one over `axes`.
-
-    What that one has checked and warned about is not for the inner one to say again.
-    """
-    token = _outer_axes.set((_outer_axes.get() or frozenset()) | frozenset(axes))
-    try:
-        yield
-    finally:
-        _outer_axes.reset(token)
 
 
 def parameter_transform(
@@ -92,55 +61,15 @@ def parameter_transform(
         check_axis_argument(owner, "spec.exchange.axes", spec.exchange.axes)
         over, packs = [Exchange(spec.exchange.axes)], False
     everyone, events = over[-1], spec.schedule.events
-    notice = LayoutNotice(owner, everyone, warn) if packs else None
-    check_state = StateCheck(owner, init, like_init, everyone)
-
-    def exchange(
-        updates: PyTree,
-        others: Others,
-        state: PyTree,
-        params: PyTree | None,
-        *,
-        communicate: Communicate = True,
-        weight: Any = None,
-        phase: Phase | None = None,
-        **extra: Any,
-    ) -> tuple[PyTree, Others, PyTree]:
-        # Cheap checks first, and none that needs the axis before it is known to be bound.
-        check_update_arguments(owner, params, phase, events)
-        check_floating(owner, params)
-        outer = _outer_axes.get()
-        for group in over:
-            require_bound(owner, group)
-            if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
-                warn_if_alone(owner, group, warn)
-        if notice is not None:
-            notice.at_update()
-        share = check_weight(owner, weight)
-        # The one around it has looked at the whole state, and at updates of idle replicas.
-        if outer is None:
-            check_state(state, params)
-            updates = unless_idle(updates, share)
-        # Half precision would not hold the way to given parameters.
-        updates = widen_updates(updates)
-        check_varying(owner, params, updates, everyone.axis_name)
-        now = {"communicate": communicate, "weight": share, "phase": phase}
-        updates, others, after = step(updates, others, state, params, **now, **extra)
-        # The types stay as they were, so that an update can be the body of a loop.
-        return updates, others, match_varying(after, state)
-
-    def noticing_init(params: PyTree) -> PyTree:
-        check_floating(owner, params)
-        if notice is not None:
-            notice.at_init()
-        return check_state.init(params)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, PyTree]:
-        updates, _, state = exchange(updates, [], state, params, **extra)
-        return updates, state
-
+    checked = CheckedStep(
+        owner,
+        step,
+        over,
+        events,
+        StateCheck(owner, init, like_init, everyone),
+        LayoutNotice(owner, everyone, warn) if packs else None,
+        warn,
+    )
     saved, schedule, layout = spec.checkpoint, spec.schedule, spec.layout
     kind = saved.state
     if kind is not None:  # asked of states that no update has looked at
@@ -154,14 +83,14 @@ def parameter_transform(
     locals_ = [group.local_axis_name or () for group in over]
     exchanged = replace(
         spec.exchange,
-        exchange=exchange,
+        exchange=checked.exchange,
         # The largest group has all axes of the others.
         axes=_all_names([everyone.axis_name], () if inner is None else inner.axes),
         local_axes=_all_names(locals_, () if inner is None else inner.local_axes),
     )
     return ParameterTransform(
-        noticing_init,
-        update,
+        checked.init,
+        checked.update,
         TransformSpec(schedule=schedule, exchange=exchanged, checkpoint=saved, layout=layout),
     )
 

@@ -18,6 +18,9 @@ Step = Callable[..., tuple[PyTree, Others, PyTree]]
 """`step(updates, others, state, params, ...)`: see `ExchangeSpec.exchange`."""
 
 
+_UNKNOWN: Any = None  # until there is a transform, which is made with `update`
+
+
 def _only_parameters(state: PyTree, y: PyTree) -> tuple[PyTree, jax.Array | None]:
     del state
     return y, None
@@ -107,7 +110,7 @@ class ExchangeSpec:
 
     axes: tuple[str, ...] = ()
     local_axes: tuple[str, ...] = ()
-    exchange: Step | None = None
+    exchange: Step = _UNKNOWN
     numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] = _only_parameters
     reset: Callable[[PyTree], PyTree] = _unchanged
     permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None

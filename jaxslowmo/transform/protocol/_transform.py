@@ -13,7 +13,6 @@ from .._schedule import instants
 from ._spec import (
     Origin,
     Others,
-    Step,
     TransformSpec,
     changed_values,
     has_value,
@@ -72,11 +71,15 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def _of(cls, init: Any, update: Any, spec: TransformSpec) -> "ParameterTransform":
-        # Not through the constructor: a subclass may have another signature.
         init = _registering(init, spec.checkpoint.state, spec.checkpoint.carry)
-        self = tuple.__new__(cls, (init, update))
+        if _is_past(update, spec):
+            exchange = replace(spec.exchange, exchange=_ParametersOnly(update))
+            spec = replace(spec, exchange=exchange)
+        # Without an origin itself, so that nothing refers to itself.
         if spec.origin is None:
             spec = replace(spec, origin=Origin(init, update, spec))
+        # Not through the constructor: a subclass may have another signature.
+        self = tuple.__new__(cls, (init, update))
         object.__setattr__(self, "spec", spec)
         return self
 
@@ -86,14 +89,6 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
             return value_of(self.spec, name)
         kind = type(self).__name__
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
-
-    @property
-    def exchange(self) -> Step:
-        """See `ExchangeSpec.exchange`."""
-        exchange, origin = self.spec.exchange.exchange, cast("Origin", self.spec.origin)
-        # Made for one `update`: with another, the step builder would go past that.
-        is_past = self.update is not origin.update and exchange is origin.spec.exchange.exchange
-        return _parameters_only(self.update) if exchange is None or is_past else exchange
 
     def sized(self, axis_sizes: Mapping[str, int]) -> "ParameterTransform":
         """See `LayoutSpec.sized`."""
@@ -166,21 +161,33 @@ class _LearningInit:
         return state
 
 
-def _parameters_only(update: Callable[..., tuple[PyTree, PyTree]]) -> Step:
+def _is_past(update: Callable[..., Any], spec: TransformSpec) -> bool:
+    """Whether with the spec's `exchange` the step builder would go past `update`."""
+    exchange, origin = spec.exchange.exchange, spec.origin
+    if exchange is None or isinstance(exchange, _ParametersOnly):
+        return exchange is None or exchange.update is not update
+    # An `exchange` that was made together with another one.
+    if origin is None or exchange is not origin.spec.exchange.exchange:
+        return False
+    return update is not origin.update
+
+
+@dataclass(frozen=True, eq=False)
+class _ParametersOnly:
     """`exchange` of a transform that knows nothing of other arrays."""
 
-    def exchange(
-        updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
+    update: Callable[..., tuple[PyTree, PyTree]]
+
+    def __call__(
+        self, updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, Others, PyTree]:
         if others:
             raise ValueError(
                 "a ParameterTransform of your own needs an `exchange` to average model state with "
                 'the parameters: give it one, or train with model_state="local".'
             )
-        updates, state = update(updates, state, params, **extra)
+        updates, state = self.update(updates, state, params, **extra)
         return updates, others, state
-
-    return exchange
 
 
 def phase_name(phase: Phase) -> str:
