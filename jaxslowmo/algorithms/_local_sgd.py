@@ -13,16 +13,11 @@ from .._typing import AxisName, Phase, PyTree
 from ..codecs import Codec
 from ..mesh import axis_names
 from ..transform import (
-    CheckpointSpec,
     Communicate,
     Every,
     Exchange,
-    ExchangeSpec,
-    LayoutSpec,
     Others,
     ParameterTransform,
-    ScheduleSpec,
-    TransformSpec,
     as_schedule,
     checked_exchange,
     decide,
@@ -163,19 +158,18 @@ class _Averaging:
     levels: tuple[_Level, ...]
 
     def transform(self) -> ParameterTransform:
-        spec = TransformSpec(
-            schedule=ScheduleSpec(
-                phase=self.phase,
-                due=self.due,
-                schedules=tuple(level.schedule for level in self.levels),
-                events=tuple(level.event for level in self.levels),
-            ),
-            exchange=ExchangeSpec(),
-            checkpoint=CheckpointSpec(state=LocalSGDState),
-            layout=LayoutSpec(with_specs=self.with_specs),
+        return parameter_transform(
+            self.owner,
+            lambda params: LocalSGDState(jnp.zeros([], jnp.int32)),
+            self.step,
+            over=[level.exchange for level in self.levels],
+            state=LocalSGDState,
+            phase=self.phase,
+            due=self.due,
+            schedules=tuple(level.schedule for level in self.levels),
+            events=tuple(level.event for level in self.levels),
+            with_specs=self.with_specs,
         )
-        over = [level.exchange for level in self.levels]
-        return parameter_transform(self.owner, self.init, self.step, spec, over=over)
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
         del skipped  # it counts updates
@@ -189,10 +183,6 @@ class _Averaging:
     def with_specs(self, specs: PyTree) -> ParameterTransform:
         known = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
         return replace(self, levels=tuple(known)).transform()
-
-    def init(self, params: PyTree) -> LocalSGDState:
-        del params
-        return LocalSGDState(jnp.zeros([], jnp.int32))
 
     def step(
         self,

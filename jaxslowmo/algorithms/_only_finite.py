@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,11 @@ from .._scopes import EVERY_PHASE
 from .._typing import Phase, PyTree
 from ..transform import (
     Carried,
-    CheckpointSpec,
     Communicate,
     Exchange,
     Others,
     ParameterTransform,
     Placement,
-    TransformSpec,
     carry_leaf,
     carry_plainly,
     decide,
@@ -100,42 +98,34 @@ class _OnlyFinite:
     inner: ParameterTransform
 
     def transform(self) -> ParameterTransform:
-        inner, says = self.inner, self.inner.spec
-        schedule, exchange, checkpoint = says.schedule, says.exchange, says.checkpoint
-        spec = TransformSpec(
-            schedule=replace(
-                schedule,
-                phase=lambda t, skipped=0: any_round(schedule.phase(t, skipped)),
-                skipped=None,
-                events=None,
-            ),
-            exchange=replace(
-                exchange,
-                numerator=lambda state, y: exchange.numerator(state.inner, y),
-                reset=lambda state: state._replace(inner=exchange.reset(state.inner)),
-                permit=self.permit,
-            ),
-            checkpoint=CheckpointSpec(
-                state=OnlyFiniteState,
-                shards=lambda state: checkpoint.shards(state.inner),
-                # Leaf by leaf, where that is right for what is inside.
-                carry=carry_plainly if checkpoint.carry is carry_plainly else self.carry,
-                # It has counters alone besides.
-                like_on=lambda state, params, at: state._replace(
-                    inner=checkpoint.like_on(state.inner, params, at)
-                ),
-                shares=lambda state: checkpoint.shares(state.inner),
-            ),
-            layout=replace(
-                says.layout,
-                sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
-                with_specs=lambda specs, **options: only_finite(inner.with_specs(specs, **options)),
-                anchor=None if says.layout.anchor is None else self.anchor,
-            ),
-        )
-        over = [Exchange(inner.axes)]
+        inner = self.inner
         return parameter_transform(
-            _OWNER, self.init, self.step, spec, over=over, inner=inner, packs=False
+            _OWNER,
+            self.init,
+            self.step,
+            # What it does not say otherwise is as inside.
+            inner.spec,
+            over=[Exchange(inner.axes)],
+            inner=inner,
+            packs=False,
+            state=OnlyFiniteState,
+            phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
+            skipped=None,
+            events=None,
+            numerator=lambda state, y: inner.numerator(state.inner, y),
+            reset=lambda state: state._replace(inner=inner.reset(state.inner)),
+            permit=self.permit,
+            anchor=None if inner.anchor is None else self.anchor,
+            sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
+            with_specs=lambda specs, **options: only_finite(inner.with_specs(specs, **options)),
+            shards=lambda state: inner.shards(state.inner),
+            # Leaf by leaf, where that is right for what is inside.
+            carry=carry_plainly if inner.carry is carry_plainly else self.carry,
+            # It has counters alone besides.
+            like_on=lambda state, params, at: state._replace(
+                inner=inner.like_on(state.inner, params, at)
+            ),
+            shares=lambda state: inner.shares(state.inner),
         )
 
     def init(self, params: PyTree) -> OnlyFiniteState:

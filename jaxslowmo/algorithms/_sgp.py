@@ -16,16 +16,11 @@ from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (
     Carried,
-    CheckpointSpec,
     Communicate,
     Exchange,
-    ExchangeSpec,
-    LayoutSpec,
     Others,
     ParameterTransform,
     Placement,
-    ScheduleSpec,
-    TransformSpec,
     carry_leaf,
     checked_exchange,
     decide,
@@ -164,18 +159,23 @@ class _SGP:
         known = self.known()
         # Phases repeat with the rotation of the graph, which is known once its size is.
         rotation = () if known is None else (every(max(1, len(known.rounds))),)
-        spec = TransformSpec(
-            schedule=ScheduleSpec(
-                phase=self.phase,
-                due=lambda t: known is None or bool(known.rounds),
-                schedules=(every(1), *rotation),
-                skipped=lambda state: state.count - state.exchanges,
-            ),
-            exchange=ExchangeSpec(numerator=self.numerator, reset=self.reset),
-            checkpoint=CheckpointSpec(state=SGPState, carry=self.carry, shares=shares_of_gossip),
-            layout=LayoutSpec(sized=self.sized, with_specs=self.with_specs),
+        return parameter_transform(
+            "sgp",
+            self.init,
+            self.step,
+            over=[self.over],
+            state=SGPState,
+            phase=self.phase,
+            skipped=lambda state: state.count - state.exchanges,
+            due=lambda t: known is None or bool(known.rounds),
+            schedules=(every(1), *rotation),
+            numerator=self.numerator,
+            reset=self.reset,
+            sized=self.sized,
+            with_specs=lambda specs: replace(self, over=self.over.with_specs(specs)).transform(),
+            carry=self.carry,
+            shares=shares_of_gossip,
         )
-        return parameter_transform("sgp", self.init, self.step, spec, over=[self.over])
 
     def graph_for(self, num_nodes: int) -> Graph:
         """The graph of so many nodes, where its constructor was given."""
@@ -217,10 +217,6 @@ class _SGP:
             fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
         fixed.plan_for(num_nodes)  # refuses another size
         return fixed.transform()
-
-    def with_specs(self, specs: PyTree) -> ParameterTransform:
-        """See `LayoutSpec.with_specs`."""
-        return replace(self, over=self.over.with_specs(specs)).transform()
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
         """See `ScheduleSpec.phase`: the round of the rotation."""

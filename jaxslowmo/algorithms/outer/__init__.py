@@ -3,8 +3,8 @@
 from ._alone import ALONE as ALONE
 from ._coded import shards_state as shards_state
 from ._element_wise import element_wise as element_wise
-from ._rate import NO_RATE as NO_RATE
-from ._rate import OuterRate as OuterRate
 from ._read import read_anchor as read_anchor
 from ._state import OuterState as OuterState
+from ._step import NO_RATE as NO_RATE
 from ._step import Outer as Outer
+from ._step import OuterRate as OuterRate

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from ..._typing import PyTree
-from ...transform import ExchangeSpec, Others, ParameterTransform, ScheduleSpec, TransformSpec
+from ...transform import Others, ParameterTransform
 
 
 def _exchange(
@@ -16,10 +16,12 @@ def _exchange(
 
 
 # Outer steps call its `exchange` alone.
-_never = ScheduleSpec(phase=lambda t, skipped=0: (), due=lambda t: False, schedules=())
 ALONE = ParameterTransform(
     lambda params: (),
     optax.with_extra_args_support(optax.identity()).update,
-    TransformSpec(schedule=_never, exchange=ExchangeSpec(exchange=_exchange)),
+    phase=lambda t, skipped=0: (),
+    due=lambda t: False,
+    schedules=(),
+    exchange=_exchange,
 )
 """Exchanges nothing."""

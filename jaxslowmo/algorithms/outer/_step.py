@@ -5,9 +5,9 @@ what; `OuterStep`, one update of it, what is done.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,12 @@ from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
 from ...transform import (
     Carried,
-    CheckpointSpec,
     Communicate,
     Every,
     Exchange,
-    ExchangeSpec,
-    LayoutSpec,
     Others,
     ParameterTransform,
     Placement,
-    ScheduleSpec,
-    TransformSpec,
     carry_leaf,
     decide,
     either,
@@ -52,11 +47,31 @@ from ...tree import (
 from ._alone import ALONE
 from ._anchor import OwnAnchor, WholeAnchor
 from ._coded import coded_displacement
-from ._rate import NO_RATE, OuterRate
 from ._sharded import ShardedAnchor
 from ._state import OuterState
 
 SLOW = "slow"
+NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
+
+
+class OuterRate(NamedTuple):
+    """What an outer optimizer is told of the inner learning rate.
+
+    Attributes:
+      now: `now(count, told)`: the rate of an update, from how many were before and from what else
+        `update` was given.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not;
+        None where it stays.
+      agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
+        its own; it is `NO_RATE` where nothing was moved. None where all are told one.
+      is_told: whether `update` must be given `learning_rate=`.
+    """
+
+    now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] | None = None
+    is_told: bool = False
+
 
 Operand = tuple[PyTree, Others, OuterState]  # updates, what travels along, state
 
@@ -95,43 +110,31 @@ class Outer:
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
-        base, keeps = self.base, self.anchor.is_sharded
-        spec = TransformSpec(
-            schedule=ScheduleSpec(
-                phase=self.phase,
-                due=self.due,
-                schedules=(self.schedule, *base.schedules),
-                skipped=None if base.skipped is None else self.skipped,
-                # A base checks its own part of the phase.
-                events=(SLOW,) if base is ALONE else None,
-            ),
-            exchange=ExchangeSpec(
-                permit=None if base.permit is None else self.permit,
-                wants_learning_rate=self.rate is not None and self.rate.is_told,
-            ),
-            checkpoint=CheckpointSpec(
-                state=OuterState,
-                shards=self.shards,
-                carry=self.carry,
-                like_on=self.like_on,
-                shares=lambda state: base.shares(state.base),
-            ),
-            layout=LayoutSpec(
-                sized=self.sized,
-                with_specs=self.with_specs,
-                shards_whole_leaves=keeps and self.exchange.param_specs is None,
-                shard_specs=self.exchange.param_specs if keeps else None,
-                anchor=lambda state, params: self.anchor.restore(state.anchor, params),
-            ),
-        )
+        base, cuts = self.base, self.anchor.is_sharded
         return parameter_transform(
             self.owner,
             self.init,
             self.step,
-            spec,
             over=[self.exchange],
             inner=base,
             like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
+            state=OuterState,
+            phase=self.phase,
+            skipped=None if base.skipped is None else self.skipped,
+            due=self.due,
+            schedules=(self.schedule, *base.schedules),
+            events=(SLOW,) if base is ALONE else None,  # a base checks its own part of the phase
+            permit=None if base.permit is None else self.permit,
+            anchor=lambda state, params: self.anchor.restore(state.anchor, params),
+            sized=self.sized,
+            with_specs=self.with_specs,
+            shards_whole_leaves=cuts and self.exchange.param_specs is None,
+            shard_specs=self.exchange.param_specs if cuts else None,
+            wants_learning_rate=self.rate is not None and self.rate.is_told,
+            shards=self.shards,
+            carry=self.carry,
+            like_on=self.like_on,
+            shares=lambda state: base.shares(state.base),
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:

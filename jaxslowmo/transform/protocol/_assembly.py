@@ -9,7 +9,7 @@ from ..._warn import warn_once
 from ...mesh import axis_names
 from .._checks import CheckedStep, LayoutNotice, StateCheck
 from .._exchange import Exchange, check_axis_argument
-from ._spec import Step, TransformSpec, no_shards
+from ._spec import Step, TransformSpec, no_shards, with_values
 from ._transform import ParameterTransform
 
 
@@ -17,12 +17,13 @@ def parameter_transform(
     owner: str,
     init: Callable[[PyTree], PyTree],
     step: Step,
-    spec: TransformSpec,
+    spec: TransformSpec | None = None,
     *,
     over: Sequence[Exchange] = (),
     inner: ParameterTransform | None = None,
     like_init: Callable[[PyTree], PyTree] | None = None,
     packs: bool = True,
+    **named: Any,
 ) -> ParameterTransform:
     """Assemble a `ParameterTransform` whose updates are checked, as those of this package are.
 
@@ -37,26 +38,30 @@ def parameter_transform(
         updates that are zero on an idle replica, those of half-precision leaves as float32, and a
         weight that is None or () float32.
         `js.is_due` tells whether an event is due, and `js.run_if` exchanges only then.
-      spec: what it says besides; its `exchange` is filled in.
+      spec: what it says besides; its `exchange` is filled in. None: all is told by name.
       over: what it exchanges over, smallest group of replicas first, each with all axes of the one
         before; () for `spec.exchange.axes` as they are, without buffers. Its axes are filled in.
       inner: a transform inside of it, which exchanges too, over axes that are filled in.
       like_init: as `init`, of which only types matter, where that is sooner traced.
       packs: whether it packs leaves into the buffers of `over`, and wants to know how leaves are
         sharded.
+      **named: values of the spec by their names alone, which go before those in it.
 
     Returns:
       A `ParameterTransform`.
 
     Raises:
       UserWarning: once, where leaves may be sharded inside a replica and no specs say how.
-      ValueError: no axes; at trace time, from `update` and `exchange`: missing parameters, a phase
-        or a state of something else, leaves that are not floating, an unbound axis, a weight that
-        is no real scalar, parameters that are equal over an axis by their types.
+      ValueError: no axes, no `phase`, `due` or `schedules`, a name that no group of the spec has;
+        at trace time, from `update` and `exchange`: missing parameters, a phase or a state of
+        something else, leaves that are not floating, an unbound axis, a weight that is no real
+        scalar, parameters that are equal over an axis by their types.
 
     Communication: that of `step`.
     """
     warn = warn_once()
+    spec = with_values("parameter_transform", spec, named, ("spec",))
+    # A transform of somebody's own packs nothing, and knows its axes by name alone.
     if not over:
         check_axis_argument(owner, "spec.exchange.axes", spec.exchange.axes)
         over, packs = [Exchange(spec.exchange.axes)], False

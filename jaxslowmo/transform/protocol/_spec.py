@@ -220,27 +220,14 @@ _GROUPS = {
     "checkpoint": CheckpointSpec,
     "layout": LayoutSpec,
 }
-_FIELDS = {
-    field.name: (group, field.default)
-    for group, kind in _GROUPS.items()
-    for field in dataclasses.fields(kind)
-}
-
-
-def has_value(name: str) -> bool:
-    """Whether a group has a value of this name."""
-    return name in _FIELDS
+# Names differ between groups, so that each value is known by its name alone.
+DEFAULTS = {f.name: f.default for kind in _GROUPS.values() for f in dataclasses.fields(kind)}
+_GROUP_OF = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
 
 
 def value_of(spec: TransformSpec, name: str) -> Any:
     """A value by its name alone, as `tx.phase` reads it."""
-    return getattr(getattr(spec, _FIELDS[name][0]), name)
-
-
-def changed_values(spec: TransformSpec, origin: TransformSpec) -> dict[str, Any]:
-    """The values that are not those of `origin`, by name."""
-    pairs = ((name, value_of(spec, name)) for name in _FIELDS)
-    return {name: value for name, value in pairs if value is not value_of(origin, name)}
+    return getattr(getattr(spec, _GROUP_OF[name]), name)
 
 
 def with_values(
@@ -257,23 +244,17 @@ def with_values(
     Raises:
       ValueError: a name that no group has, or none for a value that has no default.
     """
-    if unknown := sorted(set(named) - set(_FIELDS)):
-        raise ValueError(f"{taker} takes {[*besides, *sorted(_FIELDS)]}, got {unknown}.")
-    values = {name: _FIELDS[name][1] if x is None else x for name, x in named.items()}
-    if spec is None:
-        values = {name: default for name, (_, default) in _FIELDS.items()} | values
-    missing = [name for name, value in values.items() if value is dataclasses.MISSING]
-    if missing:
+    if unknown := sorted(set(named) - set(DEFAULTS)):
+        raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
+    before = DEFAULTS if spec is None else {name: value_of(spec, name) for name in DEFAULTS}
+    values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
+    if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
         raise ValueError(
             f"{taker} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
             "js.TransformSpec(schedule=js.ScheduleSpec(...), exchange=js.ExchangeSpec(...))."
         )
-    groups = {
-        group: {name: x for name, x in values.items() if _FIELDS[name][0] == group}
-        for group in _GROUPS
+    groups: dict[str, Any] = {
+        group: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})
+        for group, kind in _GROUPS.items()
     }
-    if spec is None:
-        made: dict[str, Any] = {name: kind(**groups[name]) for name, kind in _GROUPS.items()}
-        return TransformSpec(**made)
-    changed = {g: dataclasses.replace(getattr(spec, g), **x) for g, x in groups.items() if x}
-    return dataclasses.replace(spec, **changed)
+    return TransformSpec(**groups, origin=None if spec is None else spec.origin)

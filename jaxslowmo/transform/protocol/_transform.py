@@ -10,15 +10,7 @@ from ..._typing import Phase, PyTree
 from .._placement import Carry, carry_plainly
 from .._registry import learn_state, register_state
 from .._schedule import instants
-from ._spec import (
-    Origin,
-    Others,
-    TransformSpec,
-    changed_values,
-    has_value,
-    value_of,
-    with_values,
-)
+from ._spec import DEFAULTS, Origin, Others, TransformSpec, value_of, with_values
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, match_args=False)
@@ -85,7 +77,8 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
 
     def __getattr__(self, name: str) -> Any:
         """A value of the spec by its name alone."""
-        if has_value(name):
+        # Only asked for what is nowhere else; also before there is a spec, as by pickle.
+        if name in DEFAULTS:
             return value_of(self.spec, name)
         kind = type(self).__name__
         raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
@@ -103,12 +96,12 @@ class ParameterTransform(optax.GradientTransformationExtraArgs):
     def _changed_alike(self, made: "ParameterTransform") -> "ParameterTransform":
         """`made` by what this was at first, with what was changed since."""
         origin = cast("Origin", self.spec.origin)
-        changed = changed_values(self.spec, origin.spec)
-        changed |= {
-            name: getattr(self, name)
-            for name in self._fields
-            if getattr(self, name) is not getattr(origin, name)
-        }
+        now = {name: value_of(self.spec, name) for name in DEFAULTS}
+        then = {name: value_of(origin.spec, name) for name in DEFAULTS}
+        now |= {"init": self.init, "update": self.update}
+        then |= {"init": origin.init, "update": origin.update}
+        # By identity: functions and trees of specs have no other.
+        changed = {name: x for name, x in now.items() if x is not then[name]}
         return made._replace(**changed) if changed else made
 
     def phases(self) -> list[Phase]:
