@@ -10,8 +10,8 @@ import optax
 
 from ..._typing import PyTree
 from .._checks import check_weight, unless_idle
-from .._protocol import ParameterTransform
 from .._registry import holds_state
+from ..protocol import ParameterTransform
 from ._copies import moved_copies, moving_states
 
 # While somebody asks: states whose copies follow that chains of ours have made, by their classes.
