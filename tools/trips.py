@@ -3,9 +3,11 @@
     python tools/trips.py          the table
     python tools/trips.py --files  and every file, in the order of the trip
 
-Two trips, of functions that are called (modules that are only imported do not count):
+Four trips, of functions that are called (modules that are only imported do not count):
 
 * slow step: one update of `js.slowmo` over `js.local_sgd`, traced in the phase of its slow step.
+* first call, compiled step: `step(state, batch)` of `js.make_train_step` with this algorithm, when
+  it is called first, and when its program is compiled.
 * train: `jaxslowmo train`, from its configuration to the first collective that is traced.
 """
 
@@ -21,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxslowmo as js
 
@@ -96,6 +99,29 @@ def slow_step() -> Trip:
     return follow(lambda: jax.make_jaxpr(over_replicas)(params, state, params))
 
 
+def calls() -> dict[str, Trip]:
+    """The first call of a training step with slowmo, and one of which all is compiled."""
+    base = js.local_sgd("replica", sync_every=2)
+    sync = js.slowmo("replica", base=base, sync_every=4, learning_rate=0.1)
+    mesh = js.make_mesh({"replica": 4})
+    step = js.make_train_step(
+        lambda params, batch: jnp.mean((batch @ params["w"] + params["b"]) ** 2),
+        optax.adamw(0.1),
+        sync=sync,
+        mesh=mesh,
+    )
+    batch = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("replica")))
+    state = step.init({"w": jnp.ones((8, 8)), "b": jnp.ones(8)})
+
+    def call() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    first = follow(call)
+    call()
+    return {"first call": first, "compiled step": follow(call)}
+
+
 def train(algorithm: str) -> Trip:
     """From the configuration of `jaxslowmo train` to the first collective."""
     import jaxslowmo.cli._train as command
@@ -134,7 +160,7 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="print every file")
     files = parser.parse_args().files
     jax.config.update("jax_num_cpu_devices", 8)
-    trips = {"slow step of slowmo": slow_step()}
+    trips = {"slow step of slowmo": slow_step(), **calls()}
     for algorithm in ("slowmo", "local_sgd", "all_reduce"):
         trips[f"train, {algorithm}"] = train(algorithm)
     print("trip | files | without mesh/ and tree/ | returns to another file")

@@ -29,7 +29,7 @@ from ..transform import (
     run_if,
     run_one_of,
 )
-from ..tree import apply_exactly, check_floating, updates_to, widen_updates
+from ..tree import apply_exactly, updates_to
 
 
 class LocalSGDState(NamedTuple):
@@ -160,14 +160,14 @@ class _Averaging:
     def transform(self) -> ParameterTransform:
         return parameter_transform(
             self.owner,
-            [level.exchange for level in self.levels],
+            lambda params: LocalSGDState(jnp.zeros([], jnp.int32)),
+            self.step,
+            over=[level.exchange for level in self.levels],
             state=LocalSGDState,
-            init=self.init,
-            step=self.step,
-            events=tuple(level.event for level in self.levels),
             phase=self.phase,
             due=self.due,
             schedules=tuple(level.schedule for level in self.levels),
+            events=tuple(level.event for level in self.levels),
             with_specs=self.with_specs,
         )
 
@@ -183,10 +183,6 @@ class _Averaging:
     def with_specs(self, specs: PyTree) -> ParameterTransform:
         known = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
         return replace(self, levels=tuple(known)).transform()
-
-    def init(self, params: PyTree) -> LocalSGDState:
-        check_floating(self.owner, params)
-        return LocalSGDState(jnp.zeros([], jnp.int32))
 
     def step(
         self,
@@ -212,10 +208,7 @@ class _Averaging:
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
 
-        def alone(operand: Operand) -> Operand:
-            return widen_updates(operand[0]), operand[1]
-
-        moved = run_if(decide(due, communicate), averaged, alone, (updates, others))
+        moved = run_if(decide(due, communicate), averaged, lambda o: o, (updates, others))
         return *moved, LocalSGDState(count)
 
     def now(

@@ -99,31 +99,28 @@ class _OnlyFinite:
 
     def transform(self) -> ParameterTransform:
         inner = self.inner
-        # Leaf by leaf, where that is right for what is inside.
-        plain = inner.carry is carry_plainly
         return parameter_transform(
             _OWNER,
-            [Exchange(inner.axes)],
-            state=OnlyFiniteState,
-            init=self.init,
-            step=self.step,
-            events=None,
+            self.init,
+            self.step,
+            # What it does not say otherwise is as inside.
+            inner.spec,
+            over=[Exchange(inner.axes)],
             inner=inner,
             packs=False,
+            state=OnlyFiniteState,
             phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
-            due=inner.due,
-            schedules=inner.schedules,
+            skipped=None,
+            events=None,
             numerator=lambda state, y: inner.numerator(state.inner, y),
             reset=lambda state: state._replace(inner=inner.reset(state.inner)),
             permit=self.permit,
             anchor=None if inner.anchor is None else self.anchor,
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
-            with_specs=lambda specs, **told: only_finite(inner.with_specs(specs, **told)),
-            shards_whole_leaves=inner.shards_whole_leaves,
-            shard_specs=inner.shard_specs,
-            wants_learning_rate=inner.wants_learning_rate,
+            with_specs=lambda specs, **options: only_finite(inner.with_specs(specs, **options)),
             shards=lambda state: inner.shards(state.inner),
-            carry=carry_plainly if plain else self.carry,
+            # Leaf by leaf, where that is right for what is inside.
+            carry=carry_plainly if inner.carry is carry_plainly else self.carry,
             # It has counters alone besides.
             like_on=lambda state, params, at: state._replace(
                 inner=inner.like_on(state.inner, params, at)
@@ -139,7 +136,7 @@ class _OnlyFinite:
     def permit(
         self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[jax.Array, OnlyFiniteState]:
-        """See `TransformSpec.permit`: are y and what travels along finite on all replicas?"""
+        """See `ExchangeSpec.permit`: are y and what travels along finite on all replicas?"""
         # A sum of flags rather than of values: what is not finite must not travel.
         poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
@@ -157,7 +154,7 @@ class _OnlyFinite:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OnlyFiniteState]:
-        """One update; see `TransformSpec.exchange`."""
+        """One update; see `ExchangeSpec.exchange`."""
         state = state._replace(count=increment(state.count))
 
         def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
@@ -182,7 +179,6 @@ class _OnlyFinite:
         return updates, others, state._replace(inner=inner_state)
 
     def anchor(self, state: OnlyFiniteState, params: PyTree) -> PyTree:
-        assert self.inner.anchor is not None
         return self.inner.anchor(state.inner, params)
 
     def carry(

@@ -30,7 +30,7 @@ from ..transform import (
     run_if,
     stacked,
 )
-from ..tree import check_floating, landing, widen_updates
+from ..tree import landing
 from .gossip import (
     Arrival,
     Gossip,
@@ -161,11 +161,10 @@ class _SGP:
         rotation = () if known is None else (every(max(1, len(known.rounds))),)
         return parameter_transform(
             "sgp",
-            [self.over],
+            self.init,
+            self.step,
+            over=[self.over],
             state=SGPState,
-            init=self.init,
-            step=self.step,
-            events=None,
             phase=self.phase,
             skipped=lambda state: state.count - state.exchanges,
             due=lambda t: known is None or bool(known.rounds),
@@ -209,7 +208,7 @@ class _SGP:
         return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `TransformSpec.sized`: with the graph that it is then."""
+        """See `LayoutSpec.sized`: with the graph that it is then."""
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
             return self.transform()  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
@@ -220,7 +219,7 @@ class _SGP:
         return fixed.transform()
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `TransformSpec.phase`: the round of the rotation."""
+        """See `ScheduleSpec.phase`: the round of the rotation."""
         number, known = t - 1 - skipped, self.known()
         if known is None:
             self.warn(
@@ -233,7 +232,6 @@ class _SGP:
 
     def init(self, params: PyTree) -> SGPState:
         """Weight 1, nothing in flight."""
-        check_floating("sgp", params)
 
         def differing(weight: jax.Array) -> jax.Array:
             """Equal on all nodes at first, and typed as what it will be."""
@@ -264,7 +262,7 @@ class _SGP:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
-        """One update; see `TransformSpec.exchange`."""
+        """One update; see `ExchangeSpec.exchange`."""
         del weight, extra  # an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
@@ -284,8 +282,7 @@ class _SGP:
             own = params if self.overlap else landing(params, alone(operand)[0])
             return self.exchanged(plan, number, own, params, operand)
 
-        operand = widen_updates(updates), others, state
-        return run_if(decide(True, communicate), exchanged, alone, operand)
+        return run_if(decide(True, communicate), exchanged, alone, (updates, others, state))
 
     def exchanged(
         self,
@@ -348,7 +345,7 @@ class _SGP:
         return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """See `TransformSpec.numerator`: x and w, with what is in flight."""
+        """See `ExchangeSpec.numerator`: x and w, with what is in flight."""
         # Doubly stochastic rounds keep w at 1, and the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
@@ -358,7 +355,7 @@ class _SGP:
         return (x, total) if plan.weight_differs else (over(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """See `TransformSpec.reset`."""
+        """See `ExchangeSpec.reset`."""
         # All hold the mean now, what was in flight included. The rotation of the graph goes on, and
         # with it `exchanges`.
         return state._replace(
@@ -367,7 +364,7 @@ class _SGP:
         )
 
     def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `TransformSpec.carry`."""
+        """See `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

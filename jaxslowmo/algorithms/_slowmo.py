@@ -16,7 +16,7 @@ from .._warn import warn_once
 from ..codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
-from .outer import NO_RATE, Outer, OuterRate, shards_state
+from .outer import ALONE, NO_RATE, Outer, OuterRate, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -133,6 +133,7 @@ def slowmo(
             "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
             "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
         )
+    base = ALONE if base is None else base
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
     return Outer(
@@ -140,7 +141,7 @@ def slowmo(
         exchange,
         schedule,
         slow_momentum(momentum, slow_learning_rate, nesterov=nesterov),
-        base=base if base is None or param_specs is None else base.with_specs(param_specs),
+        base=base if param_specs is None else base.with_specs(param_specs),
         exact_average=exact_average,
         shard_state=shards_state(owner, shard_state, exchange, exact_average=exact_average),
         rate=_outer_rate(learning_rate),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,7 @@ class TrainState(_Fields):
 
     # Known of this very state, of no copy with other fields: `_replace` makes one without.
     known_layout: KnownLayout | None = None
+    made_by: Any = None  # a reference to the runner of the step that returned it
 
     def __getstate__(self) -> None:
         """Copies and pickles hold the fields alone."""

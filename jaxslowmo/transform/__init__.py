@@ -3,10 +3,8 @@
 from ._blocks import BlockGroup as BlockGroup
 from ._blocks import block_groups as block_groups
 from ._checks import LayoutNotice as LayoutNotice
-from ._checks import check_axis_argument as check_axis_argument
 from ._checks import check_weight as check_weight
-from ._checks import checked_bytes as checked_bytes
-from ._checks import checked_exchange as checked_exchange
+from ._checks import inside as inside
 from ._checks import layouts_known as layouts_known
 from ._checks import require_bound as require_bound
 from ._checks import unless_idle as unless_idle
@@ -19,6 +17,9 @@ from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._exchange import Exchange as Exchange
+from ._exchange import check_axis_argument as check_axis_argument
+from ._exchange import checked_bytes as checked_bytes
+from ._exchange import checked_exchange as checked_exchange
 from ._init import init as init
 from ._isolated import isolated as isolated
 from ._isolated import unseen_zero as unseen_zero
@@ -37,12 +38,6 @@ from ._placement import carry_leaf as carry_leaf
 from ._placement import carry_plainly as carry_plainly
 from ._placement import replica_average as replica_average
 from ._placement import stacked as stacked
-from ._protocol import Others as Others
-from ._protocol import ParameterTransform as ParameterTransform
-from ._protocol import TransformSpec as TransformSpec
-from ._protocol import inside as inside
-from ._protocol import parameter_transform as parameter_transform
-from ._protocol import phase_name as phase_name
 from ._registry import gradient_state as gradient_state
 from ._registry import holds_state as holds_state
 from ._registry import passing_state as passing_state
@@ -68,3 +63,12 @@ from .gradients import gradient_transform as gradient_transform
 from .gradients import is_identity as is_identity
 from .gradients import joined as joined
 from .gradients import spec_of as spec_of
+from .protocol import CheckpointSpec as CheckpointSpec
+from .protocol import ExchangeSpec as ExchangeSpec
+from .protocol import LayoutSpec as LayoutSpec
+from .protocol import Others as Others
+from .protocol import ParameterTransform as ParameterTransform
+from .protocol import ScheduleSpec as ScheduleSpec
+from .protocol import TransformSpec as TransformSpec
+from .protocol import parameter_transform as parameter_transform
+from .protocol import phase_name as phase_name

@@ -3,27 +3,28 @@
 import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
-from .._integers import as_int
-from .._typing import AxisName, PyTree
-from ..codecs import Codec
+from .._typing import AxisName, Phase, PyTree
 from ..mesh import (
     axis_names,
     axis_size,
     checks_varying,
     is_bound,
+    match_varying,
     require_axes,
     specs_key,
     typed_specs,
     varying_axes,
 )
-from ..tree import kept_if, leaf_names
+from ..tree import check_floating, kept_if, leaf_names, widen_updates
+from ._due import Communicate
 from ._exchange import Exchange
 
 
@@ -34,69 +35,6 @@ def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
     # Selected, not multiplied: 0 * NaN is NaN.
     alive = weight > 0
     return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
-
-
-def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
-    """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
-    # Before anything is traced: a misspelt name is found at trace time, a wrong type here.
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(n, str) and n for n in names):
-        raise ValueError(
-            f"{owner}: `{argument}` must be the name of a mapped axis or a tuple of names, "
-            f"got {axis_name!r}."
-        )
-    if len(set(names)) != len(names):
-        raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
-
-
-def checked_bytes(owner: str, argument: str, size: object) -> int:
-    """Return a size in bytes as an int; raise `ValueError` unless it is an integer >= 0."""
-    number = as_int(size, 0)
-    if number is None:
-        raise ValueError(
-            f"{owner}: `{argument}` is a size in bytes and must be an int >= 0, got {size!r}."
-        )
-    return number
-
-
-def checked_exchange(
-    owner: str,
-    axis_name: AxisName,
-    local_axis_name: AxisName | None = None,
-    param_specs: PyTree | None = None,
-    bucket_bytes: int | None = None,
-    codec: Codec | None = None,
-) -> Exchange:
-    """The `Exchange` of these arguments.
-
-    Raises:
-      ValueError: axes that are no names, specs that are none or of stacked leaves, a negative
-        size, or a codec that is none.
-    """
-    check_axis_argument(owner, "axis_name", axis_name)
-    if local_axis_name is not None:
-        check_axis_argument(owner, "local_axis_name", local_axis_name)
-    if bucket_bytes is not None:
-        bucket_bytes = checked_bytes(owner, "bucket_bytes", bucket_bytes)
-    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
-        raise ValueError(
-            f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
-            f"{type(wrong[0]).__name__}."
-        )
-    replicas = set(axis_names(axis_name))
-    if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
-        raise ValueError(
-            f"{owner}: `param_specs` are of one copy of the parameters and must not name the axis "
-            f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
-            "as `P(*leaf.sharding.spec[1:])`."
-        )
-    if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(
-            f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.bfloat16() or "
-            f"js.codecs.float16(error_feedback=True), got {codec!r}."
-        )
-    return Exchange(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
 
 
 def require_bound(owner: str, over: Exchange) -> None:
@@ -319,3 +257,94 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
     if isinstance(weight, int | float) and not 0 <= weight < math.inf:
         raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
     return jnp.asarray(weight).astype(jnp.float32)
+
+
+_outer_axes: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
+    "outer_axes", default=None
+)
+
+
+@contextlib.contextmanager
+def inside(axes: Iterable[str]) -> Iterator[None]:
+    """Around the exchange of a transform inside another one over `axes`.
+
+    What that one has checked and warned about is not for the inner one to say again.
+    """
+    token = _outer_axes.set((_outer_axes.get() or frozenset()) | frozenset(axes))
+    try:
+        yield
+    finally:
+        _outer_axes.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedStep:
+    """The functions of a parameter transform around its step.
+
+    Attributes:
+      owner: public name, for messages.
+      step: see `js.parameter_transform`.
+      over: likewise.
+      events: the names that a phase may hold; None leaves that to a transform inside.
+      check_state: of its states.
+      notice: where it packs leaves.
+      warn: issues a warning once.
+    """
+
+    owner: str
+    step: Callable[..., tuple[PyTree, list[jax.Array], PyTree]]
+    over: Sequence[Exchange]
+    events: tuple[str, ...] | None
+    check_state: StateCheck
+    notice: LayoutNotice | None
+    warn: Callable[[str], None]
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state of given parameters."""
+        check_floating(self.owner, params)
+        if self.notice is not None:
+            self.notice.at_init()
+        return self.check_state.init(params)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """As optax calls it."""
+        updates, _, state = self.exchange(updates, [], state, params, **extra)
+        return updates, state
+
+    def exchange(
+        self,
+        updates: PyTree,
+        others: list[jax.Array],
+        state: PyTree,
+        params: PyTree | None,
+        *,
+        communicate: Communicate = True,
+        weight: Any = None,
+        phase: Phase | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, list[jax.Array], PyTree]:
+        """See `ExchangeSpec.exchange`."""
+        # Cheap checks first, and none that needs the axis before it is known to be bound.
+        check_update_arguments(self.owner, params, phase, self.events)
+        check_floating(self.owner, params)
+        outer = _outer_axes.get()
+        for group in self.over:
+            require_bound(self.owner, group)
+            if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
+                warn_if_alone(self.owner, group, self.warn)
+        if self.notice is not None:
+            self.notice.at_update()
+        share = check_weight(self.owner, weight)
+        # The one around it has looked at the whole state, and at updates of idle replicas.
+        if outer is None:
+            self.check_state(state, params)
+            updates = unless_idle(updates, share)
+        # Half precision could not hold the way to given parameters.
+        updates = widen_updates(updates)
+        check_varying(self.owner, params, updates, self.over[-1].axis_name)
+        now = {"communicate": communicate, "weight": share, "phase": phase}
+        updates, others, after = self.step(updates, others, state, params, **now, **extra)
+        # The types stay as they were, so that an update can be the body of a loop.
+        return updates, others, match_varying(after, state)

@@ -22,14 +22,23 @@ def increment(count: jax.Array) -> jax.Array:
 
 
 def phase_scope(event: str) -> Any:
-    """Named scope around the exchange of `event`, by which `js.comm_report` knows it."""
+    """Named scope around the exchange of an event, by which `js.comm_report` knows it.
+
+    Args:
+      event: its name, as phases hold it.
+
+    Returns:
+      A context manager.
+
+    Communication: none.
+    """
     return jax.named_scope(f"{PHASE}{event}")
 
 
 def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
     """`a or b`, a bool where that is static."""
     # Not `or`: an array of which the value is not known has no truth.
-    return True if a is True or b is True else a | b
+    return b if a is False else True if a is True or b is True else a | b
 
 
 def is_due(
@@ -39,7 +48,20 @@ def is_due(
     communicate: Communicate,
     phase: Phase | None,
 ) -> bool | jax.Array:
-    """Whether `event` runs in this update: a bool where that is static, else a () bool array."""
+    """Whether an event runs in this update.
+
+    Args:
+      event: its name, as phases hold it.
+      schedule: when it is due.
+      count: () int32, the number of this update, from 1.
+      communicate: as `update` of a parameter transform is given it.
+      phase: likewise; None leaves it to the schedule.
+
+    Returns:
+      A bool where that is static, else a () bool array.
+
+    Communication: none.
+    """
     return decide(schedule(count) if phase is None else event in phase, communicate)
 
 
@@ -58,8 +80,21 @@ def run_if(
 ) -> PyTree:
     """`exchange(operand)` if `due` else `otherwise(operand)`, as a `lax.cond` where undecided.
 
-    The predicate is equal on all replicas, since it comes from the counter, so it is safe to have
-    collectives in a branch; under vmap it stays a cond.
+    A branch may have collectives where `due` is equal on all replicas, as it is where it comes from
+    the counter; under vmap it stays a cond.
+
+    Args:
+      due: whether to exchange: a bool, of which the program holds that branch alone, or a () bool
+        array, as `js.is_due` returns it.
+      exchange: function of the operand.
+      otherwise: likewise, with results of the same shapes and dtypes. Over which axes these vary
+        may differ: the result of a mean varies over fewer.
+      operand: tree of arrays.
+
+    Returns:
+      What the function returned.
+
+    Communication: that of the function which runs.
     """
     # Static: the program holds one of the two, and no conditional.
     if isinstance(due, bool):

@@ -5,7 +5,7 @@ exists can be read.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,14 +79,14 @@ class Carried(NamedTuple):
 
 
 Carry = Callable[[PyTree, PyTree, Placement, Placement], Carried]
-"""`carry(state, params, old, new)`: see `ParameterTransform.carry`."""
+"""`carry(state, params, old, new)`: see `CheckpointSpec.carry`."""
 
-Shares = Callable[[PyTree], list[tuple[Any, PyTree | None]]]
-"""`shares(state)`: see `ParameterTransform.shares`."""
+Shares = Callable[[PyTree], Sequence[tuple[Any, PyTree | None]] | None]
+"""`shares(state)`: see `CheckpointSpec.shares`."""
 
 
 LikeOn = Callable[[PyTree, PyTree, Placement], PyTree]
-"""`like_on(state, params, at)`: see `ParameterTransform.like_on`."""
+"""`like_on(state, params, at)`: see `CheckpointSpec.like_on`."""
 
 
 def as_it_is(state: PyTree, params: PyTree, at: Placement) -> PyTree:

@@ -10,7 +10,7 @@ Moves = Literal["gradients", "parameters"]
 _Class = TypeVar("_Class", bound=type)
 
 # What the owner of a state class exchanges, and whether the state can be moved to other replicas
-# by its owner alone (`ParameterTransform.carry`).
+# by its owner alone (`CheckpointSpec.carry`).
 _OWNERS: dict[type, tuple[Moves, bool]] = {}
 _PASSING: set[type] = set()
 

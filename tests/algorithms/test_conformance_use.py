@@ -140,7 +140,10 @@ def others_of(tx):
 GOSSIP = [name for name in PARAMETER if name.startswith(("sgp", "slowmo over sgp"))]
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETER if name not in GOSSIP])
+ELASTIC = ["parameter_transform"]  # averages no parameters, and nothing else
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETER if name not in GOSSIP + ELASTIC])
 def test_other_arrays_are_averaged_where_parameters_are(name):
     tx = TRANSFORMS[name]()
     expected, mean = SMALL["w"], np.broadcast_to(SMALL["w"].mean(0), (4, 3))
@@ -165,9 +168,9 @@ def test_gossip_mixes_other_arrays_as_parameters_and_at_once(name):
 # Wide leaves beside narrow ones
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if "adam" not in name])
+@pytest.mark.parametrize("name", [n for n in TRANSFORMS if "adam" not in n and n not in ELASTIC])
 def test_types_are_explicit_under_x64(name, strict_promotion):
-    """Of updates with weights and other arrays, too; Adam of optax relies on promotion."""
+    """Of updates with weights and other arrays, too; optax's Adam and ravel_pytree promote."""
     tx = TRANSFORMS[name]()
 
     def step(params, weight):

@@ -40,20 +40,17 @@ from ...transform import (
 from ...tree import (
     added,
     apply_exactly,
-    check_floating,
     landing,
     subtracted,
     updates_to,
-    widen_updates,
 )
+from ._alone import ALONE
 from ._anchor import OwnAnchor, WholeAnchor
 from ._coded import coded_displacement
 from ._sharded import ShardedAnchor
 from ._state import OuterState
 
 SLOW = "slow"
-
-
 NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
 
 
@@ -63,17 +60,16 @@ class OuterRate(NamedTuple):
     Attributes:
       now: `now(count, told)`: the rate of an update, from how many were before and from what else
         `update` was given.
-      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not;
+        None where it stays.
       agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own; it is `NO_RATE` where nothing was moved.
+        its own; it is `NO_RATE` where nothing was moved. None where all are told one.
       is_told: whether `update` must be given `learning_rate=`.
     """
 
     now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
-    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] = (
-        lambda outer, rate, axes: (outer, rate)
-    )
+    observe: Callable[[Any, jax.Array], Any] | None = None
+    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] | None = None
     is_told: bool = False
 
 
@@ -100,7 +96,7 @@ class Outer:
     exchange: Exchange
     schedule: Every
     optimizer: optax.GradientTransformationExtraArgs
-    base: ParameterTransform | None = None
+    base: ParameterTransform = ALONE
     exact_average: bool = True
     shard_state: bool = True
     rate: OuterRate | None = None
@@ -114,78 +110,73 @@ class Outer:
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
-        base = self.base
+        base, cuts = self.base, self.anchor.is_sharded
         return parameter_transform(
             self.owner,
-            [self.exchange],
-            state=OuterState,
-            init=self.init,
-            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
-            step=self.step,
-            events=(SLOW,) if base is None else None,  # a base checks its own part of the phase
+            self.init,
+            self.step,
+            over=[self.exchange],
             inner=base,
+            like_init=lambda params: self.of_anchor(self.anchor.like_stored(params), params),
+            state=OuterState,
             phase=self.phase,
-            skipped=None if base is None or base.skipped is None else self.skipped,
+            skipped=None if base.skipped is None else self.skipped,
             due=self.due,
-            schedules=(self.schedule, *(base.schedules if base is not None else ())),
-            permit=None if base is None or base.permit is None else self.permit,
+            schedules=(self.schedule, *base.schedules),
+            events=(SLOW,) if base is ALONE else None,  # a base checks its own part of the phase
+            permit=None if base.permit is None else self.permit,
             anchor=lambda state, params: self.anchor.restore(state.anchor, params),
             sized=self.sized,
             with_specs=self.with_specs,
-            shards_whole_leaves=self.anchor.is_sharded and self.exchange.param_specs is None,
-            shard_specs=self.exchange.param_specs if self.anchor.is_sharded else None,
+            shards_whole_leaves=cuts and self.exchange.param_specs is None,
+            shard_specs=self.exchange.param_specs if cuts else None,
             wants_learning_rate=self.rate is not None and self.rate.is_told,
             shards=self.shards,
             carry=self.carry,
             like_on=self.like_on,
-            shares=None if base is None else (lambda state: base.shares(state.base)),
+            shares=lambda state: base.shares(state.base),
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `TransformSpec.phase`."""
+        """See `ScheduleSpec.phase`."""
         slow = bool(self.schedule(t))
         # An exact average makes the base's own exchange of that update a waste: it is left out.
-        if self.base is None or (slow and self.exact_average):
+        if slow and self.exact_average:
             own = ()
         else:
             # Gossip does not rotate in updates in which it did not exchange.
             steps = self.schedule.times(t - 1) if self.exact_average else 0
-            own = self.base.phase(t, skipped + steps)
+            own = self.base.spec.schedule.phase(t, skipped + steps)
         return (*own, SLOW) if slow else own
 
     def due(self, t: Any) -> Any:
-        """See `TransformSpec.due`."""
+        """See `ScheduleSpec.due`."""
         slow = self.schedule(t)
-        return slow if self.base is None else either(self.base.due(t), slow)
+        return either(self.base.spec.schedule.due(t), slow)
 
     def skipped(self, state: OuterState) -> Any:
-        """See `TransformSpec.skipped`: the base's, slow steps apart."""
-        assert self.base is not None
-        assert self.base.skipped is not None
+        """See `ScheduleSpec.skipped`: the base's, slow steps apart."""
         slow = self.schedule.times(int(state.count)) if self.exact_average else 0
         return self.base.skipped(state.base) - slow
 
     def shards(self, state: OuterState) -> list[Any]:
-        """See `TransformSpec.shards`."""
-        inside = [] if self.base is None else self.base.shards(state.base)
-        return [*(jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []), *inside]
+        """See `CheckpointSpec.shards`."""
+        own = jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []
+        return [*own, *self.base.shards(state.base)]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `TransformSpec.sized`."""
-        base = None if self.base is None else self.base.sized(axis_sizes)
-        return replace(self, base=base).transform()
+        """See `LayoutSpec.sized`."""
+        return replace(self, base=self.base.sized(axis_sizes)).transform()
 
     def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
-        """See `TransformSpec.with_specs`."""
-        base = None if self.base is None else self.base.with_specs(specs)
+        """See `LayoutSpec.with_specs`."""
         # The layout of shards is part of the state: only specs that were given decide it.
         keeps = self.anchor.is_sharded and not of_state
         exchange = self.exchange if keeps else self.exchange.with_specs(specs)
-        return replace(self, base=base, exchange=exchange).transform()
+        return replace(self, base=self.base.with_specs(specs), exchange=exchange).transform()
 
     def init(self, params: PyTree) -> OuterState:
         """The state of given parameters."""
-        check_floating(self.owner, params)
         if self.anchor.is_sharded:  # others can be initialised outside of the axis
             require_bound(self.owner, self.exchange)
         return self.of_anchor(self.anchor.store(params), params)
@@ -193,7 +184,7 @@ class Outer:
     def of_anchor(self, anchor: PyTree, params: PyTree) -> OuterState:
         """The state of a stored anchor."""
         with layouts_known():  # a base has our specs
-            base = () if self.base is None else self.base.init(params)
+            base = self.base.init(params)
         return OuterState(
             count=jnp.zeros([], jnp.int32),
             anchor=anchor,
@@ -213,7 +204,7 @@ class Outer:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OuterState]:
-        """One update; see `TransformSpec.exchange`."""
+        """One update; see `ExchangeSpec.exchange`."""
         rate = None
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
@@ -221,7 +212,8 @@ class Outer:
                 # Differentiated as if it counted: what the others took depends on it, too.
                 away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
                 rate = jnp.where(weight > 0, rate, away)
-            state = state._replace(outer=self.rate.observe(state.outer, rate))
+            if self.rate.observe is not None:
+                state = state._replace(outer=self.rate.observe(state.outer, rate))
         state = state._replace(count=increment(state.count))
         step = OuterStep(self, params, weight, phase, rate, extra)
 
@@ -239,16 +231,14 @@ class Outer:
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[Any, OuterState]:
-        """See `TransformSpec.permit`: the base's."""
-        assert self.base is not None
-        assert self.base.permit is not None
+        """See `ExchangeSpec.permit`: the base's."""
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
 
     def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
-        """See `TransformSpec.carry`."""
+        """See `CheckpointSpec.carry`."""
         move = functools.partial(self.anchor.moved, state.anchor, params, old, new)
-        base = Carried(()) if self.base is None else self.base.carry(state.base, params, old, new)
+        base = self.base.carry(state.base, params, old, new)
         count = carry_leaf(state.count, old, new)
         note = (
             "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
@@ -260,10 +250,10 @@ class Outer:
         return Carried(moved, (note, *base.notes))
 
     def like_on(self, state: OuterState, params: PyTree, at: Placement) -> OuterState:
-        """See `TransformSpec.like_on`."""
+        """See `CheckpointSpec.like_on`."""
         # Counters are the same anywhere; the anchor's form tells what is cut as it is.
         like = functools.partial(self.anchor.like_on, state.anchor, params, at)
-        base = () if self.base is None else self.base.like_on(state.base, params, at)
+        base = self.base.like_on(state.base, params, at)
         return OuterState(state.count, like(state.anchor), like(state.outer), base)
 
 
@@ -290,9 +280,7 @@ class OuterStep:
     def based(self, operand: Operand, communicate: Communicate) -> Operand:
         """The base's update."""
         updates, others, state = operand
-        base = self.of.base
-        if base is None:
-            return widen_updates(updates), others, state
+        base = self.of.base.spec.exchange
         own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
         # The base finds checked arguments, and need not warn of the same axes and layouts again.
@@ -313,8 +301,8 @@ class OuterStep:
         # The base only counts on: its exchange would be wasted.
         operand = self.based(operand, False)
         with phase_scope(SLOW):
-            base = self.of.base
-            if base is None or base.permit is None:
+            base = self.of.base.spec.exchange
+            if base.permit is None:
                 return self.outer(operand)
             # A base such as only_finite has a say before anything is averaged.
             updates, others, state = operand
@@ -352,16 +340,18 @@ class OuterStep:
         """The outer state, and what its optimizer is told."""
         if self.of.rate is None or self.rate is None:
             return outer, {}
+        rate = self.rate
         # One rate for all, also where each keeps an anchor of its own: they would drift apart.
-        axes = axis_names(self.of.exchange.axis_name)
-        outer, rate = self.of.rate.agree(outer, self.rate, axes)
+        if self.of.rate.agree is not None:
+            axes = axis_names(self.of.exchange.axis_name)
+            outer, rate = self.of.rate.agree(outer, rate, axes)
         return outer, {"learning_rate": rate}
 
     def displacement(
         self, y: PyTree, others: Others, state: OuterState
     ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
         """D, in the anchor's form; what of its own this replica keeps; what travels; the base."""
-        exchange, base = self.of.exchange, self.of.base
+        exchange, base = self.of.exchange, self.of.base.spec.exchange
         if not self.of.exact_average:
             own = jax.tree.map(subtracted, state.anchor, self.of.anchor.average(y))
             return own, None, others, state.base
@@ -376,13 +366,12 @@ class OuterStep:
             displacement, residual = coded_displacement(state.anchor, x, mass, exchange)
         if others:
             others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        base_state = state.base if base is None else base.reset(state.base)
-        return displacement, residual, others, base_state
+        return displacement, residual, others, base.reset(state.base)
 
     def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
         """The weighted parameters of this replica, and their weight; None where all weigh 1."""
         # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
-        x, mass = (y, None) if self.of.base is None else self.of.base.numerator(base_state, y)
+        x, mass = self.of.base.spec.exchange.numerator(base_state, y)
         if self.weight is None:
             return x, mass
         share = self.weight  # for the type checker, which forgets that it is one

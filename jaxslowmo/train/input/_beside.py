@@ -36,13 +36,19 @@ class Beside:
         self, state: PyTree, batch: PyTree, weight: Any = None, *, window: Any = None
     ) -> tuple[PyTree, Any]:
         """`step`, and beside it what the next batch asks for."""
-        return self._run(state, batch, weight, window, collect=False)
+        return self._run(state, batch, weight, window)
 
     def collect(
-        self, state: PyTree, batch: PyTree, weight: Any = None, window: Any = None
+        self,
+        state: PyTree,
+        batch: PyTree,
+        weight: Any = None,
+        window: Any = None,
+        *,
+        num_batches: int = 0,
     ) -> tuple[PyTree, Any]:
         """`step.collect`, likewise."""
-        return self._run(state, batch, weight, window, collect=True)
+        return self._run(state, batch, weight, window, collect=True, num_batches=num_batches)
 
     @property
     def resent_share(self) -> float | None:
@@ -53,13 +59,13 @@ class Beside:
         return self._resent / self._needed
 
     def _run(
-        self, state: PyTree, batch: PyTree, weight: Any, window: Any, *, collect: bool
+        self, state: PyTree, batch: PyTree, weight: Any, window: Any, **collecting: Any
     ) -> tuple[PyTree, Any]:
         asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
         found = self._upcoming()
         upcoming = None if found is None else found.batch
         done, metrics, self._asked = self._ahead(
-            state, batch, asked, upcoming, weight, window, collect
+            state, batch, asked, upcoming, weight, window, **collecting
         )
         self._asked_for = upcoming
         self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})

@@ -113,7 +113,12 @@ class Training:
 
     def _collect(self, batch: Prepared) -> StepResult:
         collect: Any = self._step.collect
-        self._window, metrics = collect(self.state, *_arguments(batch), window=self._window)
+        self._window, metrics = collect(
+            self.state,
+            *_arguments(batch),
+            window=self._window,
+            num_batches=self._accumulate - 1,
+        )
         self._collected += 1
         self._position = batch.position
         return StepResult(

@@ -11,8 +11,9 @@ from ..._integers import as_int
 from ..._typing import PyTree
 from ...embedding import Embeddings
 from .._state import TrainState
-from ._programs import Task, add_to_window, anew, ask, update
-from ._usable import refuse_unusable, refuse_unusable_window
+from ._programs import Task, anew, ask
+from ._runner import Runner
+from ._usable import refuse_unusable_window
 from .update import Ahead, Carry, Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
@@ -48,7 +49,7 @@ class AheadStep:
         state, metrics, asked = ahead(state, second, asked, None)
 
     Args:
-      step: the step.
+      runner: of the step.
       mode: `"exact"`: row numbers are exchanged beside the step before, rows looked up and sent in
         the batch's own. `"stale"`: rows, too, as they were before that step: one update stale.
         `"patched"`: likewise, and those that the step changes are sent again: as exact, bit for bit
@@ -62,9 +63,11 @@ class AheadStep:
         `"stale"`; room outside of 0 to 1.
     """
 
-    def __init__(self, step: Any, mode: AheadMode, num_exact: int = 0, room: float = 0.25) -> None:
-        _check(step, mode, num_exact, room)
-        self._step, self.mode, self._num_exact = step, mode, int(num_exact)
+    def __init__(
+        self, runner: Runner, mode: AheadMode, num_exact: int = 0, room: float = 0.25
+    ) -> None:
+        self._embeddings = _checked(runner, mode, num_exact, room)
+        self._runner, self.mode, self._num_exact = runner, mode, int(num_exact)
         self._vectors = Ahead(mode != "exact", mode == "patched", room)
         self._count = 0
 
@@ -74,9 +77,8 @@ class AheadStep:
         Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` where this
           batch is one that is looked up ahead.
         """
-        step = self._step
-        refuse_unusable(state)
-        given = Given(step.place(batch, state=state)[0])
+        self._runner.refuse(state)
+        given = Given(*self._runner.place(state, batch))
         carry = self._ask(ask(self.asks_for(given.batch)), state, given)
         self._count += 1
         return _asked(carry, given.batch, state)
@@ -90,6 +92,7 @@ class AheadStep:
         weight: Any = None,
         window: GradientWindow | None = None,
         collect: bool = False,
+        num_batches: int = 0,
     ) -> tuple[Any, Metrics, Asked | None]:
         """`step` of a batch, or `step.collect`, and beside it what the next one asks for.
 
@@ -102,6 +105,7 @@ class AheadStep:
           weight: of `batch`.
           window: as the step takes it.
           collect: gather gradients alone.
+          num_batches: as `step.collect` takes it.
 
         Returns:
           `(state, metrics, asked)`, or with `collect` `(window, metrics, asked)`. With
@@ -116,29 +120,27 @@ class AheadStep:
           `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
           two all-to-alls of the row numbers and rows that are sent again.
         """
-        step = self._step
-        refuse_unusable(state)
-        refuse_unusable_window(window, state, weight)
         if not isinstance(asked, Asked):
             raise ValueError(
                 "`asked` must be what `prime(state, batch)` or the call before returned for this "
                 f"batch, got {type(asked).__name__}."
             )
-        layout = step._layouts.of(state)
-        batch, weight = step.place(batch, weight, state=state)
-        _refuse_other_ids(step.embeddings, asked.batch, batch)
+        runner = self._runner
+        runner.refuse(state)
+        refuse_unusable_window(window, state, weight)
+        batch, weight = runner.place(state, batch, weight)
+        _refuse_other_ids(self._embeddings, asked.batch, batch)
         if next_batch is not None:
-            next_batch, _ = step.place(next_batch, state=state)
+            next_batch, _ = runner.place(state, next_batch)
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         if not asked.is_of(state):
             asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
-            done, metrics, carry = step._collect(add_to_window(ahead), layout, state, given)
+            done, metrics, carry = runner.collect(state, given, num_batches, ahead)
             return done, metrics, _asked(carry, next_batch, state)
-        task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
-        done, metrics, carry = step._update(task, layout, state, given)
+        done, metrics, carry = runner.update(state, given, ahead)
         return done, metrics, _asked(carry, next_batch, done)
 
     def compiled(
@@ -151,15 +153,12 @@ class AheadStep:
         window: GradientWindow | None = None,
     ) -> jax.stages.Compiled:
         """What such a call runs for an update, compiled now if it was not; nothing runs."""
-        step = self._step
-        layout = step._layouts.of(state)
-        batch, weight = step._placing.placed(batch, weight, layout)
+        placing, layout = self._runner.placing, self._runner.layouts.of(state)
+        batch, weight = placing.placed(batch, weight, layout)
         if next_batch is not None:
-            next_batch, _ = step._placing.placed(next_batch, None, layout)
+            next_batch, _ = placing.placed(next_batch, None, layout)
         given = Given(batch, weight, window, asked.carry, next_batch)
-        ahead = self.asks_for(next_batch)
-        task = update(step._next_phase(state), windowed=window is not None, ahead=ahead)
-        return step._program(task, layout, state, given).lower(state, *given).compile()
+        return self._runner.compiled(state, given, self.asks_for(next_batch))
 
     def asks_for(self, next_batch: PyTree | None) -> Ahead:
         """How much the next call does for the batch after its own."""
@@ -167,9 +166,8 @@ class AheadStep:
         return Ahead() if is_exact else self._vectors
 
     def _ask(self, task: Task, state: TrainState, given: Given) -> Carry:
-        programs, layout = self._step._programs, self._step._layouts.of(state)
-        state = state._replace(opt_state=())
-        return programs.get(task, layout, state, given)(state, *given)
+        layout = self._runner.layouts.of(state)
+        return self._runner.run(task, layout, state._replace(opt_state=()), given)
 
 
 def _asked(carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
@@ -217,10 +215,11 @@ def _content(tree: PyTree) -> list[Any]:
     return [parts(x) for x in jax.tree.leaves(tree)]
 
 
-def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
+def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
+    """The tables of a step that asks ahead of it; `ValueError` for arguments that cannot be."""
     if mode not in MODES:
         raise ValueError(f'`mode` must be "exact", "stale" or "patched", got {mode!r}.')
-    if step.embeddings is None:
+    if runner.embeddings is None:
         raise ValueError(
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
             "js.make_train_step(embeddings=...)."
@@ -235,3 +234,4 @@ def _check(step: Any, mode: Any, num_exact: Any, room: Any) -> None:
     is_number = isinstance(room, int | float) and not isinstance(room, bool)
     if not is_number or not 0 < room <= 1:
         raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
+    return runner.embeddings

@@ -1,6 +1,7 @@
 """What the host knows of its steps: counters, without asking the device for them."""
 
 import weakref
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,18 @@ def _of_one_replica(x: Any) -> Any:
     return np.asarray(local)[0]
 
 
+class Room(NamedTuple):
+    """How many batches more the rows of a window have room for.
+
+    Attributes:
+      num_batches: so many.
+      share: structure, shapes and dtypes of what one device has of each of them.
+    """
+
+    num_batches: int
+    share: Hashable
+
+
 class HostCounts:
     """What counters hold, by the array that holds them.
 
@@ -54,9 +67,9 @@ class HostCounts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Counted]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-    def get(self, array: Any) -> Counted | None:
+    def get(self, array: Any) -> Any:
         """What belongs to `array`, None where it was neither read nor noted."""
         found = self._known.get(id(array))
         return found[1] if found is not None and found[0]() is array else None
@@ -80,7 +93,7 @@ class HostCounts:
             self.note(counter, known)
         return known
 
-    def note(self, array: Any, value: Counted) -> None:
+    def note(self, array: Any, value: Counted | Room) -> None:
         """Take note of what is known without reading it."""
         key = id(array)
         self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value

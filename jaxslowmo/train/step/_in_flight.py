@@ -24,19 +24,23 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._results: deque[jax.Array] = deque()
+        self._is_on_cpu: bool | None = None  # not known before the first
 
-    def admit(self, results: PyTree) -> None:
+    def admit(self, result: jax.Array) -> None:
         """Take note of a started step; on CPU, wait until at most `MAX_STEPS` are unfinished.
 
         Args:
-          results: arrays of the step that nothing will donate.
+          result: an array of the step that nothing will donate.
 
         Communication: none.
         """
-        arrays = _on_cpu(results)
-        if not arrays:
+        if self._is_on_cpu is False or isinstance(result, Tracer):
             return
-        self._results.append(arrays[0])
+        if self._is_on_cpu is None:
+            self._is_on_cpu = bool(_on_cpu(result))
+            self.admit(result)
+            return
+        self._results.append(result)
         if len(self._results) > MAX_STEPS:
             jax.block_until_ready(self._results.popleft())
 

@@ -42,6 +42,8 @@ class Layouts:
     ) -> None:
         self._mesh, self._axis_name, self._tables, self._sync = mesh, axis_name, tables, sync
         self.last = self._with_tables(Layout(), None)
+        self._data_axes: dict[frozenset[str], tuple[str, ...]] = {}
+        self._noted: KnownLayout | None = None  # of the last state that a program has returned
 
     def of(self, state: TrainState) -> Layout:
         """How parameters lie inside a replica; of a traced state, as those of the last one did.
@@ -50,6 +52,8 @@ class Layouts:
           ValueError: optimizer or model state that is sharded over axes over which no parameter is.
         """
         known = getattr(state, "known_layout", None)
+        if known is self._noted and known is not None:
+            return known.layout
         if known is not None and known[:2] == (self._mesh, self._axis_name):
             self.last = known.layout
             return known.layout
@@ -73,8 +77,10 @@ class Layouts:
 
         It lies where the old one did: on all mapped axes as the program says, else pinned.
         """
-        shards = self._shards(layout)
-        state.known_layout = KnownLayout(self._mesh, self._axis_name, layout, shards)
+        if self._noted is None or self._noted.layout is not layout:
+            shards = self._shards(layout)
+            self._noted = KnownLayout(self._mesh, self._axis_name, layout, shards)
+        state.known_layout = self._noted
 
     def inner_axes(self, layout: Layout) -> tuple[str, ...]:
         """Axes inside a replica between whose devices the batch is split."""
@@ -86,7 +92,10 @@ class Layouts:
 
     def data_axes(self, layout: Layout) -> tuple[str, ...]:
         """All axes over which the batch is split, replicas first."""
-        return (*axis_names(self._axis_name), *self.inner_axes(layout))
+        if layout.axes not in self._data_axes:  # asked for twice in every step
+            names = *axis_names(self._axis_name), *self.inner_axes(layout)
+            self._data_axes[layout.axes] = names
+        return self._data_axes[layout.axes]
 
     def has_auto(self, layout: Layout) -> bool:
         """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""

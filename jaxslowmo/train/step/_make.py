@@ -14,7 +14,7 @@ from ...tracing import as_full_loss
 from ...transform import ParameterTransform, spec_of
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
-from ._running import Mode
+from ._runner import Mode
 from ._step import TrainStep
 from ._tables import sync_of_tables, tables_of
 from ._transforms import check_beside_tables, check_sync_axes, checked_gradients, told_apart

@@ -21,19 +21,19 @@ from .update import GIVEN_ROLES, ROLES, Ahead, Given, GradientWindow, StepParts,
 Parts = StepParts | TableParts
 ReplicaFn = Callable[..., Any]
 """`(state, given)` of one replica."""
-_GROWING = "collect"  # windows, which with tables have more rows each time
-_ARGUMENTS = ("state", *Given._fields)
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
+# How results relate to the replicas, as `map_replicas` wants to know.
+_ROLES: Any = {"state": "stacked", "metrics": "stacked", "carry": "device", "window": ROLES}
 
 
 class Task(NamedTuple):
-    """What a program does, `(state, *given)` its arguments.
+    """What a program does, given a state and, by their names, the fields of `Given`.
 
     Attributes:
       name: tells it from others of the step.
       fn: of the parts, the function of one replica.
-      out_roles: of its results.
-      donated: which argument it may reuse, where the step does so.
+      results: what it returns: "state", "metrics", "carry", "window", or a tuple of these.
+      donated: the argument whose buffers it may reuse, where the step does so.
       windowed: whether there is a window.
       ahead: how much is done for the next batch.
       static: what else tells it apart.
@@ -41,17 +41,16 @@ class Task(NamedTuple):
 
     name: str
     fn: Callable[[Any], ReplicaFn]
-    out_roles: Any
+    results: str | tuple[str, ...]
     donated: str | None = None
     windowed: bool = False
     ahead: Ahead = _NUMBERS
     static: Hashable = None
 
     @property
-    def in_roles(self) -> tuple[Any, ...]:
-        """Of its arguments."""
-        given = GIVEN_ROLES if self.windowed else GIVEN_ROLES._replace(window="shared")
-        return "stacked", *given
+    def reads_optimizer(self) -> bool:
+        """Whether it is given the states of the transforms."""
+        return self.results not in ("metrics", "carry")
 
 
 def _telling(fn: ReplicaFn) -> ReplicaFn:
@@ -64,22 +63,22 @@ def _telling(fn: ReplicaFn) -> ReplicaFn:
     return told
 
 
-def _update(name: str, fn: Callable[[Any], ReplicaFn], **told: Any) -> Task:
-    roles = "stacked", "stacked", "device"
-    return Task(name, lambda parts: _telling(fn(parts)), roles, "state", **told)
+def _update(name: str, fn: Callable[[Any], ReplicaFn], **which: Any) -> Task:
+    results = "state", "metrics", "carry"
+    return Task(name, lambda parts: _telling(fn(parts)), results, "state", **which)
 
 
-def update(phase: Phase | None, *, windowed: bool, ahead: Ahead = _NUMBERS) -> Task:
-    """Of `batch`, after those in a window: `-> (state, metrics, carry)`."""
+def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -> Task:
+    """An update of a batch, after those in a window."""
 
     def fn(parts: Parts) -> ReplicaFn:
         return partial(parts.updated, phase=phase)
 
-    return _update("update", fn, windowed=windowed, ahead=ahead, static=phase)
+    return _update("update", fn, windowed=windowed, ahead=ahead or _NUMBERS, static=phase)
 
 
 def update_of_window(phase: Phase | None, like: PyTree) -> Task:
-    """Of `window`: `-> (state, metrics, None)`; `like` are types of a device's part of a batch."""
+    """An update of a window alone; `like` are types of a device's part of a batch."""
 
     def fn(parts: Parts) -> ReplicaFn:
         return lambda state, given: parts.of_window(state, given.window, like, phase)
@@ -89,38 +88,48 @@ def update_of_window(phase: Phase | None, like: PyTree) -> Task:
     return _update("of_window", fn, windowed=True, static=static)
 
 
-def open_window() -> Task:
-    """For batches like `batch` and `weight`: `-> window`, empty."""
-    return Task("open", lambda parts: parts.opened, ROLES)
+def open_window(num_batches: int) -> Task:
+    """An empty window for so many batches like the one that is given."""
+
+    def fn(parts: Parts) -> ReplicaFn:
+        return partial(parts.opened, num_batches=num_batches)
+
+    return Task("open", fn, "window", static=num_batches)
 
 
-def add_to_window(ahead: Ahead = _NUMBERS) -> Task:
-    """`batch` into `window`: `-> (window, metrics, carry)`."""
-    roles = ROLES, "stacked", "device"
-    return Task("collect", lambda parts: parts.collected, roles, "window", True, ahead)
+def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
+    """A batch more in a window, in the room that it has or behind it."""
+
+    def fn(parts: Parts) -> ReplicaFn:
+        return partial(parts.collected, fits=fits)
+
+    # Nothing of a window that grows has the size of the new one, of which jax would warn.
+    donated = "window" if fits else None
+    results = "window", "metrics", "carry"
+    return Task("collect", fn, results, donated, True, ahead or _NUMBERS, static=fits)
 
 
 def evaluate() -> Task:
-    """Of `batch` and `weight`: `-> metrics`."""
-    return Task("evaluate", lambda parts: parts.evaluated, "stacked")
+    """The metrics of a batch."""
+    return Task("evaluate", lambda parts: parts.evaluated, "metrics")
 
 
 def ask(ahead: Ahead) -> Task:
-    """For `batch`: `-> carry`."""
+    """What is asked of the tables for a batch."""
 
     def fn(parts: TableParts) -> ReplicaFn:
         return lambda state, given: parts.asked(state, given.batch)
 
-    return Task("ask", fn, "device", ahead=ahead)
+    return Task("ask", fn, "carry", ahead=ahead)
 
 
 def anew() -> Task:
-    """`-> carry`, with the rows of these tables."""
+    """What was asked, with the rows of these tables."""
 
     def fn(parts: TableParts) -> ReplicaFn:
         return lambda state, given: parts.asked_anew(state, given.carry)
 
-    return Task("anew", fn, "device")
+    return Task("anew", fn, "carry")
 
 
 class Programs:
@@ -152,7 +161,7 @@ class Programs:
         layout: Layout,
         state: TrainState,
         given: Given,
-        check: Callable[[TrainState], None] = lambda _: None,
+        check: Callable[[TrainState], None],
     ) -> Any:
         """The compiled program of a task, made at its first use, after `check` of the state."""
         if self._parts.before_run is not None:
@@ -163,11 +172,13 @@ class Programs:
         which = task.name, task.windowed, task.ahead, task.static
         key = *which, layout.axes, layout.key, is_pinned
         if key not in self._made:
-            check(state)
+            if task.reads_optimizer:
+                check(state)
             mesh = self._mesh
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
                 # vmap cannot tell that inner axes disagree; the types of a device mesh can.
-                jax.eval_shape(self.build(task, layout, abstract(mesh)), state, *given)
+                program = self.build(task, layout, abstract(mesh))
+                jax.eval_shape(program, state=state, **given._asdict())
             pinned = self._pinned(task, layout, state, given) if is_pinned else None
             self._made[key] = self.build(task, layout, mesh, pinned)
         return self._made[key]
@@ -179,7 +190,7 @@ class Programs:
         mesh: AnyMesh | AbstractMesh,
         out_shardings: Any = None,
     ) -> Any:
-        """A program that is not kept."""
+        """A program that is not kept: `program(state=, batch=, ...)`, of the fields of `Given`."""
         parts = self._parts_for(layout)
         runs = parts if parts.tables is None else TableParts(parts, parts.tables, task.ahead)
         fn = task.fn(runs)
@@ -189,20 +200,23 @@ class Programs:
                 state = state._replace(params=laid_out(state.params, layout.specs))
             return fn(state, Given(*given))
 
+        given_roles = GIVEN_ROLES if task.windowed else GIVEN_ROLES._replace(window="shared")
         mapped = map_replicas(
             per_replica,
             mesh=mesh,
             axis_name=self._parts.axis_name,
-            in_roles=self._roles(task.in_roles),
-            out_roles=self._roles(task.out_roles),
+            in_roles=self._roles(("stacked", *given_roles)),
+            out_roles=self._roles(jax.tree.map(_ROLES.__getitem__, task.results)),
             automatic=layout.axes,
         )
+
+        def program(*, state: TrainState, **given: Any) -> Any:
+            return mapped(state, *Given(**given))
+
         donated = task.donated if self.donate else None
-        if parts.tables is not None and out_shardings is None and task.name == _GROWING:
-            donated = None  # there is nothing that the rows fit into, of which jax would warn
         return jax.jit(
-            mapped,
-            donate_argnums=() if donated is None else _ARGUMENTS.index(donated),
+            program,
+            donate_argnames=() if donated is None else donated,
             out_shardings=out_shardings,
         )
 
@@ -221,13 +235,10 @@ class Programs:
         mesh, first = self._mesh, self._layouts.data_axes(layout)
         assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
         each = NamedSharding(mesh, P(first))
-        if task.name in ("ask", "anew"):
-            return each
-        if task.name == "evaluate":
-            return None
-        if task.name == "collect":
-            return places(given.window), None, each
-        if task.name == "open":
+
+        def of_window() -> Any:
+            if given.window is not None:
+                return places(given.window)
             params, specs = state.params, layout.specs
             if self._parts.tables is not None:
                 assert specs is not None, "those of the tables are known"
@@ -235,8 +246,15 @@ class Programs:
             totals = jax.tree.map(
                 lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
             )
-            return GradientWindow._make((totals, None, None, None, None, each, None))
-        return places(state), None, each
+            return GradientWindow._make((totals, None, None, None, None, each, None, None))
+
+        lies: dict[str, Callable[[], Any]] = {
+            "state": lambda: places(state),
+            "metrics": lambda: None,
+            "carry": lambda: each,
+            "window": of_window,
+        }
+        return jax.tree.map(lambda result: lies[result](), task.results)
 
     def _parts_for(self, layout: Layout) -> StepParts:
         """The parts, for parameters of a layout: without their specs, exchanges would gather them.

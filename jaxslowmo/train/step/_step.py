@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from ..._integers import as_int
 from ..._typing import Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
@@ -13,21 +14,20 @@ from .._raw_keys import typed_keys
 from .._state import TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._programs import abstract, add_to_window, evaluate, update, update_of_window
-from ._running import Mode, Running
+from ._programs import abstract, evaluate, update
+from ._runner import Mode, Runner
 from ._tables import seen_by_loss, stacked_params
 from ._usable import (
     refuse_others,
     refuse_state_of_others,
     refuse_untrainable,
     refuse_unusable,
-    refuse_unusable_window,
     tells_where_it_lies,
 )
 from .update import Given, GradientWindow, Metrics, StepParts, table_chain
 
 
-class TrainStep(Running):
+class TrainStep:
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `make_train_step`.
 
     Attributes:
@@ -43,8 +43,10 @@ class TrainStep(Running):
     def __init__(
         self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
     ) -> None:
-        super().__init__(parts, mesh, mode, host_batch, donate)
         tables = parts.tables
+        self._runner = Runner(parts, mesh, mode, host_batch, donate)
+        self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
+        self.embeddings = self._runner.embeddings
         self.tx = parts.chain() if tables is None else table_chain(parts, tables)
         self.host_batch: HostBatch = host_batch
         self.sync = parts.sync
@@ -57,25 +59,23 @@ class TrainStep(Running):
         Dense `params` get new tables, by the seed; `js.WithTables(dense, stored)` has them.
         """
         lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
-        if self._parts.raw_keys:
+        runner = self._runner
+        if runner.parts.raw_keys:
             model_state = typed_keys(model_state)
-        stacked = stacked_params(self._parts.tables, params, seed, **lies)
+        stacked = stacked_params(runner.parts.tables, params, seed, **lies)
         refuse_untrainable(stacked)
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
-        self._checks.transforms(state)
-        self._layouts.note(state, self._layouts.of(state))
+        runner.checks.transforms(state)
+        runner.note(state, runner.layouts.of(state))
         return state
 
     def phase(self, t: int) -> Phase:
         """What update t = 1, 2, ... exchanges beside gradients; `()` without a sync."""
-        return () if self._parts.sync is None else self._parts.sync.phase(t)
+        return () if self.sync is None else self.sync.phase(t)
 
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that `step(state, batch)` will do, known on the host."""
-        refuse_unusable(state)
-        refuse_state_of_others(state, self._parts)
-        sync, so_far = self._parts.sync, self._counts.of(state, self._parts.sync)
-        return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
+        return self._runner.next_phase(state)
 
     def shares(self, state: TrainState) -> Shares | None:
         """Return how replicas count in the consensus: `shares=` of `js.consensus`; None: alike.
@@ -83,7 +83,7 @@ class TrainStep(Running):
         It raises `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
         refuse_unusable(state)
-        refuse_state_of_others(state, self._parts)
+        refuse_state_of_others(state, self._runner.parts)
         if self.sync is not None:
             return self.sync.shares(state.opt_state[-1])
         return shares_of_gossip(state.opt_state)
@@ -138,12 +138,7 @@ class TrainStep(Running):
         Communication: the transforms'. In several processes, for batches of the host: none, but for
           a note of some bytes to the coordinator, and one back, at the first batch of a shape.
         """
-        refuse_unusable(state)
-        layout = self._layouts.of(state)
-        given = Given(*self._placing.compared(batch, weight, layout), window)
-        refuse_unusable_window(window, state, given.weight)
-        task = update(self._next_phase(state), windowed=window is not None)
-        return self._update(task, layout, state, given)[:2]
+        return self._runner.update(state, self._runner.given(state, batch, weight, window))[:2]
 
     def collect(
         self,
@@ -151,6 +146,8 @@ class TrainStep(Running):
         batch: PyTree,
         weight: Any = None,
         window: GradientWindow | None = None,
+        *,
+        num_batches: int = 0,
     ) -> tuple[GradientWindow, Metrics]:
         """Gradients of one batch, for an update that is made of several.
 
@@ -168,22 +165,26 @@ class TrainStep(Running):
           weight: as `step` takes it; for all batches of a window or for none.
           window: what the batches before gave; None begins another. It is donated where the step
             donates.
+          num_batches: how many batches a window that begins here will hold, all of one shape. With
+            tables their rows then have room from the start, and one program adds each batch; a
+            batch for which there is no room makes the window larger, by a program of its own.
 
         Returns:
           `(window, metrics)`: metrics are those of this batch, as `step` returns them.
 
         Raises:
-          ValueError: as `step`.
+          ValueError: as `step`; `num_batches` that is no integer >= 0.
 
         Communication: between replicas none; with `model_state="broadcast"` its bytes at the first
           batch of a window. Over inner axes one all-reduce of the metrics: gradients and model
           state are reduced once, in the update.
         """
-        refuse_unusable(state)
-        layout = self._layouts.of(state)
-        given = Given(*self._placing.compared(batch, weight, layout), window)
-        refuse_unusable_window(window, state, given.weight)
-        return self._collect(add_to_window(), layout, state, given)[:2]
+        given = self._runner.given(state, batch, weight, window)
+        if as_int(num_batches, 0) is None:
+            raise ValueError(
+                f"`num_batches` counts batches of a window and must be >= 0, got {num_batches!r}."
+            )
+        return self._runner.collect(state, given, int(num_batches))[:2]
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """One update of the mean of the batches in a window, without another batch.
@@ -200,12 +201,7 @@ class TrainStep(Running):
 
         Communication: that of one update.
         """
-        refuse_unusable(state)
-        refuse_unusable_window(window, state)
-        if self._collected is None or window is None:
-            raise ValueError("`window` must be one that `step.collect` of this step has returned.")
-        task = update_of_window(self._next_phase(state), self._collected)
-        return self._update(task, self._layouts.of(state), state, Given(window=window))[:2]
+        return self._runner.apply(state, window)[:2]
 
     def refuse_ids(self, num_running: int = 0) -> None:
         """Raise `ValueError` where a batch that has run had ids that are in no table; wait for it.
@@ -217,7 +213,7 @@ class TrainStep(Running):
         Args:
           num_running: how many of the last calls are not asked and not waited for.
         """
-        self._placing.refuse_counted(num_running)
+        self._runner.placing.refuse_counted(num_running)
 
     def place(
         self,
@@ -247,14 +243,9 @@ class TrainStep(Running):
 
         Communication: host to device; between processes as a call, instead of it.
         """
-        layout = self._layouts.last
         if state is not None:
             refuse_others(state)
-            layout = self._layouts.of(state)
-        batch, weight = self._placing.compared(batch, weight, layout, check_ids=check_ids)
-        if isinstance(self.mesh, VirtualMesh):
-            batch = self._placing.copied(batch)
-        return batch, weight
+        return self._runner.place(state, batch, weight, check_ids=check_ids)
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:
         """The metrics of a batch, each replica's with its own parameters: a forward pass alone.
@@ -277,13 +268,12 @@ class TrainStep(Running):
           `model_state="broadcast"` one of the model state over the replicas.
         """
         refuse_unusable(state)
-        layout = self._layouts.of(state)
+        layout = self._runner.layouts.of(state)
         given = Given(*self.place(batch, weight, state=state))
         state = state._replace(opt_state=())  # at which an evaluation does not look
-        self._placing.refuse_counted()
-        metrics = self._programs.get(evaluate(), layout, state, given)(state, *given)
-        self._in_flight.admit(metrics)
-        self._placing.ran(given.batch, metrics)
+        self._runner.placing.refuse_counted()
+        metrics = self._runner.run(evaluate(), layout, state, given)
+        self._runner.ran(given, metrics)
         return metrics
 
     def compiled(
@@ -299,25 +289,24 @@ class TrainStep(Running):
         The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
         batch, here and wherever nothing runs; processes are not compared.
         """
-        self._checks.numbers(state).replace(state.opt_state)
-        layout = self._layouts.of(state)
-        given = Given(*self._placing.placed(batch, weight, layout), window)
-        task = update(self._next_phase(state), windowed=window is not None)
-        return self._program(task, layout, state, given).lower(state, *given).compile()
+        runner = self._runner
+        placed = runner.placing.placed(batch, weight, runner.layouts.of(state))
+        return runner.compiled(state, Given(*placed, window))
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """This step with the next batch's tables asked beside it; see `AheadStep`."""
-        return AheadStep(self, mode, num_exact, room)
+        return AheadStep(self._runner, mode, num_exact, room)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """`js.ready_order` of what one device computes.
 
         None for a loss function that uses a mapped axis; nothing runs.
         """
-        share = self._placing.share(as_arrays(batch), self._layouts.of(state))
+        runner = self._runner
+        share = runner.placing.share(as_arrays(batch), runner.layouts.of(state))
         try:
-            params, batch, model_state = seen_by_loss(self._parts.tables, state, share)
-            loss = self._parts.differentiation.loss
+            params, batch, model_state = seen_by_loss(runner.parts.tables, state, share)
+            loss = runner.parts.differentiation.loss
             return ready_order(loss, params, batch, model_state=model_state)
         except NameError:  # unbound axis name
             return None
@@ -332,29 +321,24 @@ class TrainStep(Running):
         programs are traced, which its first updates then need not do again. A batch of arrays is
         as the step takes it, one of shapes is whole, also in several processes.
         """
-        self._checks.transforms(state)
-        layout = self._layouts.of(state)
+        runner = self._runner
+        runner.checks.transforms(state)
+        layout = runner.layouts.of(state)
         mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
-        given = Given(*self._placing.placed(batch, None, layout))
+        given = Given(*runner.placing.placed(batch, None, layout))
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             # Those that will run also depend on the placement of the state where the compiler
             # chooses it, and shapes alone need not tell.
             task = update(phase, windowed=False)
             if mesh is not self.mesh or (layout.axes and not tells_where_it_lies(state)):
-                program = self._programs.build(task, layout, mesh)
+                program = runner.programs.build(task, layout, mesh)
             else:
-                program = self._program(task, layout, state, given)
-            return program.trace(state, *given)
+                program = runner.program(task, layout, state, given)
+            return program.trace(state=state, **given._asdict())
 
-        sync = self._parts.sync
         if self.mode == "traced":
             return {None: trace(None)}
-        if sync is None:
+        if self.sync is None:
             return {"every": trace(())}
-        return {phase_name(p): trace(p) for p in sync.phases()}
-
-    def _next_phase(self, state: TrainState) -> Phase | None:
-        """Of the program of the next update; None where one program does for all."""
-        refuse_state_of_others(state, self._parts)
-        return self.next_phase(state) if self.mode == "host" else None
+        return {phase_name(p): trace(p) for p in self.sync.phases()}

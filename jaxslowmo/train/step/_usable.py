@@ -32,11 +32,16 @@ def refuse_unusable(state: TrainState) -> None:
     """
     refuse_others(state)
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if _is_gone(x):
-            raise ValueError(
-                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-                "with the state that this step returned, or make the step with donate=False."
-            )
+        refuse_donated(x)
+
+
+def refuse_donated(x: Any) -> None:
+    """Raise `ValueError` for an array of a state whose buffers are gone."""
+    if _is_gone(x):
+        raise ValueError(
+            "`state` was given to a step before, which reuses its buffers (donate=True): go on "
+            "with the state that this step returned, or make the step with donate=False."
+        )
 
 
 def refuse_untrainable(params: PyTree) -> None:

@@ -10,9 +10,9 @@ import optax
 
 from ..._typing import PyTree
 from .._checks import check_weight, unless_idle
-from .._protocol import ParameterTransform
 from .._registry import holds_state
 from ..gradients import GradientTransform, joined, spec_of
+from ..protocol import ParameterTransform
 from ._copies import moved_copies, moving_states
 
 # While somebody asks: states whose copies follow that chains of ours have made, by their classes.
@@ -85,6 +85,7 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
         own = unless_idle(own, check_weight("chain", extra.get("weight")))
         return updates, (*moved_copies(states, params, own, updates), *after)
 
+    # The spec of each part reads its own part of the state, as `update` does.
     made = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
     made.parts = tuple(parts)
     return made

@@ -139,6 +139,7 @@ def joined(specs: Sequence[GradientSpec]) -> GradientSpec:
         pairs = zip(specs, state, strict=True)
         return [each for spec, own in pairs for each in spec.reductions_of(own)]
 
+    # One part that clips, skips or makes updates is enough; rows must pass through all of them.
     return GradientSpec(
         axes=tuple(dict.fromkeys(axis for spec in specs for axis in spec.axes)),
         due=lambda state: _any_due(reductions(state)),
@@ -156,6 +157,7 @@ def joined(specs: Sequence[GradientSpec]) -> GradientSpec:
 
 def is_identity(transform: optax.GradientTransformation) -> bool:
     """Return whether a transform returns what it is given, tried with an object of no other use."""
+    # No array, so that nothing can be computed with it.
     leaf: Any = object()
     try:
         return transform.update(leaf, transform.init(leaf), leaf)[0] is leaf

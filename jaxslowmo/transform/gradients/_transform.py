@@ -9,10 +9,10 @@ import optax
 from ..._scopes import GRADIENT_TRANSFORM
 from ..._typing import AxisName, PyTree
 from ...mesh import axis_names
-from .._checks import check_axis_argument
+from .._exchange import check_axis_argument
 from .._due import Communicate
-from .._protocol import ParameterTransform
 from .._registry import gradient_state
+from ..protocol import ParameterTransform
 from ._spec import GradientSpec
 
 
@@ -114,6 +114,7 @@ def gradient_transform(
         raise ValueError(
             f"gradient_transform: `due` must be a function of the state, or None, got {due!r}."
         )
+    # Of what a step says, those of optax's transforms that take no more hear nothing.
     transform = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> OwnReductionState:

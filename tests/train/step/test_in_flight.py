@@ -37,7 +37,7 @@ def test_a_step_admits_its_own_results():
     state = step.init(jnp.ones(3))
     for _ in range(MAX_STEPS + 3):
         state, _ = step(state, jnp.ones((4, 3)))
-    assert len(step._in_flight._results) == MAX_STEPS
+    assert len(step._runner.in_flight._results) == MAX_STEPS
 
 
 # In loops of one's own

@@ -108,8 +108,8 @@ class Differentiation:
         grads, rows, refused = found.grads, found.rows, found.refused
         return Gathered(grads, loss, model_state, given.weight, rows, data, refused), metrics
 
-    def opened(self, state: TrainState, given: Given) -> GradientWindow:
-        """An empty window, for batches of the shapes of this one.
+    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
+        """An empty window, for so many batches of the shapes of this one.
 
         Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
         """
@@ -117,10 +117,14 @@ class Differentiation:
         data = Data(given.batch, self._own_key(state), seen)
         # For shapes and types alone: nothing of it is computed.
         found = jax.eval_shape(self._differentiated, state, data)
-        return empty_window(found, seen, given.weight)
+        return empty_window(found, seen, given.weight, num_batches)
 
-    def collected(self, state: TrainState, given: Given) -> tuple[GradientWindow, Metrics]:
+    def collected(
+        self, state: TrainState, given: Given, *, fits: bool = False
+    ) -> tuple[GradientWindow, Metrics]:
         """The window with this batch in it, and the batch's own metrics.
+
+        `fits` says that there is room for its rows.
 
         Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
         """
@@ -130,7 +134,8 @@ class Differentiation:
         seen = window.model_state
         found = self._differentiated(state, Data(given.batch, key, seen))
         metrics, model_state = _counted(weight, found.metrics, found.model_state, seen)
-        return added_to(window, found._replace(model_state=model_state), weight), metrics
+        found = found._replace(model_state=model_state)
+        return added_to(window, found, weight, fits=fits), metrics
 
     def closed(self, state: TrainState, window: GradientWindow) -> tuple[Gathered, Metrics]:
         """What an update wants of a window, and the means of its metrics."""

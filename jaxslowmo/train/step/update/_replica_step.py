@@ -11,7 +11,7 @@ import optax
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....clipping import clip_state, scaled
-from ....mesh import axis_names, axis_size, laid_out, vary_over, varying_axes
+from ....mesh import axis_names, axis_size, laid_out, vary_over
 from ....precision import (
     Policy,
     as_before_if,
@@ -36,7 +36,7 @@ from ....transform import (
     spec_of,
     unless_idle,
 )
-from ....tree import apply_exactly, leaf_names
+from ....tree import apply_exactly
 from ..._state import TrainState
 from ._differentiate import Differentiation, Gathered, kept_if_idle
 from ._given import Given
@@ -46,6 +46,7 @@ from ._shards import Tables
 from ._told import (
     Loss,
     as_value,
+    check_reduced,
     heard_by,
     mean_where_due,
     optimizer_rate,
@@ -135,13 +136,15 @@ class StepParts:
         moved = self.moved(now, gathered, given.batch)
         return self.exchanged(then, moved, phase), metrics, None
 
-    def opened(self, state: TrainState, given: Given) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
-        return self.differentiation.opened(keyed(state)[0], given)
+        return self.differentiation.opened(keyed(state)[0], given, num_batches)
 
-    def collected(self, state: TrainState, given: Given) -> tuple[GradientWindow, Metrics, None]:
+    def collected(
+        self, state: TrainState, given: Given, *, fits: bool
+    ) -> tuple[GradientWindow, Metrics, None]:
         """The window with a batch more, and its metrics; see `Differentiation.collected`."""
-        return *self.differentiation.collected(keyed(state)[0], given), None
+        return *self.differentiation.collected(keyed(state)[0], given, fits=fits), None
 
     def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """A forward pass alone; see `Differentiation.evaluated`."""
@@ -167,7 +170,7 @@ class StepParts:
         reduced = self._reduced(state, gathered, self._order_of(state, like))
         alone = self._alone(state, reduced)
         updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
-        _check_reduced(updates, self.inner_axes)
+        check_reduced(updates, self.inner_axes)
         # A replica that follows the others leaves its tables to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
         skipped = was_skipped(state.opt_state[1], optimizer_state)
@@ -385,17 +388,3 @@ def of_known_layout(transform: Any) -> Any:
     if isinstance(transform, ParameterTransform):
         return transform._replace(init=init, state=transform.state)
     return transform._replace(init=init)
-
-
-def _check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:
-    wrong = [
-        name
-        for name, u in zip(leaf_names(updates), jax.tree.leaves(updates), strict=True)
-        if varying_axes(u) & set(inner_axes)
-    ]
-    if wrong:
-        raise ValueError(
-            f"`gradients` must average over the inner axes {inner_axes} of the mesh, between whose "
-            f"devices the batch is split; updates still differ there: {', '.join(wrong)}. Leave "
-            f"`gradients` out, or pass js.all_reduce_gradients({inner_axes!r})."
-        )

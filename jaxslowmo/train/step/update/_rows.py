@@ -56,27 +56,25 @@ def after(rows: Rows, read: PyTree) -> Rows:
     }
 
 
-def no_rows(like: Rows) -> Rows:
-    """Rows of no batch yet.
+def empty_rows(like: Rows, num_batches: int) -> Rows:
+    """Room for the rows of so many batches, in at least float32, in which no row stands yet.
 
     Args:
-      like: of one batch; dtypes, widths and varying axes are all that is looked at.
+      like: of one batch; shapes, dtypes and varying axes are all that is looked at.
+      num_batches: 0 or more.
     """
 
     def empty(own: RowGradient) -> RowGradient:
-        wide = at_least_float32(own.values.dtype)
-        values = jnp.zeros((0, *own.values.shape[1:]), wide)
-        nothing = RowGradient(jnp.zeros(0, own.rows.dtype), values, own.num_rows)
-        return match_varying(nothing, own)
+        room = num_batches * own.rows.shape[0]
+        values = jnp.zeros((room, *own.values.shape[1:]), at_least_float32(own.values.dtype))
+        padding = jnp.full(room, own.num_rows, own.rows.dtype)
+        return match_varying(RowGradient(padding, values, own.num_rows), own)
 
     return {name: empty(own) for name, own in like.items()}
 
 
-def beside(before: Rows, rows: Rows, weight: jax.Array | None) -> Rows:
-    """The entries of `before`, and behind them those of another batch, times its weight.
-
-    Communication: none.
-    """
+def weighted_rows(rows: Rows, weight: jax.Array | None) -> Rows:
+    """The gradients of a batch times its weight, in at least float32; padding for weight 0."""
     if weight is not None:
         rows = only_if(weight > 0, rows)
 
@@ -87,7 +85,26 @@ def beside(before: Rows, rows: Rows, weight: jax.Array | None) -> Rows:
             own.rows, values if weight is None else values * cast(weight, wide), own.num_rows
         )
 
-    return {name: before[name] + weighted(own) for name, own in rows.items()}
+    return {name: weighted(own) for name, own in rows.items()}
+
+
+def appended(before: Rows, rows: Rows) -> Rows:
+    """The entries of `before`, and behind them those of another batch."""
+    return {name: before[name] + own for name, own in rows.items()}
+
+
+def added_in_place(before: Rows, rows: Rows, place: jax.Array) -> Rows:
+    """The entries of `before`, with those of another batch in the room at place 0, 1, ..."""
+
+    def written(room: RowGradient, own: RowGradient) -> RowGradient:
+        start = place * own.rows.shape[0]
+        return RowGradient(
+            lax.dynamic_update_slice_in_dim(room.rows, own.rows, start, 0),
+            lax.dynamic_update_slice_in_dim(room.values, own.values, start, 0),
+            room.num_rows,
+        )
+
+    return {name: written(before[name], own) for name, own in rows.items()}
 
 
 def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:

@@ -17,10 +17,10 @@ from jax import lax
 from ...._scopes import METRICS
 from ...._typing import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
-from ....mesh import axis_names, axis_size, vary_over
+from ....mesh import axis_names, axis_size, vary_over, varying_axes
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
-from ....tree import at_least_float32
+from ....tree import at_least_float32, leaf_names
 from ._differentiate import Data, Differentiation
 
 USE_CHAIN = (
@@ -252,3 +252,18 @@ def optimizer_rate(opt_state: PyTree) -> Any:
 def _has_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams
+
+
+def check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:
+    """Raise `ValueError` for updates that differ between the devices of a replica."""
+    wrong = [
+        name
+        for name, u in zip(leaf_names(updates), jax.tree.leaves(updates), strict=True)
+        if varying_axes(u) & set(inner_axes)
+    ]
+    if wrong:
+        raise ValueError(
+            f"`gradients` must average over the inner axes {inner_axes} of the mesh, between whose "
+            f"devices the batch is split; updates still differ there: {', '.join(wrong)}. Leave "
+            f"`gradients` out, or pass js.all_reduce_gradients({inner_axes!r})."
+        )

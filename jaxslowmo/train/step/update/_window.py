@@ -10,7 +10,7 @@ from ....mesh import match_varying
 from ....sparse import Rows
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._loss import wide_zeros
-from ._rows import beside, no_rows, summed
+from ._rows import added_in_place, appended, empty_rows, summed, weighted_rows
 
 Metrics = dict[str, jax.Array]
 
@@ -28,9 +28,12 @@ class GradientWindow(NamedTuple):
       weight: (replicas,) float32, sum of the weights; None where batches have none.
       count: (replicas,) int32, batches so far; equal on all replicas.
       rows: by table, (devices, k) and (devices, k, *s): weighted gradients of the rows that a
-        device holds, those of one batch beside those of the others; {} without tables.
+        device holds: first the room that the window was opened with, in which batches of one shape
+        stand one after the other, then those of batches for which there was none; {} without
+        tables.
       refused: (replicas,) int32: ids so far that are in no table, or have no slot; where it is not
         0 the update will be skipped. None without tables.
+      num_placed: (replicas,) int32: batches in the room; None without tables.
     """
 
     totals: PyTree
@@ -40,11 +43,12 @@ class GradientWindow(NamedTuple):
     count: jax.Array
     rows: Rows
     refused: jax.Array | None = None
+    num_placed: jax.Array | None = None
 
 
 # How each part relates to the replicas, as `map_replicas` wants to know.
 ROLES = GradientWindow._make(
-    ("device", "stacked", "device", "stacked", "stacked", "device", "stacked")
+    ("device", "stacked", "device", "stacked", "stacked", "device", "stacked", "stacked")
 )
 
 
@@ -68,13 +72,16 @@ class Found(NamedTuple):
     refused: jax.Array | None = None
 
 
-def empty_window(found: Found, model_state: PyTree, weight: jax.Array | None) -> GradientWindow:
+def empty_window(
+    found: Found, model_state: PyTree, weight: jax.Array | None, num_batches: int
+) -> GradientWindow:
     """A window before its first batch.
 
     Args:
       found: of one batch; shapes, dtypes and varying axes are all that is looked at.
       model_state: as the first batch will see it.
       weight: of the first batch, as `found`; None where batches have none.
+      num_batches: for the rows of so many batches there is room; others make the window larger.
     """
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
@@ -83,21 +90,30 @@ def empty_window(found: Found, model_state: PyTree, weight: jax.Array | None) ->
         model_state,
         None if weight is None else jnp.zeros_like(weight),
         count,
-        no_rows(found.rows),
+        empty_rows(found.rows, num_batches),
         jax.tree.map(lambda x: match_varying(zeros_like(x), x), found.refused),
+        count if found.rows else None,
     )
 
 
-def added_to(window: GradientWindow, found: Found, weight: jax.Array | None) -> GradientWindow:
-    """The window with one batch more."""
+def added_to(
+    window: GradientWindow, found: Found, weight: jax.Array | None, *, fits: bool
+) -> GradientWindow:
+    """The window with one batch more, of whose rows is known whether they fit into its room."""
+    rows, num_placed = weighted_rows(found.rows, weight), window.num_placed
+    if fits and num_placed is not None:
+        rows, num_placed = added_in_place(window.rows, rows, num_placed), num_placed + 1
+    else:
+        rows = appended(window.rows, rows)
     return GradientWindow(
         jax.tree.map(added, window.totals, _weighted(found.grads, weight)),
         jax.tree.map(added, window.metrics, _weighted(found.metrics, weight)),
         found.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
-        beside(window.rows, found.rows, weight),
+        rows,
         jax.tree.map(jnp.add, window.refused, found.refused),
+        num_placed,
     )
 
 

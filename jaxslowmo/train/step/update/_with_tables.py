@@ -22,7 +22,7 @@ from ....embedding import (
     send_rows,
     typed_as_equal,
 )
-from ....transform import increment, unless_idle
+from ....transform import increment, run_if, unless_idle
 from ..._state import TrainState
 from ._differentiate import Differentiation
 from ._given import GIVEN_ROLES, Ahead, Carry, Given
@@ -111,16 +111,17 @@ class TableParts:
             metrics = {**metrics, **unless_idle(resent, given.weight)}
         return new, metrics, following
 
-    def opened(self, state: TrainState, given: Given) -> GradientWindow:
+    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
 
         def inside(local: Local, given: Given) -> GradientWindow:
-            return self._differentiation.opened(local.dense, self._requested(local.tables, given))
+            own = self._requested(local.tables, given)
+            return self._differentiation.opened(local.dense, own, num_batches)
 
         return self._on_shards(inside, keyed(state)[0], given, WINDOW_KINDS)
 
     def collected(
-        self, state: TrainState, given: Given
+        self, state: TrainState, given: Given, *, fits: bool
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """The window with a batch more, and beside it what is asked for the next one.
 
@@ -130,7 +131,7 @@ class TableParts:
         def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
             own = self._requested(local.tables, given)
             following, _ = self._following(local.tables, given.upcoming)
-            window, metrics = self._differentiation.collected(local.dense, own)
+            window, metrics = self._differentiation.collected(local.dense, own, fits=fits)
             return window, {**metrics, **own.batch.counts}, following
 
         out = WINDOW_KINDS, "whole", "device"
@@ -261,7 +262,24 @@ class TableParts:
         return Inside(moved._replace(rows={}, active=None), tables, row_state, changed)
 
     def _exchanged(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
-        """The state after the exchange, for which tables are leaves that have no update left."""
+        """The state after the exchange.
+
+        Where the program decides what is due, all of the exchange stands in one branch of a
+        conditional and the other leaves the tables where they are, so that local steps cost nothing
+        that grows with the number of rows.
+        """
+        due = self._moves_all(state, phase)
+
+        def exchanged(operand: tuple[TrainState, Inside]) -> TrainState:
+            return self._exchanged_in(*operand, phase)
+
+        def alone(operand: tuple[TrainState, Inside]) -> TrainState:
+            return self._exchanged_in(*operand, ())
+
+        return run_if(due, exchanged, alone, (state, done))
+
+    def _exchanged_in(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
+        """The state after an exchange, for which tables are leaves that have no update left."""
         still = jax.tree.map(jnp.zeros_like, done.tables)
         updates = WithTables(done.moved.updates, still)
         whole = state._replace(params=WithTables(state.params.dense, done.tables))

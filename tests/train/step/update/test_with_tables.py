@@ -167,9 +167,9 @@ def test_batches_of_the_host_that_were_placed_are_waited_for_by_nobody(kind):
     mesh = js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes, jax.devices()[:2])
     step = step_of(1, mesh=mesh, embeddings=embeddings(axis=None), sync=local)
     batch, _ = step.place(BATCHES[0])
-    step._placing.ran(batch, {"embeddings/user/invalid": 1})
+    step._runner.placing.ran(batch, {"embeddings/user/invalid": 1})
     step.refuse_ids()
-    step._placing.ran(jax.tree.map(jax.numpy.copy, batch), {"embeddings/user/invalid": 1})
+    step._runner.placing.ran(jax.tree.map(jax.numpy.copy, batch), {"embeddings/user/invalid": 1})
     with pytest.raises(ValueError, match="1 ids of feature 'user'"):
         step.refuse_ids()
 

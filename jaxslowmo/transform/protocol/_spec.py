@@ -1,0 +1,260 @@
+"""What a parameter transform says of itself: four groups, of which an algorithm gives two."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._typing import Phase, PyTree
+from .._placement import Carry, LikeOn, Shares, as_it_is, carry_plainly
+from .._schedule import Every, as_schedule
+
+Others = list[jax.Array]
+"""Floating arrays that are no parameters and travel with them, such as batch statistics."""
+
+Step = Callable[..., tuple[PyTree, Others, PyTree]]
+"""`step(updates, others, state, params, ...)`: see `ExchangeSpec.exchange`."""
+
+
+_UNKNOWN: Any = None  # until there is a transform, which is made with `update`
+
+
+def _only_parameters(state: PyTree, y: PyTree) -> tuple[PyTree, jax.Array | None]:
+    del state
+    return y, None
+
+
+def _unchanged(state: PyTree) -> PyTree:
+    return state
+
+
+def _own_parameters(state: PyTree) -> list[tuple[Any, PyTree | None]]:
+    del state
+    return [(1.0, None)]
+
+
+def no_shards(state: PyTree) -> list[Any]:
+    """The shards in a state that has none."""
+    del state
+    return []
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScheduleSpec:
+    """When a parameter transform exchanges.
+
+    Attributes:
+      phase: `phase(t, skipped=0)` on the host: the events of update t = 1, 2, ... as a hashable
+        tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
+        was skipped (`communicate=False`); gossip does not rotate in those. Slow steps with an exact
+        average do not count: gossip does not rotate in them anyway.
+      due: `due(t)`: whether update t exchanges anything, for an int or an array.
+      schedules: when it exchanges by itself, then what else its phases repeat with.
+      skipped: `skipped(state)`: see `phase`, from the state of one replica; None where phases do
+        not ask for it.
+      events: the names that a phase may hold; None where a transform inside knows some.
+    """
+
+    phase: Callable[..., Phase]
+    due: Callable[[Any], Any]
+    schedules: tuple[Every, ...]
+    skipped: Callable[[PyTree], Any] | None = None
+    events: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, event: str, sync_every: int | Every) -> "ScheduleSpec":
+        """The schedule of one event.
+
+        Args:
+          event: its name.
+          sync_every: its period in updates, or `js.every(...)`.
+
+        Returns:
+          A `ScheduleSpec` with `(event,)` as the phase of updates in which it is due.
+
+        Raises:
+          ValueError: a period < 1.
+
+        Communication: none.
+        """
+        due = as_schedule(sync_every)
+
+        def phase(t: int, skipped: int = 0) -> Phase:
+            del skipped  # it counts updates
+            return (event,) if due(t) else ()
+
+        return cls(phase=phase, due=due, schedules=(due,), events=(event,))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExchangeSpec:
+    """What a parameter transform exchanges, and what others must know who exchange around it.
+
+    Attributes:
+      axes: names of all mapped axes over which it exchanges.
+      local_axes: names of those inside a replica, whose devices share an exchange.
+      exchange: `exchange(updates, others, state, params, ...)`, `update` that also takes a list of
+        other floating arrays, such as batch statistics, and returns `(updates, others, state)`. In
+        an update that averages the parameters, these are averaged too, over the same axes and with
+        the same weights; in others they stay as they are. `js.make_train_step` calls it. None:
+        `update`, which takes no others.
+      numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
+        sums over replicas give the exact mean; w is None where it is always 1.
+      reset: `reset(state)`: the state after all replicas were set to one mean.
+      permit: `permit(state, y, others, axes) -> (allowed, state)`: asked by who wraps it before an
+        exchange of its own over `axes`, which takes place if all allow it; None allows all.
+      wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
+    """
+
+    axes: tuple[str, ...] = ()
+    local_axes: tuple[str, ...] = ()
+    exchange: Step = _UNKNOWN
+    numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] = _only_parameters
+    reset: Callable[[PyTree], PyTree] = _unchanged
+    permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
+    wants_learning_rate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckpointSpec:
+    """What becomes of the state of a parameter transform on disk, and on other replicas.
+
+    Without it the state moves leaf by leaf: floats are averaged where replicas differ.
+
+    Attributes:
+      state: class of its state, which no other transform uses. None: that of the first state that
+        is made, if it is a NamedTuple of its own.
+      shards: `shards(state)`: the leaves of which each replica keeps another part.
+      carry: `carry(state, params, old, new)` on the host: the state of all replicas, NumPy arrays
+        stacked on placement `old`, as it is on `new` once all parameters are the consensus; where
+        the number of replicas is the same, in another layout only. Given shapes and dtypes of one
+        copy of the parameters.
+      like_on: `like_on(state, params, at)` likewise: of the types of a state those that it has on
+        placement `at`, where shards are others in number and shape.
+      shares: `shares(state)` likewise: pairs of weights (replicas,) and stacked parameters, None
+        for the replicas' own, whose weighted mean is the consensus.
+    """
+
+    state: type | None = None
+    shards: Callable[[PyTree], list[Any]] = no_shards
+    carry: Carry = carry_plainly
+    like_on: LikeOn = as_it_is
+    shares: Shares = _own_parameters
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutSpec:
+    """How a parameter transform depends on the mesh, and on how leaves lie inside a replica.
+
+    Attributes:
+      sized: `sized(axis_sizes)`: the transform for axes of known sizes, by name. That fixes what
+        depends on them: the graph that `js.sgp` chooses by itself. None: nothing does.
+      with_specs: `with_specs(param_specs)`: the transform for parameters of which the layout over
+        automatic axes is known; specs that it was made with stay, and so does the layout of its
+        state. Where it says `shards_whole_leaves`, `of_state=True` gives the state that layout
+        too, before there is one. None: nothing depends on it.
+      shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
+        gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
+      shard_specs: `PartitionSpec` per leaf (or prefix of the tree) by which it cuts what it keeps
+        in shards, if it was given any. It is part of the layout of its state.
+      anchor: `anchor(state, params)`: the anchor, which may lie in shards, as a tree like the
+        parameters, under the axis; None without one.
+    """
+
+    sized: Callable[[Mapping[str, int]], Any] | None = None
+    with_specs: Callable[..., Any] | None = None
+    shards_whole_leaves: bool = False
+    shard_specs: PyTree | None = None
+    anchor: Callable[[PyTree, PyTree], PyTree] | None = None
+
+
+class Origin(NamedTuple):
+    """A transform as it was made, before somebody changed it."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+    spec: "TransformSpec"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransformSpec:
+    """What a parameter transform says, beside optax's pair, to other transforms and to the step.
+
+    `dataclasses.replace` makes a changed one. Where a group is changed it is of its class:
+
+        never = dataclasses.replace(tx.spec.schedule, phase=lambda t, skipped=0: ())
+        js.ParameterTransform(tx.init, tx.update, dataclasses.replace(tx.spec, schedule=never))
+
+    Attributes:
+      schedule: when it exchanges.
+      exchange: what it exchanges.
+      checkpoint: what becomes of its state elsewhere; by default it moves leaf by leaf.
+      layout: what depends on the mesh; by default nothing does.
+      origin: not for you: the transform that this was first the spec of. What differs from it
+        stays different in the transforms that `sized` and `with_specs` make.
+
+    Raises:
+      ValueError: a group that is of another class.
+    """
+
+    schedule: ScheduleSpec
+    exchange: ExchangeSpec
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    layout: LayoutSpec = LayoutSpec()
+    origin: Origin | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, kind in _GROUPS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"TransformSpec: `{name}` must be a js.{kind.__name__}(...), got "
+                    f"{getattr(self, name)!r}."
+                )
+
+
+_GROUPS = {
+    "schedule": ScheduleSpec,
+    "exchange": ExchangeSpec,
+    "checkpoint": CheckpointSpec,
+    "layout": LayoutSpec,
+}
+# Names differ between groups, so that each value is known by its name alone.
+DEFAULTS = {f.name: f.default for kind in _GROUPS.values() for f in dataclasses.fields(kind)}
+_GROUP_OF = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
+
+
+def value_of(spec: TransformSpec, name: str) -> Any:
+    """A value by its name alone, as `tx.phase` reads it."""
+    return getattr(getattr(spec, _GROUP_OF[name]), name)
+
+
+def with_values(
+    taker: str, spec: TransformSpec | None, named: Mapping[str, Any], besides: Iterable[str] = ()
+) -> TransformSpec:
+    """`spec`, or where there is none a new one, with these values; None stands for the default.
+
+    Args:
+      taker: what was given the names, for messages.
+      spec: to be changed.
+      named: values of all groups by their names.
+      besides: what else the taker takes.
+
+    Raises:
+      ValueError: a name that no group has, or none for a value that has no default.
+    """
+    if unknown := sorted(set(named) - set(DEFAULTS)):
+        raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
+    before = DEFAULTS if spec is None else {name: value_of(spec, name) for name in DEFAULTS}
+    values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
+    if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
+        raise ValueError(
+            f"{taker} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
+            "js.TransformSpec(schedule=js.ScheduleSpec(...), exchange=js.ExchangeSpec(...))."
+        )
+    groups: dict[str, Any] = {
+        group: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})
+        for group, kind in _GROUPS.items()
+    }
+    return TransformSpec(**groups, origin=None if spec is None else spec.origin)
