@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import AxisName, PyTree
-from ...embedding import WithTables
+from ...embedding import Lookup
 from ...mesh import (
     AnyMesh,
     VirtualMesh,
@@ -20,7 +20,6 @@ from ...transform import ParameterTransform
 from ...tree import leaf_names
 from .._state import KnownLayout, Layout, TrainState
 from ._usable import first_array
-from .update import Tables
 
 
 class Layouts:
@@ -29,7 +28,7 @@ class Layouts:
     Args:
       mesh: of the step.
       axis_name: the replica axis.
-      tables: of the step, whose layout is known.
+      lookup: of the step; how what is looked up lies is known.
       sync: its parameter transform.
     """
 
@@ -37,11 +36,11 @@ class Layouts:
         self,
         mesh: AnyMesh,
         axis_name: AxisName,
-        tables: Tables | None = None,
+        lookup: Lookup,
         sync: ParameterTransform | None = None,
     ) -> None:
-        self._mesh, self._axis_name, self._tables, self._sync = mesh, axis_name, tables, sync
-        self.last = self._with_tables(Layout(), None)
+        self._mesh, self._axis_name, self._lookup, self._sync = mesh, axis_name, lookup, sync
+        self.last = self._with_stored(Layout(), None)
         self._data_axes: dict[frozenset[str], tuple[str, ...]] = {}
         self._noted: KnownLayout | None = None  # of the last state that a program has returned
 
@@ -66,7 +65,7 @@ class Layouts:
         else:
             specs = inner_specs(state.params, self._mesh, self._axis_name)
             found = Layout(axes, specs, specs_key(specs))
-        found = self._with_tables(found, state.params)
+        found = self._with_stored(found, state.params)
         self._refuse_beyond(found, state)
         if isinstance(first, jax.Array):
             self.last = found
@@ -87,7 +86,7 @@ class Layouts:
         skip = {*axis_names(self._axis_name), *layout.axes}
         inner = tuple(a for a in self._mesh.axis_names if a not in skip)
         # The last one: parts along it are dealt out inside of those along the others.
-        own = None if self._tables is None else self._tables.nested
+        own = self._lookup.nested
         return inner if own is None else (*inner, own)
 
     def data_axes(self, layout: Layout) -> tuple[str, ...]:
@@ -139,14 +138,15 @@ class Layouts:
                 "js.slowmo and js.diloco shard what they keep by themselves."
             )
 
-    def _with_tables(self, found: Layout, params: PyTree) -> Layout:
-        """A layout in which tables lie as they are made, however their arrays do."""
-        if self._tables is None or self._tables.nested is None:
+    def _with_stored(self, found: Layout, params: PyTree) -> Layout:
+        """A layout in which stored parameters lie as they are made, however their arrays do."""
+        lookup = self._lookup
+        if lookup.nested is None:
             return found
         dense = P()
         if found.specs is not None:
-            dense = found.specs.dense
+            dense = lookup.dense(found.specs)
         elif params is not None:
-            dense = jax.tree.map(lambda _: P(), params.dense)
-        specs = WithTables(dense, self._tables.embeddings.specs)
-        return Layout(found.axes | {self._tables.nested}, specs, specs_key(specs))
+            dense = jax.tree.map(lambda _: P(), lookup.dense(params))
+        specs = lookup.joined(dense, lookup.specs)
+        return Layout(found.axes | {lookup.nested}, specs, specs_key(specs))

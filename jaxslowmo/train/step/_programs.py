@@ -11,14 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import Phase, PyTree
-from ...embedding import WithTables
+from ...embedding import Ahead
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from ._layouts import Layouts
-from .update import GIVEN_ROLES, ROLES, Ahead, Given, GradientWindow, StepParts, TableParts
+from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
 
-Parts = StepParts | TableParts
 ReplicaFn = Callable[..., Any]
 """`(state, given)` of one replica."""
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
@@ -71,7 +70,7 @@ def _update(name: str, fn: Callable[[Any], ReplicaFn], **which: Any) -> Task:
 def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -> Task:
     """An update of a batch, after those in a window."""
 
-    def fn(parts: Parts) -> ReplicaFn:
+    def fn(parts: ReplicaStep) -> ReplicaFn:
         return partial(parts.updated, phase=phase)
 
     return _update("update", fn, windowed=windowed, ahead=ahead or _NUMBERS, static=phase)
@@ -80,7 +79,7 @@ def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -
 def update_of_window(phase: Phase | None, like: PyTree) -> Task:
     """An update of a window alone; `like` are types of a device's part of a batch."""
 
-    def fn(parts: Parts) -> ReplicaFn:
+    def fn(parts: ReplicaStep) -> ReplicaFn:
         return lambda state, given: parts.of_window(state, given.window, like, phase)
 
     leaves, structure = jax.tree.flatten(like)
@@ -91,7 +90,7 @@ def update_of_window(phase: Phase | None, like: PyTree) -> Task:
 def open_window(num_batches: int) -> Task:
     """An empty window for so many batches like the one that is given."""
 
-    def fn(parts: Parts) -> ReplicaFn:
+    def fn(parts: ReplicaStep) -> ReplicaFn:
         return partial(parts.opened, num_batches=num_batches)
 
     return Task("open", fn, "window", static=num_batches)
@@ -100,7 +99,7 @@ def open_window(num_batches: int) -> Task:
 def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
     """A batch more in a window, in the room that it has or behind it."""
 
-    def fn(parts: Parts) -> ReplicaFn:
+    def fn(parts: ReplicaStep) -> ReplicaFn:
         return partial(parts.collected, fits=fits)
 
     # Nothing of a window that grows has the size of the new one, of which jax would warn.
@@ -115,21 +114,13 @@ def evaluate() -> Task:
 
 
 def ask(ahead: Ahead) -> Task:
-    """What is asked of the tables for a batch."""
-
-    def fn(parts: TableParts) -> ReplicaFn:
-        return lambda state, given: parts.asked(state, given.batch)
-
-    return Task("ask", fn, "carry", ahead=ahead)
+    """What a batch asks for."""
+    return Task("ask", lambda parts: parts.asked, "carry", ahead=ahead)
 
 
 def anew() -> Task:
-    """What was asked, with the rows of these tables."""
-
-    def fn(parts: TableParts) -> ReplicaFn:
-        return lambda state, given: parts.asked_anew(state, given.carry)
-
-    return Task("anew", fn, "carry")
+    """What was asked, with rows as this state has them."""
+    return Task("anew", lambda parts: parts.asked_anew, "carry")
 
 
 class Programs:
@@ -191,9 +182,7 @@ class Programs:
         out_shardings: Any = None,
     ) -> Any:
         """A program that is not kept: `program(state=, batch=, ...)`, of the fields of `Given`."""
-        parts = self._parts_for(layout)
-        runs = parts if parts.tables is None else TableParts(parts, parts.tables, task.ahead)
-        fn = task.fn(runs)
+        fn = task.fn(ReplicaStep(self._parts_for(layout), task.ahead))
 
         def per_replica(state: TrainState, *given: Any) -> Any:
             if layout.specs is not None:
@@ -221,8 +210,8 @@ class Programs:
         )
 
     def _roles(self, roles: Any) -> Any:
-        """Roles outside of the axis of the tables, inside of which a device's own part is seen."""
-        if self._parts.tables is None or self._parts.tables.nested is None:
+        """Roles outside of the axis of what is looked up, inside of which a device sees its part."""
+        if self._parts.lookup.nested is None:
             return roles
         return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)
 
@@ -239,12 +228,11 @@ class Programs:
         def of_window() -> Any:
             if given.window is not None:
                 return places(given.window)
-            params, specs = state.params, layout.specs
-            if self._parts.tables is not None:
-                assert specs is not None, "those of the tables are known"
-                params, specs = params.dense, specs.dense
+            dense = self._parts.lookup.dense
             totals = jax.tree.map(
-                lambda _, spec: NamedSharding(mesh, P(first, *spec)), params, specs
+                lambda _, spec: NamedSharding(mesh, P(first, *spec)),
+                dense(state.params),
+                dense(layout.specs),
             )
             return GradientWindow._make((totals, None, None, None, None, each, None, None))
 
@@ -265,7 +253,7 @@ class Programs:
         inner_axes = self._layouts.inner_axes(layout)
         loss = dataclasses.replace(self._parts.differentiation, inner_axes=inner_axes)
         specs, sync = layout.specs, self._parts.sync
-        own = specs.dense if isinstance(specs, WithTables) else specs
+        own = self._parts.lookup.dense(specs)
         parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=own)
         if sync is None or specs is None:
             return parts

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ...._scopes import METRICS, MODEL_STATE
 from ...._typing import AxisName, PyTree
-from ....embedding import Embeddings
+from ....embedding import Lookup
 from ....mesh import axis_names, match_varying, own_keys, vary_over
 from ....precision import loss_scale_of
 from ....sparse import Rows
@@ -18,7 +18,6 @@ from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
 from ._given import Given
-from ._looked_up import differentiated, pooled
 from ._loss import value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
@@ -78,8 +77,7 @@ class Differentiation:
       axis_name: the replica axis.
       accumulate: microbatches of one batch.
       model_state: how it is kept together.
-      tables: those that batches are looked up in; then a batch is `Requested`, and the loss
-        function sees it `WithVectors`.
+      lookup: what batches are looked up in; they come with what they asked for.
       inner_axes: inside a replica, over which the batch is split; known with the layout of a state.
       unscales: whether gradients are divided by a loss scale at once; False leaves that to an
         optimizer that is called as in a loop of one's own.
@@ -89,7 +87,7 @@ class Differentiation:
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
-    tables: Embeddings | None = None
+    lookup: Lookup = Lookup()
     inner_axes: tuple[str, ...] = ()
     unscales: bool = True
 
@@ -155,17 +153,14 @@ class Differentiation:
         key = self._own_key(state)
         _, seen = self._seen(state)
         params, batch = vary_over(state.params, self._axes), given.batch
-        if self.tables is not None:
-            batch, _ = pooled(self.tables, batch, params)
+        batch = self.lookup.seen(batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         metrics = self._of_replica(with_loss(metrics, value))
         return _counted(given.weight, metrics, (), ())[0]
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """The order in which gradients become ready; found at trace time, from the types alone."""
-        if self.tables is not None:
-            tables = self.tables
-            batch = jax.eval_shape(lambda b, p: pooled(tables, b, p)[0], batch, state.params)
+        batch = jax.eval_shape(self.lookup.seen, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             _type_only, (state.params, batch, state.rng, state.model_state)
         )
@@ -201,19 +196,14 @@ class Differentiation:
             value_and_gradients, self.loss, accumulate=self.accumulate, divides=self.unscales
         )
         batch, key, seen = data
-        if self.tables is None:
-            metrics, model_state, grads, _ = find(
-                params, batch, rng=key, model_state=seen, scale=scale
-            )
-            return Found(grads, self._of_replica(metrics), model_state, {}, batch)
 
         def compute(params: PyTree, batch: PyTree, key: Any, seen: PyTree, scale: Any) -> Any:
             *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
             return results, grads, own
 
-        refused = batch.refused
-        (metrics, model_state), grads, rows, batch = differentiated(
-            self.tables, batch, params, compute, key, seen, scale
+        refused = self.lookup.refused(batch)
+        (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
+            batch, params, compute, key, seen, scale
         )
         return Found(grads, self._of_replica(metrics), model_state, rows, batch, refused)
 

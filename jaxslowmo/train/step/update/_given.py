@@ -5,36 +5,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ...._typing import PyTree
-from ....embedding import Requests
+from ....embedding import Carry
 from ._window import ROLES, GradientWindow
-
-
-class Ahead(NamedTuple):
-    """How much is done for the next batch beside a step; static.
-
-    Attributes:
-      vectors: whether rows are looked up and sent, too, not row numbers alone.
-      patches: whether those that the step changes are sent again.
-      room: of the slots for the rows that one device asks of another, the part that there is room
-        for in what is sent again.
-    """
-
-    vectors: bool = False
-    patches: bool = False
-    room: float = 0.25
-
-
-class Carry(NamedTuple):
-    """What was asked for a batch beside an earlier step; leaves (devices, ...).
-
-    Attributes:
-      requests: what each device asks for, and is asked by others.
-      vectors: the rows that it asked for, as the tables had them; None where they are looked up in
-        the batch's own step.
-    """
-
-    requests: Requests
-    vectors: PyTree | None
 
 
 class Given(NamedTuple):
@@ -44,7 +16,7 @@ class Given(NamedTuple):
       batch: None for an update of a window alone.
       weight: () the replica's share in averages; None where all are alike.
       window: the batches of the same update so far; None where there are none.
-      carry: what was asked of the tables for the batch beside an earlier one; None for nothing.
+      carry: what was asked for the batch beside an earlier one; None for nothing.
       upcoming: the batch that comes next; None where nothing is to be done for it.
     """
 

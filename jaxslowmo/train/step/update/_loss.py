@@ -1,37 +1,17 @@
 """Gradients over microbatches."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...._typing import PyTree
+from ....embedding import WithVectors
 from ....mesh import match_varying
 from ....precision import scaled_value_and_grad
 from ....tracing import FullLoss
 from ....tree import at_least_float32, zeros_like
-
-
-class WithVectors(NamedTuple):
-    """A batch, and what was looked up in tables for it.
-
-    Attributes:
-      batch: as the step was given it.
-      embedded: by feature, (examples, ...), rows or sums of rows.
-    """
-
-    batch: PyTree
-    embedded: PyTree
-
-
-def of_vectors(loss: FullLoss) -> FullLoss:
-    """`loss` of a batch `WithVectors`."""
-
-    def full(params: PyTree, batch: WithVectors, **told: Any):
-        return loss(params, batch.batch, embedded=batch.embedded, **told)
-
-    return full
 
 
 def _split(batch: PyTree, parts: int) -> PyTree:

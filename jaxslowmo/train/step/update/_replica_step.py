@@ -1,154 +1,168 @@
-"""One update as one replica sees it: loss, gradients, optimizer, exchange."""
+"""What one replica does: an update, a window of gradients, an evaluation.
+
+Everything up to the exchange of parameters runs on each device's own part of what is looked up; the
+exchange takes that as it takes other leaves that are sharded inside a replica.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from ...._scopes import EVERY_PHASE
-from ...._typing import AxisName, Phase, PyTree
-from ....clipping import clip_state, scaled
-from ....mesh import axis_names, axis_size, laid_out, vary_over
-from ....precision import (
-    Policy,
-    as_before_if,
-    loss_scale_of,
-    unless_overflow,
-    was_skipped,
-    zero_if,
-)
-from ....reducer import mean_gradients
-from ....sparse import Rows, WithRows, mean_rows
-from ....transform import (
-    GradientTransform,
-    ParameterTransform,
-    Validation,
-    chain,
-    holds_state,
-    increment,
-    layouts_known,
-    moved_copies,
-    no_exchange,
-    phase_scope,
-    spec_of,
-    unless_idle,
-)
-from ....tree import apply_exactly
+from ...._typing import Phase, PyTree
+from ....embedding import Ahead, Carry
+from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._state import TrainState
-from ._differentiate import Differentiation, Gathered, kept_if_idle
-from ._given import Given
-from ._model_state import Statistics, statistics_before_if
-from ._rows import all_finite
-from ._shards import Tables
-from ._told import (
-    Loss,
-    as_value,
-    check_reduced,
-    heard_by,
-    mean_where_due,
-    optimizer_rate,
-    over_replicas,
-    update_told,
-)
+from ._given import GIVEN_ROLES, Given
+from ._parts import Moved, StepParts, of_known_layout
 from ._window import GradientWindow, Metrics
-from .ways import Made, validated
 
-GradientOrder = Literal["reverse", "ready"]
-Validate = Literal["before", "after"]
-
-
-class Reduced(NamedTuple):
-    """Gradients that were averaged, and what was averaged with them."""
-
-    grads: PyTree
-    rows: Rows
-    state: PyTree  # of the gradient transform
-    loss: jax.Array | None  # None where nobody knows how gradients were averaged
-    over: tuple[str, ...]  # axes, in some update
-    refused: jax.Array | None  # () bool, whether the update must not be made; None without tables
+# What is stacked over the replicas is, inside of one, the same on all devices.
+GIVEN_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, GIVEN_ROLES)
+WINDOW_KINDS: Any = GIVEN_KINDS.window
 
 
-class Moved(NamedTuple):
-    """An update before the exchange of parameters."""
+class Local(NamedTuple):
+    """The state as a device has it.
 
-    updates: PyTree
-    rows: Rows  # gradients of rows, as the tables are to be moved by
-    active: jax.Array | None  # () bool, whether they are; None: always
-    gradients_state: PyTree
-    optimizer_state: PyTree
-    model_state: PyTree
-    weight: jax.Array | None
-    rate: jax.Array | None  # that the optimizer used, where `sync` wants it
+    Attributes:
+      dense: that of the dense parameters.
+      stored: the stored parameters; see `Lookup`.
+      stored_state: of their optimizer; None in an evaluation.
+    """
+
+    dense: TrainState
+    stored: PyTree
+    stored_state: PyTree
+
+
+class Inside(NamedTuple):
+    """What a device has when its part of an update is done, and the parameters are to be exchanged.
+
+    Attributes:
+      moved: the dense parameters.
+      stored: the stored ones, as the update has left them.
+      stored_state: of their optimizer.
+      changed: which of them the update has changed.
+    """
+
+    moved: Moved
+    stored: PyTree
+    stored_state: PyTree
+    changed: Any
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """What a step is made of; see `make_train_step`.
+class ReplicaStep:
+    """A step as one replica sees it, or one of its devices along the inner axes.
 
-    One update: the batch is differentiated, alone or into a window of several; the gradients are
-    reduced, the optimizer makes updates of them, and parameters are exchanged.
+    Beside an update, or a batch that goes into a window, `given.upcoming` is asked for.
+
+    Attributes:
+      parts: of the step.
+      ahead: how much is done for the next batch.
     """
 
-    differentiation: Differentiation
-    gradients: optax.GradientTransformationExtraArgs | None
-    optimizer: optax.GradientTransformationExtraArgs
-    sync: ParameterTransform | None
-    apart: bool  # replicas were said to train apart
-    axis_name: AxisName
-    order: GradientOrder
-    tables: Tables | None = None
-    param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
-    validate: Validate = "before"
-    raw_keys: bool = False  # whether untyped keys in new model state become typed ones
-    policy: Policy | None = None  # that the loss function computes by
-    before_run: Callable[[], None] | None = None  # raises where programs are out of date
+    parts: StepParts
+    ahead: Ahead = Ahead()
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
-        """The whole as one optax transform."""
-        first = self.first_two()
-        if self.sync is None:
-            return chain(*first, no_exchange())
-        return chain(*first, of_known_layout(self.sync))
+        """The transforms of the step as one, of whose states it keeps."""
+        lookup, sync = self.parts.lookup, self.parts.sync
+        last = no_exchange() if sync is None else of_known_layout(sync)
+        if lookup.embeddings is None:
+            return chain(*self.parts.first_two(), last)
+        optimizers = chain(*self.parts.first_two())
 
-    def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-        """Gradient transform and optimizer."""
-        return of_known_layout(self.gradients or optax.identity()), of_known_layout(self.optimizer)
+        def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
+            states = optimizers.init(dense)
+            note_followed(states)
+            return states, lookup.init_optimizer(stored)
 
-    @property
-    def inner_axes(self) -> tuple[str, ...]:
-        """Axes inside a replica over which the batch is split."""
-        return self.differentiation.inner_axes
+        def init(params: PyTree) -> Any:
+            # The axis is bound for gradient transforms that average over it, too.
+            (gradients_state, optimizer_state), stored_state = lookup.on_devices(
+                both,
+                lookup.dense(params),
+                lookup.stored(params),
+                kinds=("whole", lookup.specs),
+                out=("whole", lookup.optimizer_specs),
+            )
+            return gradients_state, lookup.joined(optimizer_state, stored_state), last.init(params)
+
+        def update(*_: Any, **__: Any) -> Any:
+            raise ValueError(
+                "`step.tx` of a step with `embeddings` makes states alone: gradients of rows are "
+                "no tree like the parameters. Call the step."
+            )
+
+        return optax.GradientTransformationExtraArgs(init, update)
 
     def updated(
         self, state: TrainState, given: Given, phase: Phase | None
-    ) -> tuple[TrainState, Metrics, None]:
-        """One update as one replica sees it, or one of its devices along `inner_axes`.
+    ) -> tuple[TrainState, Metrics, Carry | None]:
+        """One update, and beside it what the batch after it asks for.
 
         A replica of weight 0 keeps its model state, its metrics are zeros, and where replicas train
         apart its optimizer state stays too. With a window it is the weight of the whole window that
-        decides; the metrics are those of the batch. Nothing is asked for the next batch.
+        decides; the metrics are those of the batch.
         """
         now, then = keyed(state)
-        gathered, metrics = self.differentiation.gathered(now, given)
-        moved = self.moved(now, gathered, given.batch)
-        return self.exchanged(then, moved, phase), metrics, None
+        lookup = self.parts.lookup
+
+        def inside(local: Local, given: Given) -> tuple[Inside, Metrics, Carry | None]:
+            given = self._requested(local, given)
+            following, read = lookup.following(local.stored, given.upcoming, self.ahead)
+            gathered, metrics = self.parts.differentiation.gathered(local.dense, given)
+            moved = self.parts.moved(local.dense, gathered, given.batch)
+            metrics = {**metrics, **lookup.counts(given.batch)}
+            return self._applied(local, moved, read), metrics, following
+
+        kinds = self._inside_kinds, "whole", "device"
+        done, metrics, following = self._on_devices(inside, now, given, kinds)
+        new = self._exchanged(then, done, phase)
+        if following is not None:
+            following, resent = lookup.patched(
+                lookup.stored(new.params),
+                following,
+                done.changed,
+                self._moves_stored(state, phase),
+                self.ahead,
+                self.parts.inner_axes,
+            )
+            metrics = {**metrics, **unless_idle(resent, given.weight)}
+        return new, metrics, following
 
     def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window for the next update; see `Differentiation.opened`."""
-        return self.differentiation.opened(keyed(state)[0], given, num_batches)
+
+        def inside(local: Local, given: Given) -> GradientWindow:
+            given = self._requested(local, given)
+            return self.parts.differentiation.opened(local.dense, given, num_batches)
+
+        return self._on_devices(inside, keyed(state)[0], given, WINDOW_KINDS)
 
     def collected(
         self, state: TrainState, given: Given, *, fits: bool
-    ) -> tuple[GradientWindow, Metrics, None]:
-        """The window with a batch more, and its metrics; see `Differentiation.collected`."""
-        return *self.differentiation.collected(keyed(state)[0], given, fits=fits), None
+    ) -> tuple[GradientWindow, Metrics, Carry | None]:
+        """The window with a batch more, and beside it what the next one asks for.
 
-    def evaluated(self, state: TrainState, given: Given) -> Metrics:
-        """A forward pass alone; see `Differentiation.evaluated`."""
-        return self.differentiation.evaluated(keyed(state)[0], given)
+        Nothing that was looked up is changed by it, so there is nothing to send again.
+        """
+        lookup = self.parts.lookup
+
+        def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
+            given = self._requested(local, given)
+            following, _ = lookup.following(local.stored, given.upcoming, self.ahead)
+            differentiation = self.parts.differentiation
+            window, metrics = differentiation.collected(local.dense, given, fits=fits)
+            return window, {**metrics, **lookup.counts(given.batch)}, following
+
+        kinds = WINDOW_KINDS, "whole", "device"
+        return self._on_devices(inside, keyed(state)[0], given, kinds)
 
     def of_window(
         self, state: TrainState, window: GradientWindow, like: PyTree, phase: Phase | None
@@ -158,233 +172,129 @@ class StepParts:
         `like` are types of this device's part of a batch.
         """
         now, then = keyed(state)
-        gathered, metrics = self.differentiation.closed(now, window)
-        return self.exchanged(then, self.moved(now, gathered, like), phase), metrics, None
 
-    def moved(self, state: TrainState, gathered: Gathered, like: PyTree) -> Moved:
-        """What an update comes to before parameters are exchanged; that part of `state` is used.
+        def inside(local: Local, given: Any) -> tuple[Inside, Metrics]:
+            gathered, metrics = self.parts.differentiation.closed(local.dense, given.window)
+            seen = jax.eval_shape(self._requested, local, Given(like)).batch
+            return self._applied(local, self.parts.moved(local.dense, gathered, seen), ()), metrics
 
-        `like` is a batch of this device, or types of one.
-        """
-        weight = gathered.weight
-        reduced = self._reduced(state, gathered, self._order_of(state, like))
-        alone = self._alone(state, reduced)
-        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
-        check_reduced(updates, self.inner_axes)
-        # A replica that follows the others leaves its tables to what they exchange.
-        active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
-        skipped = was_skipped(state.opt_state[1], optimizer_state)
-        gradients_state, model_state, rows = reduced.state, gathered.model_state, reduced.rows
-        if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
-            rows = scaled(rows, clip.clip_factor)
-        if reduced.refused is not None:
-            # Ids of the batch are in no table, so nothing that was made of it is a number.
-            updates = zero_if(reduced.refused, updates)
-            optimizer_state = as_before_if(reduced.refused, optimizer_state, state.opt_state[1])
-            # Counters go on, since they say when gradients are exchanged.
-            gradients_state = statistics_before_if(
-                reduced.refused, gradients_state, state.opt_state[0]
-            )
-            skipped = reduced.refused if skipped is None else skipped | reduced.refused
-        if skipped is not None:
-            # What was skipped tables and model state skip, too.
-            active = ~skipped if active is None else active & ~skipped
-            model_state = statistics_before_if(skipped, model_state, state.model_state)
-        return Moved(
-            updates,
-            rows,
-            active,
-            gradients_state,
-            optimizer_state,
-            model_state,
-            weight,
-            rate,
+        kinds = self._inside_kinds, "whole"
+        done, metrics = self._on_devices(inside, now, Given(window=window), kinds)
+        return self._exchanged(then, done, phase), metrics, None
+
+    def evaluated(self, state: TrainState, given: Given) -> Metrics:
+        """Metrics of a forward pass alone; see `Differentiation.evaluated`."""
+
+        def inside(local: Local, given: Given) -> Metrics:
+            given = self._requested(local, given)
+            metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], given)
+            return {**metrics, **self.parts.lookup.counts(given.batch)}
+
+        return self._on_devices(inside, state, given, "whole")
+
+    def asked(self, state: TrainState, given: Given) -> Carry:
+        """What a batch asks for, before any step."""
+
+        def inside(local: Local, given: Given) -> Carry | None:
+            return self.parts.lookup.following(local.stored, given.batch, self.ahead)[0]
+
+        return self._on_devices(inside, state, given, "device")
+
+    def asked_anew(self, state: TrainState, given: Given) -> Carry:
+        """What was asked for a batch, with rows as this state has them."""
+
+        def inside(local: Local, given: Given) -> Carry:
+            assert given.carry is not None, "it was asked for before"
+            return self.parts.lookup.asked_anew(local.stored, given.carry)
+
+        return self._on_devices(inside, state, given, "device")
+
+    @property
+    def _inside_kinds(self) -> Any:
+        lookup = self.parts.lookup
+        return Inside("whole", lookup.specs, lookup.optimizer_specs, "device")  # type: ignore[arg-type]
+
+    def _on_devices(
+        self, fn: Callable[[Local, Given], Any], state: TrainState, given: Given, out: Any
+    ) -> Any:
+        """`fn` of each device's own part of a state and of what is given."""
+
+        def inside(*parts: Any) -> Any:
+            return fn(Local(*parts[:3]), Given(*parts[3:]))
+
+        lookup = self.parts.lookup
+        kinds = "whole", lookup.specs, lookup.optimizer_specs, *GIVEN_KINDS
+        return lookup.on_devices(inside, *self._local(state), *given, kinds=kinds, out=out)
+
+    def _local(self, state: TrainState) -> Local:
+        """The parts of a state, which in an evaluation has none of the optimizers."""
+        lookup = self.parts.lookup
+        dense = state._replace(params=lookup.dense(state.params))
+        stored_state = None
+        if state.opt_state:
+            gradients_state, optimizer_state, *_ = state.opt_state
+            dense = dense._replace(opt_state=(gradients_state, lookup.dense(optimizer_state)))
+            stored_state = lookup.stored(optimizer_state)
+        return Local(dense, lookup.stored(state.params), stored_state)
+
+    def _requested(self, local: Local, given: Given) -> Given:
+        """What is given, with the batch and what it asked for."""
+        axes = self.parts.inner_axes
+        batch, carry, weight = given.batch, given.carry, given.weight
+        asked = self.parts.lookup.requested(local.stored, batch, carry, weight, axes)
+        return given._replace(batch=asked)
+
+    def _applied(self, local: Local, moved: Moved, read: PyTree) -> Inside:
+        """The stored parameters after an update."""
+        stored, stored_state, changed = self.parts.lookup.applied(
+            local.stored, local.stored_state, moved.rows, moved.active, read
         )
+        return Inside(moved._replace(rows={}, active=None), stored, stored_state, changed)
 
-    def exchanged(
-        self,
-        state: TrainState,
-        moved: Moved,
-        phase: Phase | None,
-        dense: Callable[[PyTree], PyTree] = lambda tree: tree,
-    ) -> TrainState:
-        """The state after the exchange of parameters.
+    def _exchanged(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
+        """The state after the exchange.
 
-        `state` has the key of the next update. `dense` takes from a tree like the parameters the
-        part that the optimizer knows.
+        Where the program decides what is due, all of the exchange of stored parameters stands in
+        one branch of a conditional and the other leaves them where they are, so that local steps
+        cost nothing that grows with their number.
         """
-        updates, model_state, sync_state = self._exchanged(state, moved, phase)
-        optimizer_state = moved.optimizer_state
-        if self.sync is not None and phase != ():
-            # What the exchange has moved, optimizers that remember parameters must not take back.
-            own_updates = unless_idle(dense(moved.updates), moved.weight)
-            optimizer_state = moved_copies(
-                optimizer_state, dense(state.params), own_updates, dense(updates)
-            )
-        return TrainState(
-            step=increment(state.step),
-            params=apply_exactly(state.params, updates),
-            opt_state=(moved.gradients_state, optimizer_state, sync_state),
-            model_state=model_state,
-            rng=state.rng,
-        )
 
-    def _reduced(
-        self, state: TrainState, gathered: Gathered, order: tuple[int, ...] | None
-    ) -> Reduced:
-        """Gradients, those of rows and the loss, averaged alike."""
-        grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
-        inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
-        value: jax.Array | None = as_value(gathered.loss)
-        averaged = frozenset[str]()
-        refused = None if gathered.refused is None else gathered.refused > 0
-        if specs is not None:
-            grads = laid_out(grads, specs)
-        if lacking := self._lacking(after):
-            grads = mean_gradients(grads, lacking, order, specs)
-        # Devices along other inner axes have other examples and the same rows.
-        nested = None if self.tables is None else self.tables.nested
-        rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
-        if self.gradients is not None:
-            spec = spec_of(self.gradients)
-            known = {
-                "weight": weight,
-                "ready_order": order,
-                "param_specs": specs,
-                "validation": Validation() if self.validate == "after" else None,
-            }
-            takes = heard_by(spec, after)
-            known = {n: x for n, x in known.items() if x is not None and n in takes}
-            reductions = over_replicas(spec.reductions_of(after), self.axis_name)
-            averaged = frozenset(name for each in reductions for name in each.axes)
-            if holds_state(spec.unknown(after), "gradients"):
-                value, averaged = None, frozenset(n for n in names if axis_size(n) > 1)
-            update: Any = partial(self.gradients.update, **known)
-            if loss_scale_of(state.opt_state) is not None:
-                update = unless_overflow(update, {*averaged, *inner_axes}, weight)
-            both = WithRows(grads, rows, inner_axes) if rows else grads
-            both, after = update(both, after, state.params)
-            grads, rows = (both.dense, both.rows) if rows else (both, rows)
-            if value is not None:
-                value = mean_where_due(value, weight, reductions, self.axis_name)
-            if refused is not None:  # by one replica, the mean is of no use to any
-                told = refused.astype(gathered.loss.dtype)
-                refused = mean_where_due(told, None, reductions, self.axis_name) > 0
-        # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
-        # with conditionals (optax.apply_if_finite) need both alike.
-        over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
-        grads, rows, value, refused = vary_over((grads, rows, value, refused), names)
-        return Reduced(grads, rows, after, value, over, refused)
+        def exchanged(operand: tuple[TrainState, Inside]) -> TrainState:
+            return self._exchanged_in(*operand, phase)
 
-    def _lacking(self, state: PyTree) -> tuple[str, ...]:
-        """Inner axes over which `gradients`, of this state, leaves it to the step to average."""
-        if self.gradients is None:
-            return self.inner_axes
-        spec = spec_of(self.gradients)
-        is_known = isinstance(self.gradients, GradientTransform)
-        if is_known and not spec.axes and not holds_state(spec.unknown(state), "gradients"):
-            return self.inner_axes
-        axis = None if self.tables is None else self.tables.axis
-        # It may know the replicas alone.
-        return () if axis is None or axis in spec.axes else (axis,)
+        def alone(operand: tuple[TrainState, Inside]) -> TrainState:
+            return self._exchanged_in(*operand, ())
 
-    def _optimized(
-        self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
-    ) -> Made:
-        """What the optimizer makes of the gradients; validated when it is there, if that is so.
+        if self.parts.lookup.embeddings is None:
+            return exchanged((state, done))
+        return run_if(self._moves_stored(state, phase), exchanged, alone, (state, done))
 
-        `alone`: nothing brings replicas together.
+    def _exchanged_in(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
+        """The state after an exchange, for which stored parameters have no update left."""
+        lookup = self.parts.lookup
+        still = jax.tree.map(jnp.zeros_like, done.stored)
+        whole = state._replace(params=lookup.joined(lookup.dense(state.params), done.stored))
+        moved = done.moved._replace(updates=lookup.joined(done.moved.updates, still))
+        new = self.parts.exchanged(whole, moved, phase)
+        gradients_state, optimizer_state, sync_state = new.opt_state
+        if self.parts.sync is None or phase == ():
+            # Nothing has moved them since, and nothing of their size is written.
+            new = new._replace(params=lookup.joined(lookup.dense(new.params), done.stored))
+        both = lookup.joined(optimizer_state, done.stored_state)
+        return new._replace(opt_state=(gradients_state, both, sync_state))
+
+    def _moves_stored(self, state: TrainState, phase: Phase | None) -> bool | jax.Array:
+        """Whether the exchange after `state` moves all stored parameters.
+
+        An array where the program decides.
         """
-        before, weight, finite = state.opt_state[1], gathered.weight, None
-        if reduced.rows and loss_scale_of(before) is not None:
-            finite = all_finite(reduced.rows, self.inner_axes)
-        spec, names = spec_of(self.optimizer), axis_names(self.axis_name)
-        reductions = over_replicas(spec.reductions_of(before), self.axis_name)
-        averaged = {*reduced.over, *(name for each in reductions for name in each.axes)}
-        value = reduced.loss
-        if holds_state(spec.unknown(before), "gradients"):
-            averaged |= {name for name in names if axis_size(name) > 1}
-            value = value if averaged.isdisjoint(names) else None
-        if value is not None:
-            value = mean_where_due(value, weight, reductions, self.axis_name)
-        over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
-        loss = Loss(value, over, self.differentiation, gathered.data)
-
-        def run(grads: PyTree, validation: Validation | None) -> Made:
-            with jax.named_scope("optimizer"):
-                updates, after = update_told(
-                    self.optimizer,
-                    grads,
-                    before,
-                    state.params,
-                    loss=loss,
-                    weight=weight,
-                    finite=finite,
-                    param_specs=self.param_specs,
-                    validation=validation,
-                )
-            wants_rate = self.sync is not None and self.sync.wants_learning_rate
-            rate = optimizer_rate(after) if wants_rate else None
-            if weight is not None and (self.sync is not None or alone):
-                after = kept_if_idle(weight, after, before)
-            return Made(unless_idle(updates, weight) if alone else updates, after, rate)
-
-        if self.validate == "before":
-            return run(reduced.grads, None)
-        return validated(run, reduced.grads, reduced.state, before)
-
-    def _alone(self, state: TrainState, reduced: Reduced) -> bool:
-        """Whether nothing brings replicas together, so that an idle one has nobody to follow."""
-        before = state.opt_state[1]
-        return (
-            self.sync is None
-            and not set(reduced.over) & set(axis_names(self.axis_name))
-            and (self.gradients is None or self.apart)
-            and not holds_state(before, "gradients")
-            and not holds_state(before, "parameters")
-        )
-
-    def _exchanged(
-        self, state: TrainState, moved: Moved, phase: Phase | None
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Updates and model state after the exchange of parameters, and its state."""
-        averaged = self.differentiation.model_state == "sync_mean"
-        statistics = Statistics(moved.model_state, averaged=averaged)
-        sync_state = state.opt_state[-1]
-        if self.sync is None:
-            with phase_scope(EVERY_PHASE):
-                means = statistics.averaged_over(self.axis_name, moved.weight)
-                return moved.updates, means, sync_state
-        known = {"weight": moved.weight, "learning_rate": moved.rate}
-        with layouts_known():
-            updates, means, sync_state = self.sync.exchange(
-                moved.updates,
-                statistics.leaves,
-                sync_state,
-                state.params,
-                phase=phase,
-                **{name: x for name, x in known.items() if x is not None},
-            )
-        return updates, statistics.replaced(means), sync_state
-
-    def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
-        """In which gradients go into buckets; None leaves it to what reduces them."""
-        return self.differentiation.ready_order(state, like) if self.order == "ready" else None
+        sync = self.parts.sync
+        if sync is None or phase is not None:
+            return sync is not None and phase != ()
+        return sync.due(increment(state.opt_state[-1].count))
 
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
     """A state with the key of its update, and one with that of the state after it."""
     rng, key = jax.random.split(state.rng)
     return state._replace(rng=key), state._replace(rng=rng)
-
-
-def of_known_layout(transform: Any) -> Any:
-    """A transform for a step, which tells it the specs of the parameters once there are some."""
-
-    def init(params: PyTree) -> PyTree:
-        with layouts_known():
-            return transform.init(params)
-
-    if isinstance(transform, ParameterTransform):
-        return transform._replace(init=init, state=transform.state)
-    return transform._replace(init=init)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ...._typing import PyTree
+from ....embedding import added_in_place, appended, empty_rows, summed, weighted_rows
 from ....mesh import match_varying
 from ....sparse import Rows
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._loss import wide_zeros
-from ._rows import added_in_place, appended, empty_rows, summed, weighted_rows
 
 Metrics = dict[str, jax.Array]
 

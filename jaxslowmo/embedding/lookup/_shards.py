@@ -1,13 +1,12 @@
 """What a replica does on each device's own part of the tables."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from ....embedding import Embeddings
-from ....tree import reshaped
+from ...tree import reshaped
 
 Kinds = Any
 """How arguments and results relate to the devices of a replica: a tree, a prefix of theirs.
@@ -15,21 +14,6 @@ Kinds = Any
 `"whole"`: the same on all of them. `"device"`: another on each, stacked outside along a leading
 axis. `"batch"`: split along the leading dimension. A `PartitionSpec` over the axis says more.
 """
-
-
-class Tables(NamedTuple):
-    """The embedding tables of a step.
-
-    Attributes:
-      embeddings: the tables; they know no axis where there is one device along it.
-      axis: over which they are sharded; None without one.
-      nested: the same, where it is left to the compiler and bound around what needs it; None where
-        there is nothing to bind.
-    """
-
-    embeddings: Embeddings
-    axis: str | None
-    nested: str | None
 
 
 def on_shards(

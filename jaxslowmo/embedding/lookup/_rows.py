@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...._typing import PyTree
-from ....mesh import match_varying
-from ....sparse import RowGradient, Rows, coalesce
-from ....transform import unseen_zero
-from ....tree import at_least_float32, cast
+from ..._typing import PyTree
+from ...mesh import match_varying
+from ...sparse import RowGradient, Rows, coalesce
+from ...transform import unseen_zero
+from ...tree import at_least_float32, cast
 
 
 def only_if(counts: jax.Array | bool, rows: Rows) -> Rows:

@@ -1,35 +1,16 @@
 """Batches that are looked up in tables, and the gradients of what was found."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from ...._typing import PyTree
-from ....embedding import Embeddings, Requests
-from ....mesh import axis_size
-from ....sparse import Rows
-from ....transform import isolated
-from ._loss import WithVectors
-
-
-class Requested(NamedTuple):
-    """A device's part of a batch, and what it asked for.
-
-    Attributes:
-      batch: as the step was given it.
-      requests: what it asks the tables for, and is asked by others.
-      vectors: by table, the rows that it asked for.
-      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed;
-        zeros on a replica of weight 0, whose batch may hold anything.
-      refused: () int32, ids that `counts` counts because of which no update must be made.
-    """
-
-    batch: PyTree
-    requests: Requests
-    vectors: PyTree
-    counts: dict[str, jax.Array]
-    refused: jax.Array
+from ..._typing import PyTree
+from ...mesh import axis_size
+from ...sparse import Rows
+from ...transform import isolated
+from .._embeddings import Embeddings
+from ._asked import Requested, WithVectors
 
 
 def differentiated(

@@ -1,0 +1,115 @@
+"""The stored tables of all replicas: made anew, or given."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import AxisName, PyTree
+from ...mesh import (
+    AnyMesh,
+    VirtualMesh,
+    axis_names,
+    map_replicas,
+    replica_count,
+    replicate,
+    vary_over,
+)
+from .._embeddings import Embeddings
+from ._shards import on_shards
+
+
+def new_tables(
+    embeddings: Embeddings,
+    nested: str | None,
+    key: jax.Array,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName,
+) -> PyTree:
+    """Tables of all replicas, equal on them: each device makes its own part.
+
+    Communication: none.
+    """
+    return _maker(embeddings, nested, mesh, axis_name)(jax.random.key_data(key))
+
+
+def given_tables(
+    embeddings: Embeddings,
+    nested: str | None,
+    stored: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName,
+) -> PyTree:
+    """The same stored tables for all replicas: each device is given its own part alone.
+
+    Args:
+      embeddings: of the step.
+      nested: the axis between whose devices they are sharded, where there are several.
+      stored: whole arrays by name, as `Embeddings.write` makes them.
+      mesh: of the step.
+      axis_name: of its replicas.
+
+    Raises:
+      ValueError: arrays of other names or shapes.
+
+    Communication: none.
+    """
+    stores = embeddings.layout().stores
+    wanted = {name: (store.num_rows, store.dim) for name, store in stores.items()}
+    given = {name: jnp.shape(x) for name, x in stored.items()} if isinstance(stored, dict) else {}
+    if wanted != given:
+        raise ValueError(
+            f"`params` must hold stored tables of the shapes {wanted}, as step.embeddings.write("
+            f"tables) makes them, got {given or type(stored).__name__}."
+        )
+    typed = {name: jnp.dtype(store.dtype) for name, store in stores.items()}
+    if nested is None:
+        own = {name: jnp.asarray(x, typed[name]) for name, x in stored.items()}
+        return replicate(own, mesh=mesh, axis_name=axis_name)
+    count = replica_count("init", mesh, axis_name)
+    lies = _shardings(embeddings, mesh, axis_name)
+
+    def placed(name: str, whole: np.ndarray) -> jax.Array:
+        def of_device(where: Any) -> np.ndarray:
+            return whole[where[1:]][None].astype(typed[name])
+
+        return jax.make_array_from_callback((count, *whole.shape), lies[name], of_device)
+
+    return {name: placed(name, np.asarray(x)) for name, x in stored.items()}
+
+
+def _shardings(embeddings: Embeddings, mesh: Any, axis_name: AxisName) -> dict[str, NamedSharding]:
+    """How the stored tables of all replicas lie."""
+    first = axis_names(axis_name)
+    return {n: NamedSharding(mesh, P(first, *spec)) for n, spec in embeddings.specs.items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _maker(
+    embeddings: Embeddings, axis: str | None, mesh: AnyMesh, axis_name: AxisName
+) -> Callable[[jax.Array], PyTree]:
+
+    def per_replica(bits: jax.Array) -> PyTree:
+        def made(bits: jax.Array) -> PyTree:
+            return embeddings.init_local(jax.random.wrap_key_data(bits))
+
+        local = on_shards(axis, made, bits, kinds=("whole",), out=embeddings.specs)
+        return vary_over(local, axis_names(axis_name))
+
+    mapped = map_replicas(
+        per_replica,
+        mesh=mesh,
+        axis_name=axis_name,
+        in_roles=("shared",),
+        automatic=frozenset() if axis is None else frozenset({axis}),
+    )
+    if axis is None or isinstance(mesh, VirtualMesh):
+        return jax.jit(mapped)
+    return jax.jit(mapped, out_shardings=_shardings(embeddings, mesh, axis_name))

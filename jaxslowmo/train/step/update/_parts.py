@@ -1,0 +1,329 @@
+"""One update as one replica sees it: loss, gradients, optimizer, exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import optax
+
+from ...._scopes import EVERY_PHASE
+from ...._typing import AxisName, Phase, PyTree
+from ....embedding import Lookup, all_finite
+from ....clipping import clip_state, scaled
+from ....mesh import axis_names, axis_size, laid_out, vary_over
+from ....precision import (
+    Policy,
+    as_before_if,
+    loss_scale_of,
+    unless_overflow,
+    was_skipped,
+    zero_if,
+)
+from ....reducer import mean_gradients
+from ....sparse import Rows, WithRows, mean_rows
+from ....transform import (
+    GradientTransform,
+    ParameterTransform,
+    Validation,
+    holds_state,
+    increment,
+    layouts_known,
+    moved_copies,
+    phase_scope,
+    spec_of,
+    unless_idle,
+)
+from ....tree import apply_exactly
+from ..._state import TrainState
+from ._differentiate import Differentiation, Gathered, kept_if_idle
+from ._model_state import Statistics, statistics_before_if
+from ._told import (
+    Loss,
+    as_value,
+    check_reduced,
+    heard_by,
+    mean_where_due,
+    optimizer_rate,
+    over_replicas,
+    update_told,
+)
+from .ways import Made, validated
+
+GradientOrder = Literal["reverse", "ready"]
+Validate = Literal["before", "after"]
+
+
+class Reduced(NamedTuple):
+    """Gradients that were averaged, and what was averaged with them."""
+
+    grads: PyTree
+    rows: Rows
+    state: PyTree  # of the gradient transform
+    loss: jax.Array | None  # None where nobody knows how gradients were averaged
+    over: tuple[str, ...]  # axes, in some update
+    refused: jax.Array | None  # () bool, whether the update must not be made; None: it must
+
+
+class Moved(NamedTuple):
+    """An update before the exchange of parameters."""
+
+    updates: PyTree
+    rows: Rows  # gradients of rows, as the tables are to be moved by
+    active: jax.Array | None  # () bool, whether they are; None: always
+    gradients_state: PyTree
+    optimizer_state: PyTree
+    model_state: PyTree
+    weight: jax.Array | None
+    rate: jax.Array | None  # that the optimizer used, where `sync` wants it
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step is made of; see `make_train_step`.
+
+    One update: the batch is differentiated, alone or into a window of several; the gradients are
+    reduced, the optimizer makes updates of them, and parameters are exchanged.
+    """
+
+    differentiation: Differentiation
+    gradients: optax.GradientTransformationExtraArgs | None
+    optimizer: optax.GradientTransformationExtraArgs
+    sync: ParameterTransform | None
+    apart: bool  # replicas were said to train apart
+    axis_name: AxisName
+    order: GradientOrder
+    lookup: Lookup = Lookup()
+    param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
+    validate: Validate = "before"
+    raw_keys: bool = False  # whether untyped keys in new model state become typed ones
+    policy: Policy | None = None  # that the loss function computes by
+    before_run: Callable[[], None] | None = None  # raises where programs are out of date
+
+    def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+        """Gradient transform and optimizer."""
+        return of_known_layout(self.gradients or optax.identity()), of_known_layout(self.optimizer)
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes inside a replica over which the batch is split."""
+        return self.differentiation.inner_axes
+
+    def moved(self, state: TrainState, gathered: Gathered, like: PyTree) -> Moved:
+        """What an update comes to before parameters are exchanged; that part of `state` is used.
+
+        `like` is a batch of this device, or types of one.
+        """
+        weight = gathered.weight
+        reduced = self._reduced(state, gathered, self._order_of(state, like))
+        alone = self._alone(state, reduced)
+        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
+        check_reduced(updates, self.inner_axes)
+        # A replica that follows the others leaves what it stores to what they exchange.
+        active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
+        skipped = was_skipped(state.opt_state[1], optimizer_state)
+        gradients_state, model_state, rows = reduced.state, gathered.model_state, reduced.rows
+        if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
+            rows = scaled(rows, clip.clip_factor)
+        if reduced.refused is not None:
+            # Ids of the batch are in no table, so nothing that was made of it is a number.
+            updates = zero_if(reduced.refused, updates)
+            optimizer_state = as_before_if(reduced.refused, optimizer_state, state.opt_state[1])
+            # Counters go on, since they say when gradients are exchanged.
+            gradients_state = statistics_before_if(
+                reduced.refused, gradients_state, state.opt_state[0]
+            )
+            skipped = reduced.refused if skipped is None else skipped | reduced.refused
+        if skipped is not None:
+            # What was skipped stored parameters and model state skip, too.
+            active = ~skipped if active is None else active & ~skipped
+            model_state = statistics_before_if(skipped, model_state, state.model_state)
+        return Moved(
+            updates,
+            rows,
+            active,
+            gradients_state,
+            optimizer_state,
+            model_state,
+            weight,
+            rate,
+        )
+
+    def exchanged(
+        self,
+        state: TrainState,
+        moved: Moved,
+        phase: Phase | None,
+    ) -> TrainState:
+        """The state after the exchange of parameters; `state` has the key of the next update."""
+        dense = self.lookup.dense
+        updates, model_state, sync_state = self._exchanged(state, moved, phase)
+        optimizer_state = moved.optimizer_state
+        if self.sync is not None and phase != ():
+            # What the exchange has moved, optimizers that remember parameters must not take back.
+            own_updates = unless_idle(dense(moved.updates), moved.weight)
+            optimizer_state = moved_copies(
+                optimizer_state, dense(state.params), own_updates, dense(updates)
+            )
+        return TrainState(
+            step=increment(state.step),
+            params=apply_exactly(state.params, updates),
+            opt_state=(moved.gradients_state, optimizer_state, sync_state),
+            model_state=model_state,
+            rng=state.rng,
+        )
+
+    def _reduced(
+        self, state: TrainState, gathered: Gathered, order: tuple[int, ...] | None
+    ) -> Reduced:
+        """Gradients, those of rows and the loss, averaged alike."""
+        grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
+        inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
+        value: jax.Array | None = as_value(gathered.loss)
+        averaged = frozenset[str]()
+        refused = None if gathered.refused is None else gathered.refused > 0
+        if specs is not None:
+            grads = laid_out(grads, specs)
+        if lacking := self._lacking(after):
+            grads = mean_gradients(grads, lacking, order, specs)
+        # Devices along other inner axes have other examples and the same rows.
+        nested = self.lookup.nested
+        rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
+        if self.gradients is not None:
+            spec = spec_of(self.gradients)
+            known = {
+                "weight": weight,
+                "ready_order": order,
+                "param_specs": specs,
+                "validation": Validation() if self.validate == "after" else None,
+            }
+            takes = heard_by(spec, after)
+            known = {n: x for n, x in known.items() if x is not None and n in takes}
+            reductions = over_replicas(spec.reductions_of(after), self.axis_name)
+            averaged = frozenset(name for each in reductions for name in each.axes)
+            if holds_state(spec.unknown(after), "gradients"):
+                value, averaged = None, frozenset(n for n in names if axis_size(n) > 1)
+            update: Any = partial(self.gradients.update, **known)
+            if loss_scale_of(state.opt_state) is not None:
+                update = unless_overflow(update, {*averaged, *inner_axes}, weight)
+            both = WithRows(grads, rows, inner_axes) if rows else grads
+            both, after = update(both, after, state.params)
+            grads, rows = (both.dense, both.rows) if rows else (both, rows)
+            if value is not None:
+                value = mean_where_due(value, weight, reductions, self.axis_name)
+            if refused is not None:  # by one replica, the mean is of no use to any
+                told = refused.astype(gathered.loss.dtype)
+                refused = mean_where_due(told, None, reductions, self.axis_name) > 0
+        # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
+        # with conditionals (optax.apply_if_finite) need both alike.
+        over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
+        grads, rows, value, refused = vary_over((grads, rows, value, refused), names)
+        return Reduced(grads, rows, after, value, over, refused)
+
+    def _lacking(self, state: PyTree) -> tuple[str, ...]:
+        """Inner axes over which `gradients`, of this state, leaves it to the step to average."""
+        if self.gradients is None:
+            return self.inner_axes
+        spec = spec_of(self.gradients)
+        is_known = isinstance(self.gradients, GradientTransform)
+        if is_known and not spec.axes and not holds_state(spec.unknown(state), "gradients"):
+            return self.inner_axes
+        axis = self.lookup.axis
+        # It may know the replicas alone.
+        return () if axis is None or axis in spec.axes else (axis,)
+
+    def _optimized(
+        self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
+    ) -> Made:
+        """What the optimizer makes of the gradients; validated when it is there, if that is so.
+
+        `alone`: nothing brings replicas together.
+        """
+        before, weight, finite = state.opt_state[1], gathered.weight, None
+        if reduced.rows and loss_scale_of(before) is not None:
+            finite = all_finite(reduced.rows, self.inner_axes)
+        spec, names = spec_of(self.optimizer), axis_names(self.axis_name)
+        reductions = over_replicas(spec.reductions_of(before), self.axis_name)
+        averaged = {*reduced.over, *(name for each in reductions for name in each.axes)}
+        value = reduced.loss
+        if holds_state(spec.unknown(before), "gradients"):
+            averaged |= {name for name in names if axis_size(name) > 1}
+            value = value if averaged.isdisjoint(names) else None
+        if value is not None:
+            value = mean_where_due(value, weight, reductions, self.axis_name)
+        over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
+        loss = Loss(value, over, self.differentiation, gathered.data)
+
+        def run(grads: PyTree, validation: Validation | None) -> Made:
+            with jax.named_scope("optimizer"):
+                updates, after = update_told(
+                    self.optimizer,
+                    grads,
+                    before,
+                    state.params,
+                    loss=loss,
+                    weight=weight,
+                    finite=finite,
+                    param_specs=self.param_specs,
+                    validation=validation,
+                )
+            wants_rate = self.sync is not None and self.sync.wants_learning_rate
+            rate = optimizer_rate(after) if wants_rate else None
+            if weight is not None and (self.sync is not None or alone):
+                after = kept_if_idle(weight, after, before)
+            return Made(unless_idle(updates, weight) if alone else updates, after, rate)
+
+        if self.validate == "before":
+            return run(reduced.grads, None)
+        return validated(run, reduced.grads, reduced.state, before)
+
+    def _alone(self, state: TrainState, reduced: Reduced) -> bool:
+        """Whether nothing brings replicas together, so that an idle one has nobody to follow."""
+        before = state.opt_state[1]
+        return (
+            self.sync is None
+            and not set(reduced.over) & set(axis_names(self.axis_name))
+            and (self.gradients is None or self.apart)
+            and not holds_state(before, "gradients")
+            and not holds_state(before, "parameters")
+        )
+
+    def _exchanged(
+        self, state: TrainState, moved: Moved, phase: Phase | None
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Updates and model state after the exchange of parameters, and its state."""
+        averaged = self.differentiation.model_state == "sync_mean"
+        statistics = Statistics(moved.model_state, averaged=averaged)
+        sync_state = state.opt_state[-1]
+        if self.sync is None:
+            with phase_scope(EVERY_PHASE):
+                means = statistics.averaged_over(self.axis_name, moved.weight)
+                return moved.updates, means, sync_state
+        known = {"weight": moved.weight, "learning_rate": moved.rate}
+        with layouts_known():
+            updates, means, sync_state = self.sync.exchange(
+                moved.updates,
+                statistics.leaves,
+                sync_state,
+                state.params,
+                phase=phase,
+                **{name: x for name, x in known.items() if x is not None},
+            )
+        return updates, statistics.replaced(means), sync_state
+
+    def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
+        """In which gradients go into buckets; None leaves it to what reduces them."""
+        return self.differentiation.ready_order(state, like) if self.order == "ready" else None
+
+
+def of_known_layout(transform: Any) -> Any:
+    """A transform for a step, which tells it the specs of the parameters once there are some."""
+
+    def init(params: PyTree) -> PyTree:
+        with layouts_known():
+            return transform.init(params)
+
+    if isinstance(transform, ParameterTransform):
+        return transform._replace(init=init, state=transform.state)
+    return transform._replace(init=init)
