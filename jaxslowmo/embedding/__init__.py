@@ -8,6 +8,7 @@ from ._optimizers import RowwiseOptimizer as RowwiseOptimizer
 from ._optimizers import RowwiseState as RowwiseState
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
 from ._optimizers import rowwise_sgd as rowwise_sgd
+from ._requests import Requests as Requests
 from ._table import Table as Table
 from ._table import WithTables as WithTables
 from .lookup import Ahead as Ahead

@@ -10,7 +10,6 @@ from ...mesh import AnyMesh, replicate
 from ...sparse import Rows
 from ...tracing import FullLoss
 from ...transform import ParameterTransform
-from .._embeddings import Embeddings
 from ._asked import Ahead, Carry
 from ._shards import Kinds, on_shards
 
@@ -23,14 +22,15 @@ class Lookup:
     are called where `axis` is bound.
 
     Attributes:
-      embeddings: the tables; None without.
-      axis: of the mesh, between whose devices a replica's stored parameters are sharded.
+      embeddings: `Embeddings`, the tables; None without.
+      axis: name of an axis of the mesh, between whose devices a replica's stored parameters are
+        sharded; None: they are not.
       nested: the same where the compiler has it, and it is bound around what needs it.
     """
 
-    embeddings: Embeddings | None = None
-    axis: str | None = None
-    nested: str | None = None
+    embeddings: Any = None
+    axis: Any = None
+    nested: Any = None
 
     # Trees of parameters, of their specs, or of the states of their optimizers.
 

@@ -9,12 +9,11 @@ from jax.core import Tracer
 
 from ..._integers import as_int
 from ..._typing import PyTree
-from ...embedding import Embeddings
+from ...embedding import Ahead, Carry, Embeddings, Lookup
 from .._state import TrainState
 from ._programs import Task, anew, ask
 from ._runner import Runner
-from ._usable import refuse_unusable_window
-from .update import Ahead, Carry, Given, GradientWindow, Metrics
+from .update import Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
 MODES = ("exact", "stale", "patched")
@@ -33,11 +32,11 @@ class Asked(NamedTuple):
     batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
-    def is_of(self, state: TrainState) -> bool:
+    def is_of(self, state: TrainState, lookup: Lookup) -> bool:
         """Whether the rows are those of this very state, no older or newer one."""
         if self.carry.vectors is None:
             return True
-        own = jax.tree.leaves(state.params.tables)
+        own = jax.tree.leaves(lookup.stored(state.params))
         return all(ref() is x for ref, x in zip(self.tables, own, strict=True))
 
 
@@ -81,7 +80,7 @@ class AheadStep:
         given = Given(*self._runner.place(state, batch))
         carry = self._ask(ask(self.asks_for(given.batch)), state, given)
         self._count += 1
-        return _asked(carry, given.batch, state)
+        return self._asked(carry, given.batch, state)
 
     def __call__(
         self,
@@ -127,21 +126,21 @@ class AheadStep:
             )
         runner = self._runner
         runner.refuse(state)
-        refuse_unusable_window(window, state, weight)
+        runner.refuse_window(window, state, weight)
         batch, weight = runner.place(state, batch, weight)
         _refuse_other_ids(self._embeddings, asked.batch, batch)
         if next_batch is not None:
             next_batch, _ = runner.place(state, next_batch)
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
-        if not asked.is_of(state):
-            asked = _asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
+        if not asked.is_of(state, runner.parts.lookup):
+            asked = self._asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
             done, metrics, carry = runner.collect(state, given, num_batches, ahead)
-            return done, metrics, _asked(carry, next_batch, state)
+            return done, metrics, self._asked(carry, next_batch, state)
         done, metrics, carry = runner.update(state, given, ahead)
-        return done, metrics, _asked(carry, next_batch, done)
+        return done, metrics, self._asked(carry, next_batch, done)
 
     def compiled(
         self,
@@ -169,12 +168,12 @@ class AheadStep:
         layout = self._runner.layouts.of(state)
         return self._runner.run(task, layout, state._replace(opt_state=()), given)
 
-
-def _asked(carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
-    if carry is None:
-        return None
-    tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)
-    return Asked(carry, batch, tuple(map(weakref.ref, tables)))
+    def _asked(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
+        if carry is None:
+            return None
+        stored = self._runner.parts.lookup.stored(state.params)
+        tables = () if carry.vectors is None else jax.tree.leaves(stored)
+        return Asked(carry, batch, tuple(map(weakref.ref, tables)))
 
 
 def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) -> None:

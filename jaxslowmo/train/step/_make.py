@@ -7,7 +7,7 @@ import optax
 
 from ..._integers import as_int
 from ..._typing import AxisName
-from ...embedding import Embeddings
+from ...embedding import Embeddings, lookup_of
 from ...mesh import AnyMesh, replica_count
 from ...precision import Policy, computing_in
 from ...tracing import as_full_loss
@@ -16,7 +16,6 @@ from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._runner import Mode
 from ._step import TrainStep
-from ._tables import sync_of_tables, tables_of
 from ._transforms import check_beside_tables, check_sync_axes, checked_gradients, told_apart
 from .update import (
     Differentiation,
@@ -24,7 +23,6 @@ from .update import (
     ModelStateMode,
     StepParts,
     Validate,
-    of_vectors,
 )
 
 
@@ -180,24 +178,22 @@ def make_train_step(
     own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
-    tables = None
     if embeddings is not None:
         check_beside_tables(gradients)
-        tables = tables_of(embeddings, mesh, axis_name)
+    lookup = lookup_of(embeddings, mesh, axis_name)
     loss = as_full_loss(loss_fn)
     if raw_keys:
         loss = with_raw_keys(loss)
     if policy is not None:
         loss = computing_in(policy, loss)
-    if tables is not None:
-        loss, own_sync = of_vectors(loss), sync_of_tables(own_sync, tables)
+    loss, own_sync = lookup.of_loss(loss), lookup.of_sync(own_sync)
     parts = StepParts(
         differentiation=Differentiation(
             loss=loss,
             axis_name=axis_name,
             accumulate=num_microbatches,
             model_state="local" if apart else model_state,
-            tables=embeddings,
+            lookup=lookup,
             unscales="unscaled" in spec_of(optimizer).takes,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
@@ -206,7 +202,7 @@ def make_train_step(
         apart=apart,
         axis_name=axis_name,
         order=order,
-        tables=tables,
+        lookup=lookup,
         validate=validate,
         raw_keys=raw_keys,
         policy=policy,

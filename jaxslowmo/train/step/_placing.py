@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ..._typing import AxisName, PyTree
-from ...embedding import Embeddings
+from ...embedding import Lookup
 from ...mesh import AnyMesh
 from .._state import Layout
 from ..batches import (
@@ -35,7 +35,7 @@ class Placing:
       axis_name: of its replicas.
       host_batch: what leaves of the host are.
       layouts: of its states.
-      embeddings: of the step; ids of the host are looked at before they are used.
+      lookup: of the step; ids of the host are looked at before they are used.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Placing:
         axis_name: AxisName,
         host_batch: HostBatch,
         layouts: Layouts,
-        embeddings: Embeddings | None = None,
+        lookup: Lookup,
     ) -> None:
         self._mesh, self._axis_name, self._layouts = mesh, axis_name, layouts
         self._host_batch: HostBatch = host_batch
         self._compare = Comparison(mesh, host_batch)
-        self._embeddings = embeddings
+        self._lookup, self._has_ids = lookup, lookup.embeddings is not None
         self._looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._counts: deque[dict[str, Any]] = deque()  # by program, of ids that only devices know
 
@@ -57,15 +57,15 @@ class Placing:
         self, batch: PyTree, weight: Any, layout: Layout, *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """A batch that is to run, when processes have compared what they give, and its weight."""
-        if weight is None and self._embeddings is None and isinstance(self._mesh, Mesh):
+        if weight is None and not self._has_ids and isinstance(self._mesh, Mesh):
             axes = self._layouts.data_axes(layout)
             if all(lies_there(x, self._mesh, axes) for x in jax.tree.leaves(batch)):
                 return batch, None
         batch = as_arrays(batch)
         self._compare(batch, self._layouts.data_axes(layout))
-        if self._embeddings is None or not check_ids:
+        if not self._has_ids or not check_ids:
             return self.placed(batch, weight, layout)
-        is_known = self._refuse_ids(self._embeddings, batch, layout)
+        is_known = self._refuse_ids(batch, layout)
         placed, weight = self.placed(batch, weight, layout)
         self._note_known(batch, placed, of_host=is_known)
         return placed, weight
@@ -88,7 +88,7 @@ class Placing:
 
         `refuse_counted` looks at that.
         """
-        if self._embeddings is None:
+        if not self._has_ids:
             return
         is_known = all(self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch))
         counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
@@ -100,11 +100,11 @@ class Placing:
         Args:
           num_running: the last programs, which may be at work still and are not waited for.
         """
-        while self._embeddings is not None and len(self._counts) > num_running:
+        while self._has_ids and len(self._counts) > num_running:
             counts = self._counts.popleft()
-            self._embeddings.refuse({name: count_here(x) for name, x in counts.items()})
+            self._lookup.refuse({name: count_here(x) for name, x in counts.items()})
 
-    def _refuse_ids(self, embeddings: Embeddings, batch: PyTree, layout: Layout) -> bool:
+    def _refuse_ids(self, batch: PyTree, layout: Layout) -> bool:
         """Raise `ValueError` for ids of the host that are in no table.
 
         Returns:
@@ -116,9 +116,7 @@ class Placing:
             return False
         axes = self._layouts.data_axes(layout)
         parts = parts_given(host[0], self._mesh, axes, self._host_batch)
-        bags = embeddings.bags_of(batch)
-        embeddings.check(bags, num_parts=parts)
-        return all(isinstance(own.ids, np.ndarray) for own in bags.values())
+        return self._lookup.check(batch, parts)
 
     def placed(self, batch: PyTree, weight: Any, layout: Layout) -> tuple[PyTree, jax.Array | None]:
         """A batch and its weight on the devices; shapes alone stay shapes."""

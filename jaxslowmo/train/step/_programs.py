@@ -210,7 +210,7 @@ class Programs:
         )
 
     def _roles(self, roles: Any) -> Any:
-        """Roles outside of the axis of what is looked up, inside of which a device sees its part."""
+        """Roles outside of the axis that is bound around what is looked up."""
         if self._parts.lookup.nested is None:
             return roles
         return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
+from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh
 from .._hyperparams import Numbers
 from .._raw_keys import refuse_raw_keys
@@ -27,7 +28,7 @@ from ._usable import (
     refuse_unusable,
     refuse_unusable_window,
 )
-from .update import Ahead, Carry, Given, GradientWindow, Metrics, StepParts
+from .update import Given, GradientWindow, Metrics, StepParts
 
 Mode = Literal["traced", "host"]
 
@@ -51,11 +52,11 @@ class Runner:
         self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
     ) -> None:
         self.parts, self.mesh, self.mode = parts, mesh, mode
-        self.embeddings = None if parts.tables is None else parts.tables.embeddings
+        self.embeddings = parts.lookup.embeddings
         warn = warn_once()
         self.checks = StateChecks(parts, mesh, mode, warn)
-        self.layouts = Layouts(mesh, parts.axis_name, parts.tables, parts.sync)
-        self.placing = Placing(mesh, parts.axis_name, host_batch, self.layouts, self.embeddings)
+        self.layouts = Layouts(mesh, parts.axis_name, parts.lookup, parts.sync)
+        self.placing = Placing(mesh, parts.axis_name, host_batch, self.layouts, parts.lookup)
         self.programs = Programs(parts, mesh, self.layouts, donate, warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
@@ -88,7 +89,7 @@ class Runner:
         self.refuse(state)
         batch, weight = self.placing.compared(batch, weight, self.layouts.of(state))
         if window is not None:
-            refuse_unusable_window(window, state, weight)
+            self.refuse_window(window, state, weight)
         return Given(batch, weight, window)
 
     def update(
@@ -103,7 +104,7 @@ class Runner:
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """One update of what a window holds."""
         self.refuse(state)
-        refuse_unusable_window(window, state)
+        self.refuse_window(window, state)
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._phase(state), self._collected)
@@ -197,6 +198,11 @@ class Runner:
             return
         refuse_unusable(state)
         refuse_state_of_others(state, self.parts)
+
+    def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
+        """Raise `ValueError` for what is no window of this state, or one that was used."""
+        dense = state._replace(params=self.parts.lookup.dense(state.params))
+        refuse_unusable_window(window, dense, weight)
 
     def _room_of(self, window: GradientWindow | None, num_batches: int) -> Room:
         """What the host knows of the room in a window, or plans for one that begins."""

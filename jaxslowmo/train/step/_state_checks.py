@@ -53,14 +53,13 @@ class StateChecks:
             )
         if parts.sync is not None and not self._is_probed:
             opt_state, params = state.opt_state[1], state.params
-            if parts.tables is not None:
-                opt_state, params = opt_state.dense, params.dense
+            opt_state, params = map(parts.lookup.dense, (opt_state, params))
             check_remembered(parts.optimizer, opt_state, params, parts.sync, self._warn)
         self._is_probed = True
 
     def before_first_use(self, state: TrainState) -> None:
         """What is asked once for every program."""
-        refuse_untrainable(state.params)
+        refuse_untrainable(self._parts.lookup.dense(state.params))
         self.transforms(state)
         if self._parts.sync is not None:
             _check_shards(self._parts.sync.shards(state.opt_state[-1]))

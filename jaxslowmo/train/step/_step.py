@@ -7,6 +7,7 @@ import jax
 from ..._integers import as_int
 from ..._typing import Phase, PyTree
 from ...algorithms import shares_of_gossip
+from ...embedding import Ahead
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
@@ -16,7 +17,6 @@ from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
 from ._programs import abstract, evaluate, update
 from ._runner import Mode, Runner
-from ._tables import seen_by_loss, stacked_params
 from ._usable import (
     refuse_others,
     refuse_state_of_others,
@@ -24,7 +24,7 @@ from ._usable import (
     refuse_unusable,
     tells_where_it_lies,
 )
-from .update import Given, GradientWindow, Metrics, StepParts, table_chain
+from .update import Given, GradientWindow, Metrics, ReplicaStep, StepParts
 
 
 class TrainStep:
@@ -43,11 +43,10 @@ class TrainStep:
     def __init__(
         self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
     ) -> None:
-        tables = parts.tables
         self._runner = Runner(parts, mesh, mode, host_batch, donate)
         self.mesh, self.axis_name, self.mode = mesh, parts.axis_name, mode
         self.embeddings = self._runner.embeddings
-        self.tx = parts.chain() if tables is None else table_chain(parts, tables)
+        self.tx = ReplicaStep(parts, Ahead()).chain()
         self.host_batch: HostBatch = host_batch
         self.sync = parts.sync
 
@@ -62,8 +61,9 @@ class TrainStep:
         runner = self._runner
         if runner.parts.raw_keys:
             model_state = typed_keys(model_state)
-        stacked = stacked_params(runner.parts.tables, params, seed, **lies)
-        refuse_untrainable(stacked)
+        lookup = runner.parts.lookup
+        stacked = lookup.stacked(params, seed, **lies)
+        refuse_untrainable(lookup.dense(stacked))
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
         runner.checks.transforms(state)
         runner.note(state, runner.layouts.of(state))
@@ -304,8 +304,11 @@ class TrainStep:
         """
         runner = self._runner
         share = runner.placing.share(as_arrays(batch), runner.layouts.of(state))
+        params, model_state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
+        )
         try:
-            params, batch, model_state = seen_by_loss(runner.parts.tables, state, share)
+            params, batch = runner.parts.lookup.seen_by_loss(params, share)
             loss = runner.parts.differentiation.loss
             return ready_order(loss, params, batch, model_state=model_state)
         except NameError:  # unbound axis name

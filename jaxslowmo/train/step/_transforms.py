@@ -151,7 +151,7 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
         replica decides by itself.
     """
     gradients, optimizer = state.opt_state[:2]
-    if parts.tables is not None:
+    if parts.lookup.embeddings is not None:
         optimizer = optimizer.dense
     _check_gradients_state(gradients)
     check_place(optimizer)
@@ -165,7 +165,7 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
             '`order`="ready": the transform that reduces gradients would not be told their order. '
             f"{USE_CHAIN}"
         )
-    if parts.tables is not None:
+    if parts.lookup.embeddings is not None:
         _check_optimizer_beside_tables(optimizer, unknown[1])
     _check_conditions(optimizer, num_replicas)
     moves = holds_state(optimizer, "parameters")
@@ -201,7 +201,7 @@ def check_exchanges(parts: StepParts, state: TrainState, mesh: AnyMesh) -> None:
     Communication: none; what is not known is traced for shapes.
     """
     params, (gradients, optimizer) = state.params, state.opt_state[:2]
-    if parts.tables is not None:
+    if parts.lookup.embeddings is not None:
         params, optimizer = params.dense, optimizer.dense
     replicas = set(axis_names(parts.axis_name))
     pairs = {"gradients": (parts.gradients, gradients), "optimizer": (parts.optimizer, optimizer)}

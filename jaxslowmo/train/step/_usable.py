@@ -9,7 +9,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..._typing import PyTree
-from ...embedding import WithTables
 from ...transform import NoExchangeState
 from ...tree import leaf_names, not_floating
 from .._state import TrainState
@@ -50,8 +49,7 @@ def refuse_untrainable(params: PyTree) -> None:
     jax refuses to differentiate integers, and optimizers would move complex numbers to the wrong
     side: their gradients are conjugated.
     """
-    dense = params.dense if isinstance(params, WithTables) else params
-    if wrong := not_floating(dense):
+    if wrong := not_floating(params):
         raise ValueError(
             "`params`: a training step differentiates real floating-point leaves only, got "
             f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
@@ -117,7 +115,7 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
         raise ValueError(
             f"`window` must be of the replicas of `state`, {replicas}, got one of {others}."
         )
-    params = state.params.dense if isinstance(state.params, WithTables) else state.params
+    params = state.params
     (leaves, structure), (totals, collected) = map(jax.tree.flatten, (params, window.totals))
     pairs = zip(leaves, totals, strict=False)
     if structure == collected and all(x.shape[1:] == total.shape[1:] for x, total in pairs):

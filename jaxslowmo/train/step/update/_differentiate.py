@@ -87,7 +87,7 @@ class Differentiation:
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
-    lookup: Lookup = Lookup()
+    lookup: Lookup
     inner_axes: tuple[str, ...] = ()
     unscales: bool = True
 

@@ -10,8 +10,8 @@ import optax
 
 from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
-from ....embedding import Lookup, all_finite
 from ....clipping import clip_state, scaled
+from ....embedding import Lookup, all_finite
 from ....mesh import axis_names, axis_size, laid_out, vary_over
 from ....precision import (
     Policy,
@@ -94,7 +94,7 @@ class StepParts:
     apart: bool  # replicas were said to train apart
     axis_name: AxisName
     order: GradientOrder
-    lookup: Lookup = Lookup()
+    lookup: Lookup
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
     validate: Validate = "before"
     raw_keys: bool = False  # whether untyped keys in new model state become typed ones

@@ -67,7 +67,7 @@ class ReplicaStep:
     """
 
     parts: StepParts
-    ahead: Ahead = Ahead()
+    ahead: Ahead
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """The transforms of the step as one, of whose states it keeps."""
