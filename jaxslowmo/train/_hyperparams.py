@@ -145,17 +145,20 @@ class Numbers:
 
     Args:
       state: the optimizer states of a step.
+
+    Attributes:
+      places: where they stand, with the dtypes of all hyperparameters there.
     """
 
     def __init__(self, state: PyTree) -> None:
-        self._known = [
+        self.places = [
             (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
             for path, x in _places(state)
         ]
 
     def replace(self, state: PyTree) -> None:
         """Spread numbers in `state` over the replicas, where they stand."""
-        for path, dtypes in self._known:
+        for path, dtypes in self.places:
             owner = _at(state, path)
             for name, value in owner.hyperparams.items():
                 if np.ndim(value) < np.ndim(owner.count):

@@ -9,5 +9,6 @@ from ._parts import parts_given as parts_given
 from ._parts import processes_of as processes_of
 from ._parts import topic_of as topic_of
 from ._placed import as_arrays as as_arrays
+from ._placed import lies_there as lies_there
 from ._placed import placed_batch as placed_batch
 from ._placed import placed_weight as placed_weight

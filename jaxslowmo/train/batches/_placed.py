@@ -68,8 +68,6 @@ def placed_batch(
 
     Communication: host to device; none between replicas or processes.
     """
-    if isinstance(mesh, Mesh) and all(_lies_there(x, mesh, axes) for x in jax.tree.leaves(batch)):
-        return batch
     batch = as_arrays(batch)
     problem = uneven(batch, mesh, axes, host_batch)
     if problem:
@@ -142,8 +140,11 @@ def _placed(x: Any, mesh: Mesh, axes: tuple[str, ...], host_batch: HostBatch) ->
     return from_whole(x, mesh, axes)
 
 
-def _lies_there(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether `x` is an array that was placed before: there is nothing to ask about its shape."""
+def lies_there(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Whether `x` is an array that was placed before: there is nothing to ask of it.
+
+    Communication: none.
+    """
     return isinstance(x, jax.Array) and x.size > 0 and _is_split(x, mesh, axes)
 
 

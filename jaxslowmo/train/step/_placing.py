@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from ..._typing import AxisName, PyTree
 from ...embedding import Embeddings
@@ -18,6 +19,7 @@ from ..batches import (
     Comparison,
     HostBatch,
     as_arrays,
+    lies_there,
     parts_given,
     placed_batch,
     placed_weight,
@@ -55,6 +57,10 @@ class Placing:
         self, batch: PyTree, weight: Any, layout: Layout, *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """A batch that is to run, when processes have compared what they give, and its weight."""
+        if weight is None and self._embeddings is None and isinstance(self._mesh, Mesh):
+            axes = self._layouts.data_axes(layout)
+            if all(lies_there(x, self._mesh, axes) for x in jax.tree.leaves(batch)):
+                return batch, None
         batch = as_arrays(batch)
         self._compare(batch, self._layouts.data_axes(layout))
         if self._embeddings is None or not check_ids:

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
 from ...mesh import AnyMesh, VirtualMesh
+from .._hyperparams import Numbers
 from .._raw_keys import refuse_raw_keys
 from .._state import Layout, TrainState
 from ..batches import HostBatch
@@ -58,12 +59,15 @@ class Runner:
         self.programs = Programs(parts, mesh, self.layouts, donate, warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
+        self._is_counting = False  # nobody has asked for a phase
+        self._numbers: Numbers | None = None  # of its states, once there is one
         self._collected: PyTree | None = None  # types of a device's part of the last such batch
         self._mark = weakref.ref(self)
 
     def next_phase(self, state: TrainState) -> Phase:
         """The phase of the update that comes next, known on the host; `()` without a sync."""
         self.refuse(state)
+        self._is_counting = True
         sync, so_far = self.parts.sync, self._counts.of(state, self.parts.sync)
         return () if sync is None else sync.phase(so_far.updates + 1, so_far.skipped)
 
@@ -83,7 +87,8 @@ class Runner:
         """A batch as programs take it, when it was looked at, and compared between processes."""
         self.refuse(state)
         batch, weight = self.placing.compared(batch, weight, self.layouts.of(state))
-        refuse_unusable_window(window, state, weight)
+        if window is not None:
+            refuse_unusable_window(window, state, weight)
         return Given(batch, weight, window)
 
     def update(
@@ -108,7 +113,8 @@ class Runner:
         self, state: TrainState, given: Given, num_batches: int, ahead: Ahead | None = None
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Add a batch to a window, which begins here where there is none."""
-        self.placing.refuse_counted()
+        if self.embeddings is not None:
+            self.placing.refuse_counted()
         layout = self.layouts.of(state)
         self._collected = self.placing.share(given.batch, layout)
         room = self._room_of(given.window, num_batches)
@@ -147,7 +153,8 @@ class Runner:
     def ran(self, given: Given, metrics: Metrics) -> None:
         """Take note of a program that was started with a batch."""
         self.in_flight.admit(metrics["loss"])
-        self.placing.ran(given.batch, metrics)
+        if self.embeddings is not None:
+            self.placing.ran(given.batch, metrics)
 
     def note(self, state: TrainState, layout: Layout) -> None:
         """Let a state that was made here know it, so that less of it is looked at again."""
@@ -158,11 +165,17 @@ class Runner:
         self, task: Task, state: TrainState, given: Given
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """Run an update, and know of its result what is known without reading it."""
-        self.checks.numbers(state).replace(state.opt_state)
-        self.placing.refuse_counted()
+        if self._numbers is None:
+            self._numbers = self.checks.numbers(state)
+        if self._numbers.places:
+            self._numbers.replace(state.opt_state)
+        if self.embeddings is not None:
+            self.placing.refuse_counted()
         layout = self.layouts.of(state)
         program = self.program(task, layout, state, given)
-        so_far = self._counts.get(counter_of(state, self.parts.sync))
+        so_far = None
+        if self._is_counting:
+            so_far = self._counts.get(counter_of(state, self.parts.sync))
         new_state, metrics, carry = program(state=state, **given._asdict())
         self.ran(given, metrics)
         self.note(new_state, layout)
