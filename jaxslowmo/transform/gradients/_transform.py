@@ -9,8 +9,8 @@ import optax
 from ..._scopes import GRADIENT_TRANSFORM
 from ..._typing import AxisName, PyTree
 from ...mesh import axis_names
-from .._exchange import check_axis_argument
 from .._due import Communicate
+from .._exchange import check_axis_argument
 from .._registry import gradient_state
 from ..protocol import ParameterTransform
 from ._spec import GradientSpec
