@@ -56,16 +56,11 @@ def test_clipped_pipelines_train_as_one_device(expected, fsdp, validate, is_scal
     schedule = js.schedules.one_f_one_b(2, 2)
     pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, **options)
     clip = js.clip_by_global_norm(MAX_NORM, counted=pipe.layout.counted)
-    optimizer = optax.chain(clip, optax.adam(0.05))
+    optimizer = js.chain(clip, optax.adam(0.05))
     if is_scaled:
         optimizer = js.dynamic_loss_scale(optimizer, initial=8.0)
-    step = js.make_train_step(
-        pipe.loss_fn,
-        optimizer,
-        gradients=js.all_reduce_gradients("replica"),
-        mesh=mesh,
-        validate=validate,
-    )
+    whole = js.chain(js.all_reduce_gradients("replica"), optimizer)
+    step = js.make_train_step(pipe.loss_fn, whole, mesh=mesh, validate=validate)
     state, norms = step.init(pipe.layout.stack(PARAMS)), []
     for batch in BATCHES:
         state, _ = step(state, batch)

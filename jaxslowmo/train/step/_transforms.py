@@ -66,8 +66,8 @@ def told_apart(
     for name, given, own in (("gradients", gradients, parts[:count]), ("sync", sync, moving)):
         if given is not None and own:
             raise ValueError(
-                f"`{name}` was given, and `optimizer` is a js.chain that holds some, too: leave "
-                "one of the two out."
+                f"`{name}` was given, and `optimizer` is a js.chain that holds some, too: put all "
+                "into the chain, or all but the optimizer apart from it."
             )
     return Parts(
         _joined(parts[:count]) if count else gradients,
