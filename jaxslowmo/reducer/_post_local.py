@@ -95,8 +95,8 @@ def post_local_gradients(
             return grads, s._replace(count=count, after=inner)
 
         operand = updates, state
-        branches = with_equal_entries([run_early, run_late], operand)
-        return run_if(is_early(state), *branches, operand)
+        first, second = with_equal_entries([run_early, run_late], operand)
+        return run_if(is_early(state), first, second, operand)
 
     def is_early(state: PyTree) -> jax.Array:
         count = increment(state.count)

@@ -53,20 +53,23 @@ def make_train_step(
         where it is wanted. metrics: dict of scalars. Where it has an attribute `before_run`, that
         is called before every program that is run, and what it raises is raised: such as that what
         was compiled is out of date.
-      optimizer: any optax transform; its state stays local to each replica. A whole chain, gradient
-        and parameter transforms included, works too in `"traced"` mode. It is told `value`, the
+      optimizer: any optax transform; its state stays local to each replica. A whole `js.chain` is
+        taken apart: everything up to its last gradient transform is `gradients`, a parameter
+        transform at its end `sync`, the rest the optimizer. An `optax.chain` of such is called as
+        in a loop of one's own; what needs its parts refuses it by name. It is told `value`, the
         loss, averaged in at least float32 over the replicas, with their weights, in the updates in
         which gradients were; `grad`, the gradients that it is given; and where these are not
         averaged over anything also `value_fn`, the replica's own loss on its batch (line searches).
-        An optimizer that averages gradients by itself is told the replica's own loss. Copies of
-        the parameters in its state move with what `sync` moves; see `js.remembers_parameters`.
+        Copies of the parameters in its state move with what `sync` moves; see
+        `js.remembers_parameters`.
       sync: a parameter transform over `axis_name` (`js.local_sgd`, `js.sgp`, `js.slowmo`, ...), or
         None where gradients are averaged over the replicas. Several replicas that are given
         neither, here, as `gradients` or in a chain of ours as `optimizer`, are refused; `"none"`
         says that they train apart, and exchange no model state either.
       gradients: a gradient transform; `js.all_reduce_gradients(axis_name)` for plain data
-        parallelism. None averages them over the inner axes of the mesh, if it has any; pass
-        `optax.identity()` where `optimizer` averages gradients by itself.
+        parallelism. None, or one that reduces over nothing (`js.clip_by_global_norm`), has them
+        averaged over the inner axes of the mesh first, if it has any. A transform of one's own with
+        collectives over replicas is wrapped as `js.gradient_transform(tx)`.
       mesh: `js.make_mesh({"replica": R})`, with inner axes such as `"device"` that share a
         replica's batch, or `js.virtual_mesh`. Axes over which parameters are sharded are left to
         the compiler.
@@ -96,11 +99,11 @@ def make_train_step(
         `loss_fn` then takes `embedded`, by feature what was looked up for the examples of one
         device; `params` are the dense parameters, in the state `js.WithTables(dense, tables)`.
         Tables have no dense gradient and no part in `optimizer`, which therefore must not average,
-        clip or collect gradients, nor exchange parameters. Where `gradients` averages over replicas
-        it averages the gradients of rows, too, so it must do nothing else:
-        `js.all_reduce_gradients`, `js.post_local_gradients` of these with one `divide_by`,
-        `optax.identity()` or None. `sync` exchanges tables as it does other leaves. The batch is
-        split over their axis, too, between whose devices dense gradients are averaged.
+        clip or collect gradients, nor exchange parameters. Gradients of rows pass through
+        `gradients` as dense ones do: `js.all_reduce_gradients`, `js.post_local_gradients`,
+        `js.clip_by_global_norm`, a `js.chain` of these, `optax.identity()` or None.
+        `sync` exchanges tables as it does other leaves. The batch is split over their axis, too,
+        between whose devices dense gradients are averaged.
       policy: the dtype in which the loss function computes, apart from that of the parameters;
         None: as they and the batch are. With `js.Policy("float16")` put `js.dynamic_loss_scale`
         around `optimizer`: the loss is then multiplied by its scale wherever gradients are taken,
@@ -119,14 +122,18 @@ def make_train_step(
     Raises:
       ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
         `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
-        `model_state="broadcast"`; a parameter transform as `gradients`; with `embeddings` a
-        `gradients` that is not known to do nothing but average. At `init`, or at the first step, a
-        parameter transform inside `gradients` or, host-scheduled, inside `optimizer`; replicas that
+        `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` or `sync`
+        beside a `js.chain` that holds one, several parameter transforms in it; with `embeddings`
+        `gradients` that rows cannot pass through. At `init`, or at the first step, collectives over
+        replicas in a transform that does not tell of them; a parameter transform inside `gradients`
+        or, host-scheduled or with model state that follows it, hidden in `optimizer`; replicas that
         would train apart; with `embeddings`, on any number of replicas, an `optimizer` that
-        averages gradients (by code of its own: at trace time), exchanges parameters, or holds
-        `js.clip_by_global_norm`, `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`;
-        with `validate="after"` neither clipping nor loss scale of ours, several clippings, one in
-        `gradients` that is not last, one beside an `optimizer` that exchanges by itself. At trace
+        averages gradients, exchanges parameters, or holds `js.clip_by_global_norm`,
+        `optax.apply_if_finite`, `optax.MultiSteps` or `js.accumulate`; `optax.apply_if_finite`
+        around what exchanges; with `validate="after"` neither clipping nor loss scale of ours, one
+        that an `optax.chain` hides, several clippings, one in `gradients` that is not last, one
+        beside an `optimizer` that exchanges by itself; with `order="ready"` a reduction that an
+        `optax.chain` hides. At the first step a `value` that nobody knows how to average. At trace
         time batches that do not split evenly, gradients that were not averaged over the inner axes,
         a line search where they are averaged over any, `js.slowmo(learning_rate="optimizer")` and
         an `optimizer` whose state does not hold one learning rate.

@@ -80,7 +80,7 @@ def _returns_gradients(part: optax.GradientTransformation) -> bool:
     return isinstance(part, GradientTransform) and not part.spec.returns_updates
 
 
-def _joined(parts: list[Any]) -> optax.GradientTransformationExtraArgs:
+def _joined(parts: list[Any]) -> optax.GradientTransformation:
     if not parts:
         return optax.identity()
     return parts[0] if len(parts) == 1 else chain(*parts)

@@ -1,7 +1,8 @@
 """The gradient transform: optax's pair and a spec."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import optax
@@ -43,7 +44,7 @@ class GradientTransform(optax.GradientTransformationExtraArgs):
         init: Callable[[PyTree], PyTree],
         update: Callable[..., tuple[PyTree, PyTree]],
         spec: GradientSpec,
-    ) -> "GradientTransform":
+    ) -> Self:
         """Make one from its functions and its spec."""
         if not isinstance(spec, GradientSpec):
             raise ValueError(f"GradientTransform: `spec` must be a js.GradientSpec, got {spec!r}.")
@@ -129,6 +130,7 @@ def gradient_transform(
         return updates, OwnReductionState(inner)
 
     takes = frozenset({"weight"})
-    own = {} if due is None else {"due": lambda state: due(state.inner)}
-    spec = GradientSpec(axes=axis_names(axes), takes=takes, **own)
+    spec = GradientSpec(axes=axis_names(axes), takes=takes)
+    if due is not None:
+        spec = replace(spec, due=lambda state: due(state.inner))
     return GradientTransform(init_fn, update_fn, spec)

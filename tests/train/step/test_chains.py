@@ -98,7 +98,11 @@ BY_NAME = r"js\.chain"
     ("optimizer", "options", "said"),
     [
         (optax.chain(mean, optax.polyak_sgd()), {}, f"asks for `value`.*{BY_NAME}"),
-        (optax.chain(clip, sgd), {"gradients": mean, "validate": "after"}, f"late|{BY_NAME}"),
+        (
+            optax.chain(clip, sgd),
+            {"gradients": mean, "validate": "after"},
+            f'`validate`="after".*{BY_NAME}',
+        ),
         (optax.chain(mean, sgd), {"order": "ready"}, f'`order`="ready".*{BY_NAME}'),
         (optax.chain(sgd, local), {"mode": "host"}, f'`mode`="host".*{BY_NAME}'),
         (js.chain(mean, sgd), {"gradients": mean}, "`gradients` was given, and `optimizer` is a"),
