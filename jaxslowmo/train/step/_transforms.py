@@ -41,10 +41,11 @@ def told_apart(
     """The parts of a `js.chain` as `optimizer`, each in its place; others stay as they are.
 
     Everything up to the last transform that returns gradients is `gradients`, a parameter transform
-    at the end is `sync`, and the rest is the optimizer.
+    at the end is `sync`, and the rest is the optimizer. What the chain does to gradients without
+    reducing them, such as clipping, follows a `gradients` that is given beside it.
 
     Raises:
-      ValueError: several parameter transforms; one of the two given beside the chain, too; a
+      ValueError: several parameter transforms, or one beside a `sync`; two that reduce gradients; a
         parameter transform as `gradients`.
     """
     if isinstance(gradients, ParameterTransform):
@@ -63,17 +64,20 @@ def told_apart(
         )
     reducing = [i for i, part in enumerate(parts) if _returns_gradients(part)]
     count = reducing[-1] + 1 if reducing else 0
-    for name, given, own in (("gradients", gradients, parts[:count]), ("sync", sync, moving)):
-        if given is not None and own:
-            raise ValueError(
-                f"`{name}` was given, and `optimizer` is a js.chain that holds some, too: put all "
-                "into the chain, or all but the optimizer apart from it."
-            )
-    return Parts(
-        _joined(parts[:count]) if count else gradients,
-        _joined(parts[count:]),
-        moving[0] if moving else sync,
-    )
+    first, last = parts[:count], parts[count:]
+    if gradients is not None and any(spec_of(part).axes for part in first):
+        raise ValueError(
+            "`gradients` was given, and `optimizer` is a js.chain that reduces gradients, too: "
+            "give one of the two."
+        )
+    if sync is not None and moving:
+        raise ValueError(
+            "`sync` was given, and `optimizer` is a js.chain that ends in a parameter transform, "
+            "too: give one of the two."
+        )
+    if gradients is not None:
+        first = [gradients, *first]
+    return Parts(_joined(first) if first else None, _joined(last), moving[0] if moving else sync)
 
 
 def _returns_gradients(part: optax.GradientTransformation) -> bool:

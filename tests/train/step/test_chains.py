@@ -52,6 +52,20 @@ def test_a_chain_equals_its_parts(name, kind):
     jax.tree.map(np.testing.assert_array_equal, trained(mesh, whole), expected)
 
 
+@pytest.mark.parametrize("validate", ["before", "after"])
+def test_what_a_chain_does_to_gradients_follows_those_that_are_given(validate):
+    mesh, options = js.virtual_mesh({"replica": 2}), {"validate": validate}
+    expected = trained(mesh, js.chain(mean, clip, sgd, local), **options)
+    for optimizer, named in (
+        (js.chain(clip, sgd), {"gradients": mean, "sync": local}),
+        (js.chain(clip, sgd, local), {"gradients": mean}),
+        (js.chain(mean, clip, sgd), {"sync": local}),
+        (sgd, {"gradients": js.chain(mean, clip), "sync": local}),
+    ):
+        found = trained(mesh, optimizer, **named, **options)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_clipping_alone_leaves_the_mean_over_devices_to_the_step():
     mesh = js.virtual_mesh({"replica": 2, "device": 2})
     found = trained(mesh, js.chain(clip, sgd, local))
