@@ -134,6 +134,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return cast(x, at_least_float32(x.dtype))
 
 
+@jax.jit
 def landing(params: PyTree, updates: PyTree) -> PyTree:
     """`params + updates` leaf by leaf, in at least float32 and not rounded to the leaf's dtype."""
     return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
@@ -144,6 +145,7 @@ def widen_updates(updates: PyTree) -> PyTree:
     return jax.tree.map(_wide, updates)
 
 
+@jax.jit
 def updates_to(params: PyTree, target: PyTree) -> PyTree:
     """The updates that land on `target`: `target - params` in at least float32.
 

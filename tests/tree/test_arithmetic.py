@@ -95,7 +95,8 @@ def test_a_buffer_is_taken_apart_at_once():
     tree = {str(i): jnp.ones((2, 3)) for i in range(20)}
     plan = plan_buffers(tree)
     flat = jax.ShapeDtypeStruct((125,), jnp.float32)  # padded
-    names = [e.primitive.name for e in jax.make_jaxpr(plan.unpack)([flat]).jaxpr.eqns]
+    (once,) = jax.make_jaxpr(plan.unpack)([flat]).jaxpr.eqns
+    names = [e.primitive.name for e in once.params["jaxpr"].jaxpr.eqns]
     assert names == ["split", *["reshape"] * 20]
     # In the program they are the slices that they were.
     text = jax.jit(plan.unpack).lower([flat]).as_text()
