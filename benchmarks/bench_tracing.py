@@ -43,6 +43,7 @@ jax.config.update("jax_num_cpu_devices", ARGS.replicas)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from by_hand import averaged_by_hand  # noqa: E402
 from machine import describe  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
@@ -95,38 +96,6 @@ def cells() -> dict[str, Cell]:
     return found
 
 
-class NoState(NamedTuple):
-    """Of a hand-written exchange."""
-
-    count: jax.Array
-
-
-def by_hand() -> js.ParameterTransform:
-    """The parameters averaged in every step, as one would write it: one buffer, and slices of it.
-
-    Communication: one all-reduce over "replica".
-    """
-
-    def update(updates: Any, state: NoState, params: Any, **told: Any) -> tuple[Any, NoState]:
-        del told
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jax.lax.add, params, updates))
-        flat = jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
-        mean = jax.lax.psum(flat, "replica") / ARGS.replicas
-        parts = jax.lax.split(mean, [x.size for x in leaves])
-        means = treedef.unflatten(map(jax.lax.reshape, parts, [x.shape for x in leaves]))
-        return jax.tree.map(jax.lax.sub, means, params), state
-
-    always = js.every(1)
-    return js.ParameterTransform(
-        lambda params: NoState(jnp.zeros([], jnp.int32)),
-        update,
-        phase=lambda t, skipped=0: ("average",),
-        due=always,
-        schedules=(always,),
-        state=NoState,
-    )
-
-
 def steps() -> dict[str, dict[str, Any]]:
     """Arguments of the step, by name; the first two are what others are compared with."""
     local_sgd = js.local_sgd("replica", sync_every=3)
@@ -139,7 +108,7 @@ def steps() -> dict[str, dict[str, Any]]:
     }
     return {
         "no exchange": {"sync": "none"},
-        "an exchange by hand": {"sync": by_hand()},
+        "an exchange by hand": {"sync": averaged_by_hand("replica")},
         "all_reduce_gradients": {"gradients": js.all_reduce_gradients("replica")},
         **{
             f"{name}: {mode}": {"sync": sync, "mode": mode}
