@@ -1,11 +1,12 @@
-"""What it takes Python to trace an update, and to start one, by number of leaves.
+"""What it takes Python to trace an update, the compiler to compile a step, and both to start one.
 
     git worktree add /tmp/before <commit>
     python benchmarks/bench_tracing.py --before /tmp/before --out benchmarks/results/bench_tracing
 
-Every number is processor time of the calling thread, so that other work on the machine counts
-little. Trees take turns, each in processes of its own; what a process does for the first time was
-done before, with a few leaves. A cell is the least over all rounds; medians are in the JSON.
+Every number is processor time (of the calling thread; of all where the compiler works), so that
+other work on the machine counts little. Trees take turns, each in processes of its own; what a
+process does for the first time was done before, with a few leaves. A cell is the least over all
+rounds; medians are in the JSON.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ PARSER.add_argument("--replicas", type=int, default=4)
 PARSER.add_argument("--only", default="", help="cells whose name holds this")
 PARSER.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
 PARSER.add_argument("--measure", type=int, help=argparse.SUPPRESS)  # in a process of its own
+PARSER.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # steps, not updates
 ARGS = PARSER.parse_args()
 
 import jax  # noqa: E402
@@ -40,12 +43,14 @@ jax.config.update("jax_num_cpu_devices", ARGS.replicas)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from by_hand import averaged_by_hand  # noqa: E402
 from machine import describe  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
 
 WARM_UP = 8  # leaves
 COMPILED = 1000  # of more leaves the compiler would take minutes
+TRACED, COMPILING = "a step, traced and lowered: ", "a step, compiled: "
 PREPARED = "a step: `TrainStep._prepared`"
 OURS = "a step: all but jax's call of the program"
 CALLED = "a step: called, not waited for"
@@ -89,6 +94,28 @@ def cells() -> dict[str, Cell]:
         found[f"{name}: traced"] = Cell(sync)
         found[f"{name}: host"] = Cell(sync, tuple(sync.phases()))
     return found
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """Arguments of the step, by name; the first two are what others are compared with."""
+    local_sgd = js.local_sgd("replica", sync_every=3)
+    slowmo = partial(js.slowmo, "replica", base=local_sgd, sync_every=12)
+    synced = {
+        "local_sgd": local_sgd,
+        "slowmo over local_sgd": slowmo(),
+        "slowmo over local_sgd, unsharded": slowmo(shard_state=False),
+        "sgp": js.sgp("replica"),
+    }
+    return {
+        "no exchange": {"sync": "none"},
+        "an exchange by hand": {"sync": averaged_by_hand("replica")},
+        "all_reduce_gradients": {"gradients": js.all_reduce_gradients("replica")},
+        **{
+            f"{name}: {mode}": {"sync": sync, "mode": mode}
+            for name, sync in synced.items()
+            for mode in ("traced", "host")
+        },
+    }
 
 
 def shapes_of(leaves: int) -> Any:
@@ -156,6 +183,26 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
     return jnp.mean(batch) * jnp.sum(jax.lax.concatenate(flat, 0))
 
 
+def squares(params: Any, batch: jax.Array) -> jax.Array:
+    """A loss of equal work on every leaf."""
+    return jnp.mean(batch) * sum(jnp.sum(jax.lax.square(x)) for x in jax.tree.leaves(params))
+
+
+def step_seconds(parts: dict[str, Any], leaves: int) -> tuple[float, float, int]:
+    """To trace and lower, and to compile, all programs of a step; how many these are."""
+    mesh = js.make_mesh({"replica": ARGS.replicas})
+    step = js.make_train_step(squares, optax.sgd(0.1), mesh=mesh, **parts)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes_of(leaves))
+    state, batch = step.init(params), np.zeros((8 * ARGS.replicas,), np.float32)
+    gc.collect()
+    start = time.process_time()
+    lowered = [traced.lower() for traced in step.traced_by_phase(state, batch).values()]
+    traced = time.process_time()
+    for program in lowered:
+        program.compile()
+    return traced - start, time.process_time() - traced, len(lowered)
+
+
 def start_seconds(leaves: int) -> dict[str, list[float]]:
     """Until a step is on its way, devices having nothing else to do."""
     sync = js.local_sgd("replica", sync_every=10**6)
@@ -192,23 +239,31 @@ def start_seconds(leaves: int) -> dict[str, list[float]]:
 def measure(leaves: int) -> None:
     """In a process of its own: print every cell's seconds, as JSON."""
     found: dict[str, Any] = {}
-    for name, cell in cells().items():
+    for name, parts in steps().items() if ARGS.compile and leaves <= COMPILED else ():
+        if ARGS.only in f"{TRACED}{name} {COMPILING}{name}":
+            step_seconds(parts, WARM_UP)
+            traced, compiled, programs = step_seconds(parts, leaves)
+            found[TRACED + name] = {"seconds": [traced], "programs": programs}
+            found[COMPILING + name] = {"seconds": [compiled], "programs": programs}
+    for name, cell in () if ARGS.compile else cells().items():
         if ARGS.only in name:
             trace_seconds(cell, WARM_UP)
             took = trace_seconds(cell, leaves)
             found[name] = {"seconds": [took], "programs": max(1, len(cell.phases))}
-    if any(ARGS.only in name for name in (PREPARED, OURS, CALLED)):
+    if not ARGS.compile and any(ARGS.only in name for name in (PREPARED, OURS, CALLED)):
         found |= {name: {"seconds": took} for name, took in start_seconds(leaves).items()}
     print(json.dumps({"from": js.__file__, "cells": found}))
 
 
-def in_process(tree: Path, leaves: int) -> dict[str, Any]:
-    """What the package in `tree` takes, measured by this script."""
+def in_process(tree: Path, leaves: int, *, compiled: bool) -> dict[str, Any]:
+    """What the package in `tree` takes, measured by this script: updates, or compiled steps."""
     command = [sys.executable, str(HERE), "--measure", str(leaves)]
+    command += ["--compile"] if compiled else []
     for option in ("calls", "replicas", "only"):
         command += [f"--{option}", str(getattr(ARGS, option))]
-    # The quality of the compiled steps does not matter here.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    # The quality of steps that are only started does not matter.
+    quick = "" if compiled else "--xla_backend_optimization_level=0"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
     env = {**os.environ, "PYTHONPATH": str(tree), "XLA_FLAGS": flags.strip()}
     done = subprocess.run(command, env=env, cwd=tree, stdout=subprocess.PIPE, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -248,7 +303,9 @@ def run() -> dict[str, Any]:
     for turn in range(ARGS.rounds):
         for leaves in ARGS.leaves:
             for label in list(trees)[:: 1 if turn % 2 else -1]:
-                for name, cell in in_process(trees[label], leaves).items():
+                found = in_process(trees[label], leaves, compiled=False)
+                found |= in_process(trees[label], leaves, compiled=True)
+                for name, cell in found.items():
                     taken.setdefault((name, leaves, label), []).extend(cell["seconds"])
                     programs.setdefault(name, cell.get("programs", 1))
                 print(f"round {turn + 1}: {leaves} leaves, {label}", file=sys.stderr, flush=True)
@@ -289,7 +346,9 @@ def markdown(result: dict[str, Any]) -> str:
         "Milliseconds of processor time of the calling thread, the least of "
         f"{ARGS.rounds} processes each. Leaves are (8, 8) float32. What is traced is one update "
         "under shard_map; of a host-scheduled transform all programs together. `nothing` is what "
-        "every update costs, without a transform.",
+        "every update costs, without a transform. Steps are those of `js.make_train_step` with "
+        "plain SGD, all programs together; the compiler's time is that of all its threads. An "
+        "exchange by hand averages in every step, in one buffer of which it takes slices.",
         "",
         "| | programs | " + " | ".join(f"{n} leaves" for n in ARGS.leaves) + " |",
         "|---|---:|" + "---:|" * len(ARGS.leaves),

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes
+from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying
 from ._local import gather_slices, own_slice
 from ._permute import permute
 from ._shard_layout import ShardLayout
@@ -103,7 +103,9 @@ def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:
     whole = shard
     for name in reversed(axis_names(axis_name)):
         if axis_size(name) > 1:
-            whole = lax.all_gather(whole, name, axis=0, tiled=True)
+            # Typed as equal, as an all-reduce is: what follows is then traced once for both.
+            to = "invarying" if checks_varying(name) else "varying"
+            whole = lax.all_gather(whole, name, axis=0, tiled=True, to=to)
     return whole.reshape(axis_size(axis_name), *shard.shape)
 
 

@@ -1,6 +1,7 @@
 """Static plan between the leaves of a tree and a few flat buffers, and who is told of it."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -50,28 +51,40 @@ class BufferPlan:
 
     def pack(self, tree: PyTree) -> list[jax.Array]:
         """One 1-D array per buffer, in the buffer's dtype."""
-        leaves = self.treedef.flatten_up_to(tree)
-
-        def part(piece: BucketPiece, dtype: np.dtype) -> Any:
-            size = math.prod(self.shapes[piece.label])
-            flat = reshaped(leaves[piece.label], (size,))
-            whole = piece.stop - piece.start == size
-            return cast(flat if whole else flat[piece.start : piece.stop], dtype)
-
-        return [
-            lax.concatenate([part(piece, b.dtype) for piece in b.pieces], 0) for b in self.buffers
-        ]
+        return _packed(self, self.treedef.flatten_up_to(tree))
 
     def unpack(self, packed: Sequence[Any]) -> PyTree:
         """The tree whose leaves lie in `packed` (longer buffers: padding is dropped)."""
-        parts: list[list[tuple[int, Any]]] = [[] for _ in self.shapes]
-        for buffer, flat in zip(self.buffers, packed, strict=True):
-            sizes = [piece.stop - piece.start for piece in buffer.pieces]
-            for piece, part in zip(buffer.pieces, split(flat, sizes), strict=True):
-                parts[piece.label].append((piece.start, part))
-        return self.treedef.unflatten(
-            [reshaped(_joined(own), shape) for own, shape in zip(parts, self.shapes, strict=True)]
-        )
+        # NumPy arrays stay on the host.
+        traced = any(isinstance(flat, jax.Array) for flat in packed)
+        return self.treedef.unflatten((_unpacked_once if traced else _unpacked)(self, list(packed)))
+
+
+# Traced once for all exchanges of one kind of tree, of which a program can have several, each in a
+# branch inside of others.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(plan: BufferPlan, leaves: list[Any]) -> list[jax.Array]:
+    def part(piece: BucketPiece, dtype: np.dtype) -> Any:
+        size = math.prod(plan.shapes[piece.label])
+        flat = reshaped(leaves[piece.label], (size,))
+        whole = piece.stop - piece.start == size
+        return cast(flat if whole else flat[piece.start : piece.stop], dtype)
+
+    return [lax.concatenate([part(piece, b.dtype) for piece in b.pieces], 0) for b in plan.buffers]
+
+
+def _unpacked(plan: BufferPlan, packed: list[Any]) -> list[jax.Array]:
+    parts: list[list[tuple[int, Any]]] = [[] for _ in plan.shapes]
+    for buffer, flat in zip(plan.buffers, packed, strict=True):
+        sizes = [piece.stop - piece.start for piece in buffer.pieces]
+        for piece, part in zip(buffer.pieces, split(flat, sizes), strict=True):
+            parts[piece.label].append((piece.start, part))
+    return [reshaped(_joined(own), shape) for own, shape in zip(parts, plan.shapes, strict=True)]
+
+
+_unpacked_once = jax.jit(_unpacked, static_argnums=0)
 
 
 def _joined(parts: list[tuple[int, Any]]) -> Any:

@@ -1,6 +1,7 @@
 """A leaf costs a primitive, and the results are those of jax.numpy."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,8 @@ def test_a_buffer_is_taken_apart_at_once():
     tree = {str(i): jnp.ones((2, 3)) for i in range(20)}
     plan = plan_buffers(tree)
     flat = jax.ShapeDtypeStruct((125,), jnp.float32)  # padded
-    names = [e.primitive.name for e in jax.make_jaxpr(plan.unpack)([flat]).jaxpr.eqns]
+    (once,) = jax.make_jaxpr(plan.unpack)([flat]).jaxpr.eqns
+    names = [e.primitive.name for e in once.params["jaxpr"].jaxpr.eqns]
     assert names == ["split", *["reshape"] * 20]
     # In the program they are the slices that they were.
     text = jax.jit(plan.unpack).lower([flat]).as_text()
@@ -128,3 +130,49 @@ def test_names_are_made_where_something_is_wrong(monkeypatch):
         check_floating("owner", {"a": jnp.ones(2), "b": 1})
     assert next(made) > 1
     assert leaf_names({"a": 0}) == ["a"]
+
+
+def exchange_of(leaves, mesh, sizes=(6, 8)):
+    """A mean of so many leaves of two sizes through one buffer; its parts; arguments for both."""
+    tree = [jnp.arange(4.0 * sizes[i % 2]).reshape(4, -1) + i for i in range(leaves)]
+    plan = plan_buffers([x[0] for x in tree])
+
+    def per_device(*tree):
+        flats = plan.pack([x[0] for x in tree])
+        return [x[None] for x in plan.unpack([jax.lax.psum(flat, "replica") for flat in flats])]
+
+    specs = jax.P("replica")
+    return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=specs), tree
+
+
+def anonymous(body):
+    """Without names of values, and where they come from."""
+    names = {}
+    plain = re.sub(r", metadata=\{[^}]*\}", "", body)
+    return re.sub(r"%[\w.-]+", lambda match: names.setdefault(match[0], str(len(names))), plain)
+
+
+def kernels(text):
+    """Different bodies of fused computations in a compiled program."""
+    bodies = re.findall(r"^%\S*fused_computation\S* \(.*?\{\n(.*?)^\}", text, re.S | re.M)
+    return len(set(map(anonymous, bodies)))
+
+
+def test_more_leaves_of_the_same_sizes_are_no_more_kernels(mesh_of):
+    found = []
+    for leaves in (40, 80):
+        fn, tree = exchange_of(leaves, mesh_of({"replica": 4}))
+        found.append(kernels(jax.jit(fn).lower(*tree).compile().as_text()))
+    # Slices at constants would be one kernel each.
+    assert found[0] == found[1] < 10
+
+
+def test_many_parts_are_right_forwards_and_backwards(mesh_of):
+    fn, tree = exchange_of(40, mesh_of({"replica": 4}))
+    assert str(jax.make_jaxpr(fn)(*tree)).count("dynamic_slice[") == 40
+    sums, back = jax.jit(lambda *tree: jax.vjp(fn, *tree)[0])(*tree), jax.vjp(fn, *tree)[1]
+    for x, total in zip(tree, sums, strict=True):
+        assert np.array_equal(total, np.broadcast_to(x.sum(0), x.shape))
+    ones = [jnp.ones_like(x) for x in tree]
+    assert all(np.array_equal(x, np.full(x.shape, 4.0)) for x in back(ones))
+    assert "dynamic_update_slice" not in str(jax.make_jaxpr(back)(ones))

@@ -30,6 +30,7 @@ from ...transform import (
     increment,
     inside,
     is_due,
+    known_exchange,
     layouts_known,
     parameter_transform,
     phase_scope,
@@ -220,8 +221,9 @@ class Outer:
         def exchanged(operand: Operand) -> Operand:
             slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
             # Exact: the slow step or the base's update. Not exact: the base's, then the slow step.
-            if self.exact_average:
-                return run_if(slow, step.slow, lambda o: step.based(o, communicate), operand)
+            if self.exact_average:  # what is due is one of them
+                of_base = known_exchange(self.base, communicate, phase)
+                return run_if(slow, step.slow, lambda o: step.based(o, *of_base), operand)
             return run_if(slow, step.slow, lambda o: o, step.based(operand, communicate))
 
         # One conditional around all, so that a local step passes its updates through only one.
@@ -277,11 +279,13 @@ class OuterStep:
     rate: jax.Array | None
     extra: Mapping[str, Any]
 
-    def based(self, operand: Operand, communicate: Communicate) -> Operand:
-        """The base's update."""
+    def based(
+        self, operand: Operand, communicate: Communicate, phase: Phase | None = None
+    ) -> Operand:
+        """The base's update; `phase` is the base's where it is known and the step's is not."""
         updates, others, state = operand
         base = self.of.base.spec.exchange
-        own = None if self.phase is None else tuple(e for e in self.phase if e != SLOW)
+        own = phase if self.phase is None else tuple(e for e in self.phase if e != SLOW)
         now = {"communicate": communicate, "weight": self.weight, "phase": own}
         # The base finds checked arguments, and need not warn of the same axes and layouts again.
         extra = dict(self.extra)
