@@ -77,7 +77,7 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
     """The trained parameters, and the loss of every tenth step."""
     devices, rng = jax.local_device_count(), np.random.default_rng(0)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
-    tx = js.chain(
+    tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, weight_decay=0.1),
     )
