@@ -29,7 +29,7 @@ from ..transform import (
     run_if,
     run_one_of,
 )
-from ..tree import apply_exactly, updates_to
+from ..tree import apply_exactly, updates_to, widen_updates
 
 
 class LocalSGDState(NamedTuple):
@@ -208,7 +208,10 @@ class _Averaging:
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
 
-        moved = run_if(decide(due, communicate), averaged, lambda o: o, (updates, others))
+        def alone(operand: Operand) -> Operand:
+            return widen_updates(operand[0]), operand[1]
+
+        moved = run_if(decide(due, communicate), averaged, alone, (updates, others))
         return *moved, LocalSGDState(count)
 
     def now(

@@ -30,7 +30,7 @@ from ..transform import (
     run_if,
     stacked,
 )
-from ..tree import landing
+from ..tree import landing, widen_updates
 from .gossip import (
     Arrival,
     Gossip,
@@ -282,7 +282,8 @@ class _SGP:
             own = params if self.overlap else landing(params, alone(operand)[0])
             return self.exchanged(plan, number, own, params, operand)
 
-        return run_if(decide(True, communicate), exchanged, alone, (updates, others, state))
+        operand = widen_updates(updates), others, state
+        return run_if(decide(True, communicate), exchanged, alone, operand)
 
     def exchanged(
         self,

@@ -289,6 +289,9 @@ class CheckedStep:
       check_state: of its states.
       notice: where it packs leaves.
       warn: issues a warning once.
+      widens: whether the step is given updates of half-precision leaves as float32. The package's
+        own steps do that where nothing is due: done before the optimizer's arithmetic has ended,
+        the compiler would leave its last rounding out.
     """
 
     owner: str
@@ -298,6 +301,7 @@ class CheckedStep:
     check_state: StateCheck
     notice: LayoutNotice | None
     warn: Callable[[str], None]
+    widens: bool
 
     def init(self, params: PyTree) -> PyTree:
         """The state of given parameters."""
@@ -341,8 +345,8 @@ class CheckedStep:
         if outer is None:
             self.check_state(state, params)
             updates = unless_idle(updates, share)
-        # Half precision could not hold the way to given parameters.
-        updates = widen_updates(updates)
+        if self.widens:  # half precision could not hold the way to given parameters
+            updates = widen_updates(updates)
         check_varying(self.owner, params, updates, self.over[-1].axis_name)
         now = {"communicate": communicate, "weight": share, "phase": phase}
         updates, others, after = self.step(updates, others, state, params, **now, **extra)

@@ -6,13 +6,14 @@ import optax
 
 from ..._typing import PyTree
 from ...transform import Others, ParameterTransform
+from ...tree import widen_updates
 
 
 def _exchange(
     updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
 ) -> tuple[PyTree, Others, PyTree]:
     del params, extra
-    return updates, others, state
+    return widen_updates(updates), others, state
 
 
 # Outer steps call its `exchange` alone.

@@ -35,8 +35,8 @@ def parameter_transform(
       init: makes the state of parameters, whose leaves are floating.
       step: `step(updates, others, state, params, *, communicate, weight, phase, **extra)`, one
         update: returns `(updates, others, state)`, as `js.ExchangeSpec.exchange` does. It is given
-        updates that are zero on an idle replica, those of half-precision leaves as float32, and a
-        weight that is None or () float32.
+        updates that are zero on an idle replica, those of half-precision leaves as float32 (unless
+        `over` is given), and a weight that is None or () float32.
         `js.is_due` tells whether an event is due, and `js.run_if` exchanges only then.
       spec: what it says besides; its `exchange` is filled in. None: all is told by name.
       over: what it exchanges over, smallest group of replicas first, each with all axes of the one
@@ -62,7 +62,8 @@ def parameter_transform(
     warn = warn_once()
     spec = with_values("parameter_transform", spec, named, ("spec",))
     # A transform of somebody's own packs nothing, and knows its axes by name alone.
-    if not over:
+    is_own = not over
+    if is_own:
         check_axis_argument(owner, "spec.exchange.axes", spec.exchange.axes)
         over, packs = [Exchange(spec.exchange.axes)], False
     everyone, events = over[-1], spec.schedule.events
@@ -74,6 +75,7 @@ def parameter_transform(
         StateCheck(owner, init, like_init, everyone),
         LayoutNotice(owner, everyone, warn) if packs else None,
         warn,
+        is_own,
     )
     saved, schedule, layout = spec.checkpoint, spec.schedule, spec.layout
     kind = saved.state
