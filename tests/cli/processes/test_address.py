@@ -128,27 +128,35 @@ SETTINGS = bytes.fromhex("000018040000000000000400400000000500400000000600004000
 @pytest.fixture
 def answering(port):
     """Start a program at the port that says `first`; None: it is silent, b"": it closes."""
-    kept, servers = [], []
+    kept, servers, threads = [], [], []
 
     def serve(server, first):
         while True:
             try:
                 connection, _ = server.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 return
+            kept.append(connection)
             if first:
                 connection.sendall(first)
             if first == b"":
                 connection.close()
-            kept.append(connection)
 
     def start(first):
         server = socket.create_server(("127.0.0.1", port))
+        server.settimeout(0.1)  # a thread that waits in `accept` is not woken by `close`
+        threads.append(threading.Thread(target=serve, args=(server, first), daemon=True))
         servers.append(server)
-        threading.Thread(target=serve, args=(server, first), daemon=True).start()
+        threads[-1].start()
 
     yield start
-    for each in (*servers, *kept):
+    for each in servers:
+        each.close()
+    for each in threads:
+        each.join()
+    for each in kept:
         each.close()
 
 
