@@ -194,7 +194,7 @@ class Runner:
     def refuse(self, state: TrainState) -> None:
         """Raise `ValueError` for what is no state of this step, or one whose buffers are gone."""
         if getattr(state, "made_by", None) is self._mark:
-            refuse_donated(state.step)
+            refuse_donated(state)
             return
         refuse_unusable(state)
         refuse_state_of_others(state, self.parts)

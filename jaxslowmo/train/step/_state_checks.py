@@ -40,9 +40,9 @@ class StateChecks:
         self.numbers(state)
         parts = self._parts
         num_replicas = math.prod(self._mesh.shape[name] for name in axis_names(parts.axis_name))
-        check_transforms(state, parts, self._mode, num_replicas)
         if not self._is_probed:
             check_exchanges(parts, state, self._mesh)
+        check_transforms(state, parts, self._mode, num_replicas)
         computes = None if parts.policy is None else parts.policy.compute
         if computes == "float16" and loss_scale_of(state.opt_state) is None:
             self._warn(

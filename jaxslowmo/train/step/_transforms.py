@@ -40,9 +40,9 @@ def told_apart(
 ) -> Parts:
     """The parts of a `js.chain` as `optimizer`, each in its place; others stay as they are.
 
-    Everything up to the last transform that returns gradients is `gradients`, a parameter transform
-    at the end is `sync`, and the rest is the optimizer. What the chain does to gradients without
-    reducing them, such as clipping, follows a `gradients` that is given beside it.
+    Everything up to the last transform that reduces gradients, and what of ours follows it at once,
+    such as clipping, is `gradients`; a parameter transform at the end is `sync`, and the rest is
+    the optimizer. What does not reduce follows a `gradients` that is given beside the chain.
 
     Raises:
       ValueError: several parameter transforms, or one beside a `sync`; two that reduce gradients; a
@@ -62,8 +62,11 @@ def told_apart(
             "one: use one that exchanges over all axes (js.hierarchical_local_sgd, "
             "js.slowmo(base=...)), or an optax.chain, which the step calls as a loop of yours does."
         )
-    reducing = [i for i, part in enumerate(parts) if _returns_gradients(part)]
+    reducing = [i for i, x in enumerate(parts) if _returns_gradients(x) and spec_of(x).axes]
     count = reducing[-1] + 1 if reducing else 0
+    # Behind a transform of somebody else's, which may be the optimizer, ours would see updates.
+    while count < len(parts) and _returns_gradients(parts[count]):
+        count += 1
     first, last = parts[:count], parts[count:]
     if gradients is not None and any(spec_of(part).axes for part in first):
         raise ValueError(
@@ -162,6 +165,7 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
     specs = spec_of(parts.gradients or optax.identity()), spec_of(parts.optimizer)
     # States of what says nothing of itself, and perhaps holds a transform of ours.
     unknown = [specs[0].unknown(gradients), specs[1].unknown(optimizer)]
+    _check_hidden_scale(unknown[1])
     if parts.validate == "after":
         _check_late(gradients, optimizer, unknown, specs[1])
     if parts.order == "ready" and holds_state(unknown, "gradients"):
@@ -218,6 +222,24 @@ def check_exchanges(parts: StepParts, state: TrainState, mesh: AnyMesh) -> None:
                 f"`{argument}` holds a transform with collectives over {found} of which the step "
                 f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(found)!r}), and "
                 "join it with others by js.chain."
+            )
+
+
+def _check_hidden_scale(unknown: list[PyTree]) -> None:
+    """Raise `ValueError` for an optax.chain that does something to gradients that are still scaled.
+
+    Of such a chain the loss scale divides by itself, when what stands in front of it has run.
+    """
+    for state in unknown:
+        states = list(state.values()) if isinstance(state, dict) else state
+        if not isinstance(states, list) and type(states) is not tuple:
+            continue
+        places = [i for i, part in enumerate(states) if scale_state(part) is not None]
+        if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
+            raise ValueError(
+                "`optimizer` is an optax.chain in which something stands in front of a "
+                "js.dynamic_loss_scale, and would see gradients that are still scaled. "
+                f"{USE_CHAIN}"
             )
 
 

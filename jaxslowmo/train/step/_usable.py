@@ -25,22 +25,22 @@ def refuse_others(state: TrainState) -> None:
 
 
 def refuse_unusable(state: TrainState) -> None:
-    """Raise `ValueError` for what is no state, or one whose buffers are gone.
-
-    With those jax 0.10 may crash instead.
-    """
+    """Raise `ValueError` for what is no state, or one whose buffers are gone."""
     refuse_others(state)
+    refuse_donated(state)
+
+
+def refuse_donated(state: TrainState) -> None:
+    """Raise `ValueError` for a state whose buffers are gone, with which jax 0.10 may crash.
+
+    Of parameters and optimizer the first array is looked at: what donates one donates all.
+    """
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        refuse_donated(x)
-
-
-def refuse_donated(x: Any) -> None:
-    """Raise `ValueError` for an array of a state whose buffers are gone."""
-    if _is_gone(x):
-        raise ValueError(
-            "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-            "with the state that this step returned, or make the step with donate=False."
-        )
+        if _is_gone(x):
+            raise ValueError(
+                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
+                "with the state that this step returned, or make the step with donate=False."
+            )
 
 
 def refuse_untrainable(params: PyTree) -> None:

@@ -151,3 +151,53 @@ def test_model_state_that_would_follow_an_exchange_nobody_sees():
         js.make_train_step(stateful, optimizer, mesh=mesh, model_state=mode).init(
             PARAMS, model_state=state
         )
+
+
+@pytest.mark.parametrize(
+    "first", [clip, optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1)]
+)
+def test_nothing_sees_scaled_gradients_in_a_chain_that_hides_its_scale(first):
+    scaled = js.dynamic_loss_scale(sgd)
+    step = js.make_train_step(
+        loss, optax.chain(mean, first, scaled), mesh=js.virtual_mesh({"replica": 2})
+    )
+    with pytest.raises(ValueError, match=r"in front of a js\.dynamic_loss_scale.*js\.chain"):
+        step.init(PARAMS)
+    mesh = js.virtual_mesh({"replica": 2})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        trained(mesh, optax.chain(mean, scaled)),
+        trained(mesh, js.chain(mean, scaled)),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [optax.contrib.schedule_free_sgd(0.1), optax.polyak_sgd()])
+def test_clipping_behind_an_optimizer_clips_its_updates(optimizer):
+    """Copies follow, and the optimizer is told the loss: it is no gradient transform."""
+    mesh = js.virtual_mesh({"replica": 2})
+    found = trained(mesh, js.chain(optimizer, clip, local))
+    expected = trained(mesh, optax.chain(optimizer, clip), sync=local)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: jnp.isnan(v),
+        lambda v: jnp.where(True, v, 0.0),
+        lambda v: 1 + v**2,
+        lambda v: v == 0.0,
+        lambda v: v % 2,
+    ],
+)
+def test_a_value_that_nobody_knows_is_refused_however_it_is_used(use):
+    def update(grads, state, params=None, *, value, **extra):
+        del params, extra
+        factor = jnp.float32(use(value))
+        return jax.tree.map(lambda g: g * factor, grads), state
+
+    reads = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    step = js.make_train_step(loss, optax.chain(mean, reads), mesh=js.virtual_mesh({"replica": 2}))
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"asks for `value`.*js\.chain"):
+        step(state, BATCHES[0])

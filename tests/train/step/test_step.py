@@ -157,6 +157,19 @@ def test_two_threads_do_not_take_each_others_count():
 # Donation
 
 
+@pytest.mark.parametrize("part", ["params", "opt_state", "rng"])
+def test_a_state_of_which_somebody_else_has_donated_a_part(part):
+    """Not by a step, which donates all of it: jax 0.10 would end the process."""
+    step = step_of(donate=False)
+    state, _ = step(step.init(PARAMS), BATCHES[0])
+    for x in jax.tree.leaves(getattr(state, part)):
+        x.delete()
+    calls = [lambda: step(state, BATCHES[0]), lambda: step.collect(state, BATCHES[0])]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"`state` was given .*\(donate=True\)"):
+            call()
+
+
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("kind", ["auto", "virtual"])
 def test_donation(kind, donate):

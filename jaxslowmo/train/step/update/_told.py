@@ -143,6 +143,12 @@ def as_value(loss: jax.Array) -> jax.Array:
     return loss.astype(at_least_float32(loss.dtype))
 
 
+_NO_VALUE = (
+    "`optimizer` asks for `value`, the loss averaged as gradients are, and they are averaged by "
+    f"transforms that the step does not see. {USE_CHAIN}"
+)
+
+
 class Untold:
     """Stands for a loss that is not averaged as gradients were; whoever computes with it is told.
 
@@ -150,14 +156,13 @@ class Untold:
     """
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise ValueError(
-            "`optimizer` asks for `value`, the loss averaged as gradients are, and they are "
-            f"averaged by transforms that the step does not see. {USE_CHAIN}"
-        )
+        raise ValueError(_NO_VALUE)
 
     __jax_array__ = __array__ = __getattr__ = __float__ = __bool__ = __abs__ = __neg__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
 
 def heard_by(spec: GradientSpec, state: PyTree) -> frozenset[str]:
@@ -209,7 +214,9 @@ def update_told(
         run = partial(optimizer.update, grads, state, params)
         try:
             return run(**told, **static, **given)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
+            if value is None and "__jax_array__" in str(error):  # as an operand of jax's functions
+                raise ValueError(_NO_VALUE) from error
             # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
             if "unexpected keyword argument" not in str(error):
                 raise
