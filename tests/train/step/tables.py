@@ -50,7 +50,8 @@ def step_of(shards, *, shard="row", kinds=jax.sharding.AxisType.Auto, mesh=None,
         devices = np.array(jax.devices()[: REPLICAS * shards]).reshape(REPLICAS, shards)
         mesh = jax.sharding.Mesh(devices, ("replica", "shard"), axis_types=(kinds,) * 2)
     made = options.pop("embeddings", None) or embeddings(shard)
-    return js.make_train_step(loss, optax.sgd(0.3), mesh=mesh, embeddings=made, **options)
+    optimizer = options.pop("optimizer", None) or optax.sgd(0.3)
+    return js.make_train_step(loss, optimizer, mesh=mesh, embeddings=made, **options)
 
 
 def whole(step, state):
