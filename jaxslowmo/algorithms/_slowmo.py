@@ -346,7 +346,7 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
     if not isinstance(base, ParameterTransform):
         raise ValueError(
             "slowmo: `base` must be a js.ParameterTransform such as js.local_sgd(...), got "
-            f"{type(base).__name__}; an optimizer stands before slowmo in optax.chain."
+            f"{type(base).__name__}; an optimizer stands before slowmo in js.chain."
         )
     if base.anchor is not None:
         raise ValueError(

@@ -54,9 +54,10 @@ def make_train_step(
         is called before every program that is run, and what it raises is raised: such as that what
         was compiled is out of date.
       optimizer: any optax transform; its state stays local to each replica. A whole `js.chain` is
-        taken apart: everything up to its last gradient transform is `gradients`, a parameter
-        transform at its end `sync`, the rest the optimizer. An `optax.chain` of such is called as
-        in a loop of one's own; what needs its parts refuses it by name. It is told `value`, the
+        taken apart: everything up to the last transform that reduces gradients, and clipping of
+        ours behind it, is `gradients`, a parameter transform at its end `sync`, the rest the
+        optimizer. An `optax.chain` of such is called as in a loop of one's own; what needs its
+        parts refuses it by name. It is told `value`, the
         loss, averaged in at least float32 over the replicas, with their weights, in the updates in
         which gradients were; `grad`, the gradients that it is given; and where these are not
         averaged over anything also `value_fn`, the replica's own loss on its batch (line searches).
@@ -122,8 +123,9 @@ def make_train_step(
     Raises:
       ValueError: unknown axis, mode, model_state, order, host_batch or validate; accumulate < 1;
         `sync` that is neither a `ParameterTransform` nor `"none"`, or `"none"` with
-        `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` or `sync`
-        beside a `js.chain` that holds one, several parameter transforms in it; with `embeddings`
+        `model_state="broadcast"`; a parameter transform as `gradients`; `gradients` beside a
+        `js.chain` that reduces, `sync` beside one that exchanges, several parameter transforms in
+        it; with `embeddings`
         `gradients` that rows cannot pass through. At `init`, or at the first step, collectives over
         replicas in a transform that does not tell of them; a parameter transform inside `gradients`
         or, host-scheduled or with model state that follows it, hidden in `optimizer`; replicas that
