@@ -79,7 +79,7 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
     devices, rng = jax.local_device_count(), np.random.default_rng(0)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     base = js.local_sgd("devices", sync_every=4)
-    tx = js.chain(
+    tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, weight_decay=0.1),
         js.slowmo("devices", base=base, sync_every=12, learning_rate=schedule),

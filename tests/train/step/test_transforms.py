@@ -101,7 +101,8 @@ def test_what_is_no_silence(options):
     [
         ("gradients", lambda own: {"gradients": own}),
         ("gradients", lambda own: {"gradients": js.chain(optax.clip(9.0), own, average)}),
-        ("gradients", lambda own: {"optimizer": js.chain(own, js.clip_by_global_norm(1.0))}),
+        ("gradients", lambda own: {"optimizer": js.chain(own, average, optax.sgd(0.1))}),
+        ("optimizer", lambda own: {"optimizer": js.chain(own, js.clip_by_global_norm(1.0))}),
         ("optimizer", lambda own: {"optimizer": js.chain(own, optax.sgd(0.1)), "sync": "none"}),
         ("optimizer", lambda own: {"optimizer": optax.chain(average, own)}),
         ("optimizer", lambda own: {"optimizer": js.dynamic_loss_scale(own), "sync": local}),
