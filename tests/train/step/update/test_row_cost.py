@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from support.exhaustive import sweep
 
 local = js.local_sgd("replica", sync_every=4)
 WAYS = {
@@ -20,6 +21,12 @@ WAYS = {
     "diloco": {"sync": js.diloco("replica", sync_every=4)},
     "only_finite": {"sync": js.only_finite(local)},
 }
+# Of what shares tables, slow momentum in the usual run.
+CASES = sweep(
+    [(way, num_shards) for way in WAYS for num_shards in (1, 2)],
+    lambda way, num_shards: num_shards == 1 or way == "slowmo",
+)
+EXCHANGING = [case for case in CASES if case.values[0] not in ("gradients", "apart")]
 DIM = 8
 # What names a buffer, or changes rows of it where it lies.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "conditional", "tuple", "scatter"}
@@ -44,8 +51,7 @@ def compiled(num_rows, num_shards, mode, **parts):
     return step.compiled(step.init({"w": jnp.zeros(DIM)}), batch)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "num_shards"), CASES)
 def test_memory_of_local_steps_does_not_depend_on_the_number_of_rows(way, num_shards):
     def temporaries(num_rows):
         program = compiled(num_rows, num_shards, "host", **WAYS[way])
@@ -82,8 +88,7 @@ def writes(instructions, known, num_elements):
     return found
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("gradients", "apart")])
+@pytest.mark.parametrize(("way", "num_shards"), EXCHANGING)
 def test_traced_local_steps_write_rows_alone(way, num_shards):
     num_rows = 1 << 12
     known = computations(compiled(num_rows, num_shards, "traced", **WAYS[way]).as_text())
