@@ -1,4 +1,4 @@
-"""What it takes Python to trace an update, the compiler to compile a step, and both to start one.
+"""Measure how long tracing an update, compiling a step and starting a step take.
 
     git worktree add /tmp/before <commit>
     python benchmarks/bench_tracing.py --before /tmp/before --out benchmarks/results/bench_tracing
@@ -189,7 +189,7 @@ def squares(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def step_seconds(parts: dict[str, Any], leaves: int) -> tuple[float, float, int]:
-    """To trace and lower, and to compile, all programs of a step; how many these are."""
+    """Return seconds to trace and lower, and to compile, all programs, and how many these are."""
     mesh = js.make_mesh({"replica": ARGS.replicas})
     step = js.make_train_step(squares, optax.sgd(0.1), mesh=mesh, **parts)
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes_of(leaves))
@@ -256,7 +256,7 @@ def measure(leaves: int) -> None:
 
 
 def in_process(tree: Path, leaves: int, *, compiled: bool) -> dict[str, Any]:
-    """What the package in `tree` takes, measured by this script: updates, or compiled steps."""
+    """Measure, by this script, the package in `tree`: its updates, or its compiled steps."""
     command = [sys.executable, str(HERE), "--measure", str(leaves)]
     command += ["--compile"] if compiled else []
     for option in ("calls", "replicas", "only"):

@@ -9,7 +9,7 @@ import jaxslowmo as js
 
 
 class NoState(NamedTuple):
-    """Of a hand-written exchange."""
+    """The state of a hand-written exchange."""
 
     count: jax.Array
 

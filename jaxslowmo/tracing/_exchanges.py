@@ -75,7 +75,7 @@ def unnamed_exchanges(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     try:
         jax.eval_shape(mapped, *shapes)
-    except Exception:
+    except Exception:  # it may want arguments that a trial has not: the first step then tells
         return frozenset()
     return frozenset(found)
 

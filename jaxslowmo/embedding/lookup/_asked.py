@@ -1,4 +1,4 @@
-"""What a batch asks for, and what stands in a step between asking and the loss."""
+"""A batch asks for rows; these values stand in a step between the request and the loss."""
 
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ class Ahead(NamedTuple):
     Attributes:
       vectors: whether rows are looked up and sent, too, not row numbers alone.
       patches: whether those that the step changes are sent again.
-      room: of the slots for the rows that one device asks of another, the part that there is room
-        for in what is sent again.
+      room: is the part of the slots for the rows that one device asks of another for which there is
+        room in what is sent again, 0 to 1.
     """
 
     vectors: bool = False
@@ -24,7 +24,7 @@ class Ahead(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What was asked for a batch beside an earlier step; leaves (devices, ...).
+    """A request for the rows of a batch, made beside an earlier step; leaves (devices, ...).
 
     Attributes:
       requests: what each device asks for, and is asked by others.
@@ -40,9 +40,9 @@ class Requested(NamedTuple):
     """A device's part of a batch, and what it asked for.
 
     Attributes:
-      batch: as the step was given it.
+      batch: is the batch as the step was given it.
       requests: what it asks the tables for, and is asked by others.
-      vectors: by table, the rows that it asked for.
+      vectors: holds by table the rows that it asked for.
       counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed;
         zeros on a replica of weight 0, whose batch may hold anything.
       refused: () int32, ids that `counts` counts because of which no update must be made.
@@ -59,8 +59,8 @@ class WithVectors(NamedTuple):
     """A batch as a loss function sees it, and what was looked up for it.
 
     Attributes:
-      batch: as the step was given it.
-      embedded: by feature, (examples, ...), rows or sums of rows.
+      batch: is the batch as the step was given it.
+      embedded: holds by feature rows or sums of rows, of shape (examples, ...).
     """
 
     batch: PyTree

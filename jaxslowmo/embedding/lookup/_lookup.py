@@ -15,7 +15,7 @@ from ._shards import Kinds, on_shards
 
 
 class Lookup:
-    """What a step looks up for its batches: here nothing. `TableLookup` has embedding tables.
+    """A step looks up for its batches what this says: here nothing; `TableLookup` has tables.
 
     Parameters of a step are dense ones, which its optimizer knows, and stored ones, of which a
     batch asks for some and which are updated where they lie. Methods that take values of one device
