@@ -48,6 +48,10 @@ def told_apart(
       ValueError: several parameter transforms, or one beside a `sync`; two that reduce gradients; a
         parameter transform as `gradients`.
     """
+    for name, given in (("optimizer", optimizer), ("gradients", gradients)):
+        is_transform = hasattr(given, "init") and hasattr(given, "update")
+        if not is_transform and (name, given) != ("gradients", None):
+            raise ValueError(f"`{name}` must be an optax transform, got {given!r}.")
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
@@ -107,19 +111,28 @@ def check_beside_tables(gradients: optax.GradientTransformation | None) -> None:
     )
 
 
-def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
-    """Raise `ValueError` for axes that the mesh lacks, or among which no replica axis is."""
-    unknown = sorted({*sync.axes, *sync.local_axes} - set(mesh.axis_names))
-    if unknown:
-        raise ValueError(
-            f"`sync` exchanges over {unknown}, and `mesh` has the axes {list(mesh.axis_names)}: "
-            "name some of these where `sync` is made."
-        )
-    if sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
+def check_axes(transforms: Parts, mesh: AnyMesh, axis_name: AxisName) -> None:
+    """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
+    gradients, optimizer, sync = transforms
+    axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
+    if sync is not None:
+        axes["sync"] = {*sync.axes, *sync.local_axes}
+    for argument, over in axes.items():
+        if unknown := sorted(over - set(mesh.axis_names)):
+            raise ValueError(
+                f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
+                f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
+            )
+    if sync is not None and sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
         raise ValueError(
             f"`sync` exchanges over {list(sync.axes)}, and the replicas of this step lie along "
             f"`axis_name`={axis_name!r}: they would train apart. Name the same axis in both."
         )
+
+
+def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
+    """The axes over which a transform says that it reduces gradients."""
+    return set() if transform is None else set(spec_of(transform).axes)
 
 
 def checked_gradients(
@@ -175,7 +188,7 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
         )
     if parts.lookup.embeddings is not None:
         _check_optimizer_beside_tables(optimizer, unknown[1])
-    _check_conditions(optimizer, num_replicas)
+    _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
         raise ValueError(
@@ -189,13 +202,14 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
             "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
             f'use model_state="local". {USE_CHAIN}'
         )
-    exchanges = parts.apart or parts.sync is not None or _averages(parts.gradients)
-    if num_replicas > 1 and not (exchanges or moves or holds_state(optimizer, "gradients")):
-        names = axis_names(parts.axis_name)
+    names = axis_names(parts.axis_name)
+    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(names)
+    exchanges = parts.apart or parts.sync is not None or moves or averages
+    if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = names[0] if len(names) == 1 else names
         raise ValueError(
-            "`sync` and `gradients` are both None and `optimizer` holds no transform of js, so the "
-            f"{num_replicas} replicas would train apart and never meet. Pass "
+            f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
+            f"the {num_replicas} replicas would train apart and never meet. Pass "
             f"gradients=js.all_reduce_gradients({axis!r}) to average gradients, "
             f"sync=js.local_sgd({axis!r}) or another parameter transform to average parameters, "
             "js.gradient_transform(...) of what averages gradients by itself, or "
@@ -243,31 +257,32 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
             )
 
 
-def _averages(gradients: optax.GradientTransformation | None) -> bool:
-    """Whether `gradients` was given and is not known to leave them to each replica."""
-    return gradients is not None and (
-        not isinstance(gradients, GradientTransform) or bool(gradients.spec.axes)
-    )
-
-
 def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _check_conditions(optimizer: PyTree, num_replicas: int) -> None:
+def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
     """Raise `ValueError` for an exchange where each replica decides by itself whether it runs."""
 
     def is_one(x: object) -> bool:
-        return type(x).__name__ == "ApplyIfFiniteState"
+        return type(x).__name__ in ("ApplyIfFiniteState", "MultiStepsState")
 
-    for x in filter(is_one, jax.tree.leaves(optimizer, is_leaf=is_one)):
-        exchanges = holds_state(tuple(x), "gradients") or holds_state(tuple(x), "parameters")
-        if exchanges and num_replicas > 1:
-            raise ValueError(
-                "`optimizer` holds an optax.apply_if_finite around a transform that exchanges: a "
-                "replica that drops an update would leave the others waiting for it. Put it around "
-                "the optimizer alone."
-            )
+    for argument, state in states.items():
+        for x in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
+            if not (holds_state(tuple(x), "gradients") or holds_state(tuple(x), "parameters")):
+                continue
+            if type(x).__name__ == "ApplyIfFiniteState" and num_replicas > 1:
+                raise ValueError(
+                    f"`{argument}` holds an optax.apply_if_finite around a transform that "
+                    "exchanges: a replica that drops an update would leave the others waiting for "
+                    "it. Put it around the optimizer alone."
+                )
+            if type(x).__name__ == "MultiStepsState" and argument == "gradients":
+                raise ValueError(
+                    "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
+                    "would give the optimizer zeros in calls that only collect: use `accumulate` "
+                    "of js.make_train_step or step.collect."
+                )
 
 
 def _check_late(
