@@ -201,7 +201,7 @@ class Differentiation:
             *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
             return results, grads, own
 
-        refused = self.lookup.refused(batch)
+        refused = batch.refused
         (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
             batch, params, compute, key, seen, scale
         )

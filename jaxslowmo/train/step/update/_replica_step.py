@@ -73,14 +73,14 @@ class ReplicaStep:
         """The transforms of the step as one, of whose states it keeps."""
         lookup, sync = self.parts.lookup, self.parts.sync
         last = no_exchange() if sync is None else of_known_layout(sync)
-        if lookup.embeddings is None:
+        if (embeddings := lookup.embeddings) is None:
             return chain(*self.parts.first_two(), last)
         optimizers = chain(*self.parts.first_two())
 
         def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
             states = optimizers.init(dense)
             note_followed(states)
-            return states, lookup.init_optimizer(stored)
+            return states, embeddings.init_optimizer(stored)
 
         def init(params: PyTree) -> Any:
             # The axis is bound for gradient transforms that average over it, too.
@@ -118,7 +118,7 @@ class ReplicaStep:
             following, read = lookup.following(local.stored, given.upcoming, self.ahead)
             gathered, metrics = self.parts.differentiation.gathered(local.dense, given)
             moved = self.parts.moved(local.dense, gathered, given.batch)
-            metrics = {**metrics, **lookup.counts(given.batch)}
+            metrics = {**metrics, **given.batch.counts}
             return self._applied(local, moved, read), metrics, following
 
         kinds = self._inside_kinds, "whole", "device"
@@ -159,7 +159,7 @@ class ReplicaStep:
             following, _ = lookup.following(local.stored, given.upcoming, self.ahead)
             differentiation = self.parts.differentiation
             window, metrics = differentiation.collected(local.dense, given, fits=fits)
-            return window, {**metrics, **lookup.counts(given.batch)}, following
+            return window, {**metrics, **given.batch.counts}, following
 
         kinds = WINDOW_KINDS, "whole", "device"
         return self._on_devices(inside, keyed(state)[0], given, kinds)
@@ -188,24 +188,16 @@ class ReplicaStep:
         def inside(local: Local, given: Given) -> Metrics:
             given = self._requested(local, given)
             metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], given)
-            return {**metrics, **self.parts.lookup.counts(given.batch)}
+            return {**metrics, **given.batch.counts}
 
         return self._on_devices(inside, state, given, "whole")
 
     def asked(self, state: TrainState, given: Given) -> Carry:
-        """What a batch asks for, before any step."""
+        """What a batch asks for, before any step; of a carry rows alone, as this state has them."""
 
         def inside(local: Local, given: Given) -> Carry | None:
-            return self.parts.lookup.following(local.stored, given.batch, self.ahead)[0]
-
-        return self._on_devices(inside, state, given, "device")
-
-    def asked_anew(self, state: TrainState, given: Given) -> Carry:
-        """What was asked for a batch, with rows as this state has them."""
-
-        def inside(local: Local, given: Given) -> Carry:
-            assert given.carry is not None, "it was asked for before"
-            return self.parts.lookup.asked_anew(local.stored, given.carry)
+            following = self.parts.lookup.following
+            return following(local.stored, given.batch, self.ahead, given.carry)[0]
 
         return self._on_devices(inside, state, given, "device")
 
