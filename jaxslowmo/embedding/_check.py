@@ -25,24 +25,10 @@ def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
     ids = bags.ids
     if not isinstance(ids, np.ndarray | np.generic):
         return bags
-    check_ids(table, feature, num_rows, ids)
-    return Bags(
-        np.maximum(ids, -1).astype(np.int32) if ids.dtype.kind == "i" else ids, bags.weights
-    )
-
-
-def check_ids(table: str, feature: str, num_rows: int, ids: Any) -> None:
-    """Raise `ValueError` naming the first id of the host that is not in the table.
-
-    Args:
-      table: its name.
-      feature: whose ids these are.
-      num_rows: of the table.
-      ids: NumPy integers, negative ones are padding.
-    """
     # One pass over all ids where all is well.
     if ids.size == 0 or int(ids.max()) < num_rows:
-        return
+        is_signed = ids.dtype.kind == "i"
+        return bags._replace(ids=np.maximum(ids, -1).astype(np.int32) if is_signed else ids)
     where = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
     place = f"row {where[0]}" + (f", place {where[1]}" if len(where) > 1 else "")
     count = int(np.sum(ids >= num_rows))

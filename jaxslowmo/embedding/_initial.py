@@ -52,17 +52,17 @@ def first_values(tables: Mapping[str, Table], layout: Layout, key: Any) -> dict[
 
 
 def first_local_values(
-    tables: Mapping[str, Table], layout: Layout, key: Any, axis_name: str | None
+    tables: Mapping[str, Table], layout: Layout, key: Any
 ) -> dict[str, jax.Array]:
     """What this device holds at first of each stored array; it makes nothing else of them.
 
     Communication: none.
     """
-    if axis_name is None:
+    if layout.axis_name is None:
         return first_values(tables, layout, key)
-    device = lax.axis_index(axis_name)
+    device = lax.axis_index(layout.axis_name)
     made = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
-    return vary_over(made, (axis_name,))
+    return vary_over(made, (layout.axis_name,))
 
 
 def _first_block(

@@ -10,11 +10,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import AxisName, PyTree
-from ...mesh import AnyMesh, VirtualMesh, axis_names, axis_size, replicate
+from ...mesh import AnyMesh, VirtualMesh, axis_names, replicate
 from ...sparse import Rows
 from ...tracing import FullLoss
 from ...transform import ParameterTransform, isolated, unless_idle
 from .._embeddings import Embeddings
+from .._exchange import num_devices
 from .._lookup import patched_rows, read_rows, send_rows, typed_as_equal
 from .._requests import Requests
 from .._table import WithTables
@@ -144,7 +145,7 @@ class Lookup:
             requests, vectors = embeddings.exchange_ids(embeddings.bags_of(batch)), None
         else:
             requests, vectors = carry
-            typed = typed_as_equal(embeddings.layout(), embeddings.axis_name, requests.asked)
+            typed = typed_as_equal(embeddings.layout(), requests.asked)
             requests = requests._replace(asked=typed)
         if vectors is None:
             vectors = embeddings.lookup(stored, requests)
@@ -216,8 +217,7 @@ class Lookup:
 
         some = next(iter(requested.vectors.values()))
         results, grads, of_vectors, batch = isolated(own, some, requested, params, *operands)
-        axis = embeddings.axis_name
-        devices = 1 if axis is None else axis_size(axis)
+        devices = num_devices(embeddings.axis_name)
         # The loss of a replica is the mean of its devices' losses.
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
         return results, grads, embeddings.send_back(scaled, requested.requests), batch
@@ -246,7 +246,7 @@ class Lookup:
         if embeddings is None:
             return stored, state, {}
         numbers = after({name: own.rows for name, own in rows.items()}, read)
-        numbers = typed_as_equal(embeddings.layout(), embeddings.axis_name, numbers)
+        numbers = typed_as_equal(embeddings.layout(), numbers)
         rows = {name: replace(own, rows=numbers[name]) for name, own in rows.items()}
         with jax.named_scope("optimizer"):
             stored, state = embeddings.apply(stored, state, rows, active=active)
@@ -276,7 +276,7 @@ class Lookup:
         if not ahead.vectors:
             return carry, ()
         read = read_rows(stored, carry.requests.asked)
-        vectors = send_rows(embeddings.layout(), embeddings.axis_name, read)
+        vectors = send_rows(embeddings.layout(), read)
         return carry._replace(vectors=vectors), read
 
     def patched(
@@ -313,7 +313,6 @@ class Lookup:
             assert carry.vectors is not None, "they were looked up ahead"
             vectors, resent = patched_rows(
                 embeddings.layout(),
-                embeddings.axis_name,
                 stored,
                 carry.requests,
                 carry.vectors,
