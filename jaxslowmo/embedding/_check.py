@@ -23,7 +23,7 @@ def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
       ValueError: an id of the host that is not in the table.
     """
     ids = bags.ids
-    if not isinstance(ids, np.ndarray | np.generic):
+    if not isinstance(ids, np.ndarray):
         return bags
     # One pass over all ids where all is well.
     if ids.size == 0 or int(ids.max()) < num_rows:

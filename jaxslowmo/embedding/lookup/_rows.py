@@ -59,8 +59,15 @@ def empty_rows(like: Rows, num_batches: int) -> Rows:
     return {name: empty(own) for name, own in like.items()}
 
 
-def weighted_rows(rows: Rows, weight: jax.Array | None) -> Rows:
-    """The gradients of a batch times its weight, in at least float32; padding for weight 0."""
+def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
+    """The entries of `before`, and those of another batch in the room for them or behind all.
+
+    Args:
+      before: of the batches so far.
+      rows: of the other batch; in at least float32 times its weight, and padding for weight 0.
+      weight: () its weight; None: 1.
+      place: the number of its room, () int32; None: there is none.
+    """
 
     def weighted(own: RowGradient) -> RowGradient:
         wide = at_least_float32(own.values.dtype)
@@ -70,24 +77,15 @@ def weighted_rows(rows: Rows, weight: jax.Array | None) -> Rows:
         numbers = jnp.where(weight > 0, own.rows, jnp.full_like(own.rows, own.num_rows))
         return replace(own, rows=numbers, values=values * cast(weight, wide))
 
-    return {name: weighted(own) for name, own in rows.items()}
-
-
-def appended(before: Rows, rows: Rows) -> Rows:
-    """The entries of `before`, and behind them those of another batch."""
-    return {name: before[name] + own for name, own in rows.items()}
-
-
-def added_in_place(before: Rows, rows: Rows, place: jax.Array) -> Rows:
-    """The entries of `before`, with those of another batch in the room at place 0, 1, ..."""
-
-    def written(room: RowGradient, own: RowGradient) -> RowGradient:
+    def added(room: RowGradient, own: RowGradient) -> RowGradient:
+        if place is None:
+            return room + own
         start = place * own.rows.shape[0]
         return jax.tree.map(
             lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, own
         )
 
-    return {name: written(before[name], own) for name, own in rows.items()}
+    return {name: added(before[name], weighted(own)) for name, own in rows.items()}
 
 
 def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:

@@ -41,14 +41,14 @@ def value_and_gradients(
     loss: FullLoss,
     params: PyTree,
     batch: PyTree,
-    *,
     rng: jax.Array,
     model_state: PyTree,
-    accumulate: int,
     scale: jax.Array | None = None,
+    *,
+    accumulate: int,
     divides: bool = True,
-) -> tuple[dict[str, jax.Array], PyTree, PyTree, PyTree]:
-    """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
+) -> tuple[tuple[dict[str, jax.Array], PyTree], PyTree, PyTree]:
+    """Metrics (loss included) and model state, and mean gradients over `accumulate` microbatches.
 
     Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
     state is threaded through in order. With a `scale` it is that many times the loss of which
@@ -70,20 +70,20 @@ def value_and_gradients(
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None
         (value, (metrics, state)), (grads, own) = differentiate(both, part, key, state)
-        return with_loss(metrics, value), state, grads, own
+        return (with_loss(metrics, value), state), grads, own
 
     if accumulate == 1:
         return one(model_state, batch, rng)
     parts, keys = _split(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(one, model_state, first, keys[0])
-    kinds = (shapes[0], shapes[2])
+    (metrics, state), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
+    kinds = metrics, grads
     totals = jax.tree.map(wide_zeros, kinds)
-    carried = match_varying(model_state, shapes[1])
+    carried = match_varying(model_state, state)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
-        metrics, state, grads, own = one(state, *x)
+        (metrics, state), grads, own = one(state, *x)
         state = match_varying(state, carried)
         totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
         return (totals, state), own
@@ -92,4 +92,4 @@ def value_and_gradients(
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
     # Of an example only its own microbatch tells.
     own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
-    return metrics, model_state, grads, own
+    return (metrics, model_state), grads, own

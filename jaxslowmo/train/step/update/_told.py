@@ -21,7 +21,8 @@ from ....mesh import axis_names, axis_size, vary_over, varying_axes
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
 from ....tree import at_least_float32, leaf_names
-from ._differentiate import Data, Differentiation
+from ._differentiate import Differentiation
+from ._window import Data
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
@@ -44,6 +45,22 @@ def over_replicas(reductions: Sequence[Reduction], axis_name: AxisName) -> list[
             own = tuple(n for n in names if n in axes and n not in always)
             found.append(Reduction(own, due))
     return [each for each in found if each.axes]
+
+
+def averaging_of(
+    transform: Any, state: PyTree, axis_name: AxisName
+) -> tuple[list[Reduction], set[str], bool]:
+    """How a transform of this state averages gradients over replica axes with several replicas.
+
+    Returns:
+      The reductions that it states; all axes over which there is one; and whether it holds
+      transforms that state nothing, which may average over each of them.
+    """
+    spec, names = spec_of(transform), axis_names(axis_name)
+    reductions = over_replicas(spec.reductions_of(state), axis_name)
+    hides = holds_state(spec.unknown(state), "gradients")
+    axes = {name for each in reductions for name in each.axes}
+    return reductions, {n for n in names if axis_size(n) > 1} if hides else axes, hides
 
 
 def mean_where_due(
@@ -165,13 +182,14 @@ class Untold:
     __hash__ = object.__hash__
 
 
-def heard_by(spec: GradientSpec, state: PyTree) -> frozenset[str]:
-    """What of a step a transform of this spec and state is told: what it takes, and the weight.
+def heard_by(spec: GradientSpec, state: PyTree, **known: Any) -> dict[str, Any]:
+    """What of `known` a transform of this spec and state is told: what it takes, and the weight.
 
     One of ours inside of an optax.chain is told the layouts of leaves, too, which it would gather.
     """
     hidden = holds_state(spec.unknown(state), "gradients")
-    return spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
+    takes = spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
+    return {name: x for name, x in known.items() if x is not None and name in takes}
 
 
 def update_told(
@@ -199,11 +217,8 @@ def update_told(
     """
     spec = spec_of(optimizer)
     exchanges = [moves for moves in ("gradients", "parameters") if holds_state(state, moves)]
-    takes = heard_by(spec, state)
-    static = {"unscaled": True, "param_specs": param_specs}
-    static = {name: x for name, x in static.items() if x is not None and name in takes}
-    given = {"weight": weight, "finite": finite, "validation": validation}
-    given = {name: x for name, x in given.items() if x is not None and name in takes}
+    static = heard_by(spec, state, unscaled=True, param_specs=param_specs)
+    given = heard_by(spec, state, weight=weight, finite=finite, validation=validation)
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree, value: Any, given: Any, data: Any
