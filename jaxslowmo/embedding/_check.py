@@ -10,7 +10,7 @@ from .._integers import as_int
 from ._bags import Bags
 from ._layout import Layout, Place
 from ._requests import BagsByTable, Requests
-from ._table import OWNER, Table
+from ._table import OWNER, Capacity, Table, Tables
 
 PREFIX = "embeddings/"
 _UNCHANGED = "An update with such a batch is skipped, so that training can go on."
@@ -70,9 +70,7 @@ def slots_needed(layout: Layout, bags: BagsByTable, num_parts: int) -> dict[str,
     return found
 
 
-def check_capacities(
-    layout: Layout, bags: BagsByTable, capacity: Mapping[str, int | None], num_parts: int
-) -> None:
+def check_capacities(layout: Layout, bags: BagsByTable, capacity: Capacity, num_parts: int) -> None:
     """Raise `ValueError` where a part of the batch has more distinct ids than slots for them."""
     limited = {name: own for name, own in bags.items() if capacity[name] is not None}
     for name, needed in slots_needed(layout, limited, num_parts).items():
@@ -124,13 +122,7 @@ def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
     return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
 
 
-def refuse(
-    metrics: Mapping[str, Any],
-    tables: Mapping[str, Table],
-    capacity: Mapping[str, int | None],
-    *,
-    drop: bool,
-) -> None:
+def refuse(metrics: Mapping[str, Any], tables: Tables, capacity: Capacity, *, drop: bool) -> None:
     """See `Embeddings.refuse`."""
     for name, table in tables.items():
         invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))

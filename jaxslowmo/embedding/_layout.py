@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._table import MOST_ROWS, OWNER, Table
+from ._table import MOST_ROWS, OWNER, Table, Tables
 
 PARTS = 64
 """Rows are dealt out to so many parts, so that 1, 2, 4, ... 64 devices store one array alike."""
@@ -133,7 +133,7 @@ class Layout:
         return self.stores[store].kind == "column"
 
 
-def layout_of(tables: Mapping[str, Table], num_shards: int, axis_name: str | None = None) -> Layout:
+def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> Layout:
     """Where the tables lie on so many devices along an axis.
 
     Raises:
@@ -142,8 +142,13 @@ def layout_of(tables: Mapping[str, Table], num_shards: int, axis_name: str | Non
     """
     stores: dict[str, Store] = {}
     places: dict[str, Place] = {}
+    groups: dict[str, dict[str, Table]] = {}
     for name, table in tables.items():
         if table.shard == "table":
+            # Arrays of one shape hold the tables in another order on another number of devices, and
+            # a checkpoint of these must not be taken for one of those.
+            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
+            groups.setdefault(group, {})[name] = table
             continue
         if table.shard == "column" and table.dim % num_shards:
             raise ValueError(
@@ -155,7 +160,7 @@ def layout_of(tables: Mapping[str, Table], num_shards: int, axis_name: str | Non
         rows = parts * -(-table.num_rows // parts)
         stores[name] = _store(name, table, rows, num_shards)
         places[name] = Place(name, table.num_rows, owners, parts, rows // owners, 0, 0)
-    for name, members in _groups(tables, num_shards).items():
+    for name, members in groups.items():
         if name in stores:
             raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
         first = next(iter(members.values()))
@@ -175,23 +180,7 @@ def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
     return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
 
 
-def _groups(tables: Mapping[str, Table], num_shards: int) -> dict[str, dict[str, Table]]:
-    """Tables that lie on one device each, by the array that those of one width and dtype share.
-
-    Its name has the number of devices: arrays of one shape hold the tables in another order on
-    another number, and a checkpoint of these must not be taken for one of those.
-    """
-    found: dict[str, dict[str, Table]] = {}
-    for name, table in tables.items():
-        if table.shard == "table":
-            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
-            found.setdefault(group, {})[name] = table
-    return found
-
-
-def _spread(
-    store: str, tables: Mapping[str, Table], num_shards: int
-) -> tuple[dict[str, Place], int]:
+def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Place], int]:
     """The device of each table, and the rows that the fullest one holds.
 
     Tables of one array have one width, so rows are bytes. The largest first, each to the device

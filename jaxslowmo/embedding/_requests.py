@@ -14,6 +14,7 @@ from ..sparse import NOWHERE, distinct_rows, row_numbers
 from ._bags import Bags
 from ._exchange import gather_blocks, swap_blocks
 from ._layout import Layout, Place, Store
+from ._table import Capacity
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
 
@@ -43,7 +44,7 @@ class Requests(NamedTuple):
     invalid: dict[str, jax.Array]
 
 
-def ask_for_rows(layout: Layout, bags: BagsByTable, capacity: Mapping[str, int | None]) -> Requests:
+def ask_for_rows(layout: Layout, bags: BagsByTable, capacity: Capacity) -> Requests:
     """Numbers the ids of a device and tells the owners of their rows; see `exchange_ids`."""
     num_ids = {name: sum(b.ids.size for b in own.values()) for name, own in bags.items()}
     plan = slot_plan(layout, num_ids, capacity)
@@ -105,9 +106,7 @@ class SlotPlan:
     width: Mapping[str, int]
 
 
-def slot_plan(
-    layout: Layout, num_ids: Mapping[str, int], capacity: Mapping[str, int | None]
-) -> SlotPlan:
+def slot_plan(layout: Layout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
     """Slots for tables of which so many ids are looked up on a device.
 
     Args:

@@ -16,7 +16,7 @@ from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
-from ._loss import value_and_gradients, with_loss
+from ._loss import as_value, split_batch, value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
     agree_inside,
@@ -120,6 +120,27 @@ class Differentiation:
         batch = self.lookup.seen(batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         return _with_weight(self._of_replica(with_loss(metrics, value)), given.weight)
+
+    def loss_at(self, params: PyTree, weight: Any = None, *, data: Data) -> jax.Array:
+        """The replica's own loss, of the same examples, at other parameters.
+
+        `weight` is not used: line searches pass on all that they were told.
+
+        Communication: none.
+        """
+        del weight
+        batch, key, model_state = data
+        if self.accumulate == 1:
+            return as_value(self.loss(params, batch, rng=key, model_state=model_state)[0])
+        parts = split_batch(batch, self.accumulate)
+
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            part, own_key = x
+            value, (_, state) = self.loss(params, part, rng=own_key, model_state=state)
+            return state, as_value(value)
+
+        keys = jax.random.split(key, self.accumulate)
+        return jax.lax.scan(one, model_state, (parts, keys))[1].mean()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """The order in which gradients become ready; found at trace time, from the types alone."""

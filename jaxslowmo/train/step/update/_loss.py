@@ -14,7 +14,9 @@ from ....tracing import FullLoss
 from ....tree import at_least_float32, zeros_like
 
 
-def _split(batch: PyTree, parts: int) -> PyTree:
+def split_batch(batch: PyTree, parts: int) -> PyTree:
+    """The batch in equal parts, stacked along a new leading axis."""
+
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % parts:
             raise ValueError(
@@ -29,6 +31,11 @@ def _split(batch: PyTree, parts: int) -> PyTree:
 def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.Array]:
     """What a loss function says of a batch, in float32, and the loss in its own dtype."""
     return {**{name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}, "loss": value}
+
+
+def as_value(loss: jax.Array) -> jax.Array:
+    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
+    return loss.astype(at_least_float32(loss.dtype))
 
 
 def wide_zeros(kind: Any) -> jax.Array:
@@ -74,7 +81,7 @@ def value_and_gradients(
 
     if accumulate == 1:
         return one(model_state, batch, rng)
-    parts, keys = _split(batch, accumulate), jax.random.split(rng, accumulate)
+    parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
     (metrics, state), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
     kinds = metrics, grads

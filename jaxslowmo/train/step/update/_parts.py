@@ -38,10 +38,9 @@ from ....transform import (
 from ....tree import apply_exactly
 from ..._state import TrainState
 from ._differentiate import Differentiation, kept_if_idle
+from ._loss import as_value
 from ._model_state import Statistics, statistics_before_if
 from ._told import (
-    Loss,
-    as_value,
     averaging_of,
     check_reduced,
     heard_by,
@@ -148,9 +147,25 @@ class StepParts:
 
     def exchanged(self, state: TrainState, moved: Moved, phase: Phase | None) -> TrainState:
         """The state after the exchange of parameters; `state` has the key of the next update."""
-        dense = self.lookup.dense
-        updates, model_state, sync_state = self._exchanged(state, moved, phase)
-        optimizer_state = moved.optimizer_state
+        averaged, dense = self.differentiation.model_state == "sync_mean", self.lookup.dense
+        statistics = Statistics(moved.model_state, averaged=averaged)
+        updates, optimizer_state = moved.updates, moved.optimizer_state
+        sync_state = state.opt_state[-1]
+        if self.sync is None:
+            with phase_scope(EVERY_PHASE):
+                model_state = statistics.averaged_over(self.axis_name, moved.weight)
+        else:
+            known = {"weight": moved.weight, "learning_rate": moved.rate}
+            with layouts_known():
+                updates, means, sync_state = self.sync.exchange(
+                    moved.updates,
+                    statistics.leaves,
+                    sync_state,
+                    state.params,
+                    phase=phase,
+                    **{name: x for name, x in known.items() if x is not None},
+                )
+            model_state = statistics.replaced(means)
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
             own_updates = unless_idle(dense(moved.updates), moved.weight)
@@ -240,7 +255,6 @@ class StepParts:
         if value is not None:
             value = mean_where_due(value, weight, reductions, self.axis_name)
         over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
-        loss = Loss(value, over, self.differentiation, gathered.data)
 
         def run(grads: PyTree, validation: Validation | None) -> Made:
             with jax.named_scope("optimizer"):
@@ -249,7 +263,10 @@ class StepParts:
                     grads,
                     before,
                     state.params,
-                    loss=loss,
+                    value=value,
+                    averaged=over,
+                    loss_at=self.differentiation.loss_at,
+                    data=gathered.data,
                     weight=weight,
                     finite=finite,
                     param_specs=self.param_specs,
@@ -275,29 +292,6 @@ class StepParts:
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
-
-    def _exchanged(
-        self, state: TrainState, moved: Moved, phase: Phase | None
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Updates and model state after the exchange of parameters, and its state."""
-        averaged = self.differentiation.model_state == "sync_mean"
-        statistics = Statistics(moved.model_state, averaged=averaged)
-        sync_state = state.opt_state[-1]
-        if self.sync is None:
-            with phase_scope(EVERY_PHASE):
-                means = statistics.averaged_over(self.axis_name, moved.weight)
-                return moved.updates, means, sync_state
-        known = {"weight": moved.weight, "learning_rate": moved.rate}
-        with layouts_known():
-            updates, means, sync_state = self.sync.exchange(
-                moved.updates,
-                statistics.leaves,
-                sync_state,
-                state.params,
-                phase=phase,
-                **{name: x for name, x in known.items() if x is not None},
-            )
-        return updates, statistics.replaced(means), sync_state
 
 
 def of_known_layout(transform: Any) -> Any:

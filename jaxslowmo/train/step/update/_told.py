@@ -6,13 +6,11 @@ gradients were, over the axes and in the updates that their transforms say.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
 import optax
-from jax import lax
 
 from ...._scopes import METRICS
 from ...._typing import AxisName, PyTree
@@ -20,8 +18,7 @@ from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, vary_over, varying_axes
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
-from ....tree import at_least_float32, leaf_names
-from ._differentiate import Differentiation
+from ....tree import leaf_names
 from ._window import Data
 
 USE_CHAIN = (
@@ -92,47 +89,6 @@ def mean_where_due(
     return vary_over(x, axis_names(axis_name))
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What the optimizer is told of the loss.
-
-    Attributes:
-      value: () float, averaged as the gradients were; None where transforms that nobody knows
-        average them.
-      averaged: over which axes they were, in some update.
-      differentiation: the loss function, and the microbatches of a batch.
-      data: this replica's batch, key and model state before the update; None for a window, whose
-        batches are gone.
-    """
-
-    value: jax.Array | None
-    averaged: tuple[str, ...]
-    differentiation: Differentiation
-    data: Data | None
-
-    def at(self, params: PyTree, data: Data, weight: Any = None) -> jax.Array:
-        """The replica's own loss, of the same examples, at other parameters.
-
-        `weight` is not used: line searches pass on all that they were told.
-
-        Communication: none.
-        """
-        del weight
-        batch, key, model_state = data
-        fn, accumulate = self.differentiation.loss, self.differentiation.accumulate
-        if accumulate == 1:
-            return as_value(fn(params, batch, rng=key, model_state=model_state)[0])
-        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-
-        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
-            part, own_key = x
-            value, (_, state) = fn(params, part, rng=own_key, model_state=state)
-            return state, as_value(value)
-
-        keys = jax.random.split(key, accumulate)
-        return lax.scan(one, model_state, (parts, keys))[1].mean()
-
-
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     """What stands in the place of the loss where that would need a collective, or other batches."""
 
@@ -153,11 +109,6 @@ def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
         )
 
     return value_fn
-
-
-def as_value(loss: jax.Array) -> jax.Array:
-    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
-    return loss.astype(at_least_float32(loss.dtype))
 
 
 _NO_VALUE = (
@@ -198,7 +149,10 @@ def update_told(
     state: PyTree,
     params: PyTree,
     *,
-    loss: Loss,
+    value: jax.Array | None,
+    averaged: tuple[str, ...],
+    loss_at: Callable[..., jax.Array],
+    data: Data | None,
     weight: jax.Array | None,
     finite: jax.Array | None = None,
     param_specs: PyTree | None = None,
@@ -206,8 +160,10 @@ def update_told(
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
-    Of `finite`, `param_specs`, `validation` and that gradients were divided by a loss scale it is
-    told what its spec says that it takes.
+    `value` is the loss, averaged as the gradients were, over the axes `averaged` in some update;
+    None where transforms that nobody knows average them. `loss_at(params, data=data)` is the
+    replica's own loss elsewhere; without `data` the batches are gone. Of `finite`, `param_specs`,
+    `validation` and that gradients were divided by a loss scale it is told what its spec takes.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis, or asks for a value
@@ -223,8 +179,7 @@ def update_told(
     def update(
         grads: PyTree, state: PyTree, params: PyTree, value: Any, given: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
-        is_refused = loss.averaged or loss.data is None
-        value_fn = _refusing(loss.averaged) if is_refused else partial(loss.at, data=data)
+        value_fn = _refusing(averaged) if data is None else partial(loss_at, data=data)
         told = {"value": Untold() if value is None else value, "grad": grads, "value_fn": value_fn}
         run = partial(optimizer.update, grads, state, params)
         try:
@@ -246,8 +201,7 @@ def update_told(
             "devices. Pass what exchanges apart from it, as `gradients` or `sync`, or all of it as "
             "a js.chain."
         )
-    data = None if loss.averaged else loss.data
-    operands = grads, state, params, loss.value, given, data
+    operands = grads, state, params, value, given, None if averaged else data
     return run_where_values_vary(update, *operands, refused=refused)
 
 
