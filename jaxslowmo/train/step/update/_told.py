@@ -27,37 +27,29 @@ USE_CHAIN = (
 )
 
 
-def over_replicas(reductions: Sequence[Reduction], axis_name: AxisName) -> list[Reduction]:
-    """What of `reductions` is over replica axes with several replicas, one for all that is static.
-
-    Args:
-      reductions: of transforms, in the order in which they run.
-      axis_name: the replica axis.
-    """
-    names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
-    always = {name for axes, due in reductions if due is True for name in axes}
-    found = [Reduction(tuple(n for n in names if n in always), True)]
-    for axes, due in reductions:
-        if not isinstance(due, bool):
-            own = tuple(n for n in names if n in axes and n not in always)
-            found.append(Reduction(own, due))
-    return [each for each in found if each.axes]
-
-
 def averaging_of(
     transform: Any, state: PyTree, axis_name: AxisName
 ) -> tuple[list[Reduction], set[str], bool]:
     """How a transform of this state averages gradients over replica axes with several replicas.
 
     Returns:
-      The reductions that it states; all axes over which there is one; and whether it holds
-      transforms that state nothing, which may average over each of them.
+      The reductions that it states, in the order in which they run, one for all that is static; all
+      axes over which there is one; and whether it holds transforms that state nothing, which may
+      average over each of them.
     """
-    spec, names = spec_of(transform), axis_names(axis_name)
-    reductions = over_replicas(spec.reductions_of(state), axis_name)
+    spec = spec_of(transform)
+    stated = spec.reductions_of(state)
+    names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
+    always = {name for axes, due in stated if due is True for name in axes}
+    found = [Reduction(tuple(n for n in names if n in always), True)]
+    for axes, due in stated:
+        if not isinstance(due, bool):
+            own = tuple(n for n in names if n in axes and n not in always)
+            found.append(Reduction(own, due))
+    found = [each for each in found if each.axes]
     hides = holds_state(spec.unknown(state), "gradients")
-    axes = {name for each in reductions for name in each.axes}
-    return reductions, {n for n in names if axis_size(n) > 1} if hides else axes, hides
+    averaged = {*names} if hides else {name for each in found for name in each.axes}
+    return found, averaged, hides
 
 
 def mean_where_due(
@@ -68,7 +60,7 @@ def mean_where_due(
     Args:
       x: () float.
       weight: this replica's share; one of weight 0 does not count.
-      reductions: `over_replicas` of those of the gradients.
+      reductions: those of the gradients, of `averaging_of`.
       axis_name: the replica axis.
 
     Communication: one all-reduce of `x` over the axes of each reduction that is due, with a weight
