@@ -4,7 +4,7 @@ from ._asked import Ahead as Ahead
 from ._asked import Carry as Carry
 from ._asked import WithVectors as WithVectors
 from ._lookup import Lookup as Lookup
-from ._lookup import lookup_of as lookup_of
+from ._make import lookup_of as lookup_of
 from ._rows import added_rows as added_rows
 from ._rows import all_finite as all_finite
 from ._rows import empty_rows as empty_rows
