@@ -114,13 +114,8 @@ def evaluate() -> Task:
 
 
 def ask(ahead: Ahead) -> Task:
-    """What a batch asks for."""
+    """What a batch asks for; with `Given.carry` rows alone, as this state has them."""
     return Task("ask", lambda parts: parts.asked, "carry", ahead=ahead)
-
-
-def anew() -> Task:
-    """What was asked, with rows as this state has them."""
-    return Task("anew", lambda parts: parts.asked_anew, "carry")
 
 
 class Programs:
