@@ -28,7 +28,7 @@ from ..transform import (
     run_if,
 )
 from ..tree import apply_exactly
-from .gossip import any_round
+from ._gossip import any_round
 
 _OWNER = "only_finite"
 

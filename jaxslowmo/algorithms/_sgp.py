@@ -31,18 +31,20 @@ from ..transform import (
     stacked,
 )
 from ..tree import landing, widen_updates
-from .gossip import (
+from ._gossip import (
     Arrival,
     Gossip,
     GossipPlan,
-    SGPState,
     checked_overlap,
     gossip_plan,
+    round_event,
+    round_number,
+)
+from ._push_sum import (
+    SGPState,
     over,
     pulled,
     pulled_with_residual,
-    round_event,
-    round_number,
     shares_of_gossip,
     together,
     total_mass,

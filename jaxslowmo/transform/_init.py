@@ -24,9 +24,8 @@ from ..mesh import (
     varying_axes,
 )
 from ..tree import leaf_names
-from ._order import check_order
-from ._registry import holds_state
-from .copies import moving_states, noting_followed
+from ._copies import moving_states, noting_followed
+from ._registry import check_order, holds_state
 
 
 def init(
