@@ -8,16 +8,16 @@ stay in the range of parameters whatever the weights are, and nodes that agree k
 exactly.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._integers import as_int
 from .._typing import Phase, PyTree
 from ..collectives import in_slices, permute
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
@@ -38,20 +38,6 @@ class GossipPlan:
     rounds: tuple[ExchangeRound, ...]
     weight_moves: bool
     weight_differs: bool
-
-
-def checked_overlap(owner: str, overlap: Any) -> int:
-    """`overlap` as an int.
-
-    Raises:
-      ValueError: no integer, or a negative one.
-    """
-    count = as_int(overlap, 0)
-    if count is None:
-        raise ValueError(
-            f"{owner}: `overlap` counts exchanges and must be an int >= 0, got {overlap!r}."
-        )
-    return count
 
 
 def gossip_plan(
@@ -155,19 +141,16 @@ class Gossip:
           weights differ.
         """
 
-        def run(index: int):
-            def branch(operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
-                with phase_scope(round_event(index)):
-                    return self._run(self.plan.rounds[index], *operand, packing)
-
-            return branch
+        def run(index: int, operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
+            with phase_scope(round_event(index)):
+                return self._run(self.plan.rounds[index], *operand, packing)
 
         # Flat over the whole switch, so that each of its branches is a few collectives and no more.
         packing = packing_of(like, self.over)
         size = len(self.plan.rounds)
         flats, received, kept = run_one_of(
             number % size,
-            [run(i) for i in range(size)],
+            [functools.partial(run, i) for i in range(size)],
             (packing.pack(values, self._sent, role="round"), weight),
         )
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
@@ -182,10 +165,10 @@ class Gossip:
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not travel.
-        if self.plan.weight_differs:
-            weights = [permute(weight, self.over.axis_name, p) for p in round_.permutations]
-        else:
-            weights = [weight] * len(round_.permutations)
+        weights = [
+            permute(weight, self.over.axis_name, p) if self.plan.weight_differs else weight
+            for p in round_.permutations
+        ]
         shares = jnp.stack(
             [
                 (own := self._own(a)) * w.astype(own.dtype)

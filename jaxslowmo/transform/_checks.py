@@ -124,14 +124,15 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         return
     # An update that varies is enough: the new parameters then do.
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
-    missing = [
-        (i, [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    missing = {
+        i: ", ".join(map(repr, axes))
         for i, (p, u) in enumerate(pairs)
-    ]
-    # Names of thousands of leaves take their time: only for a message.
-    names = leaf_names(params) if any(axes for _, axes in missing) else []
-    wrong = [f"{names[i]} (over {', '.join(map(repr, axes))})" for i, axes in missing if axes]
-    if wrong:
+        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    }
+    if missing:
+        # Names of thousands of leaves take their time: only for a message.
+        names = leaf_names(params)
+        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
             f"{owner}: parameters and updates must differ between replicas, and by their types "
             f"these do not, so jax has summed their gradients over the replicas already: "

@@ -20,7 +20,7 @@ distance from there: they are the same on all replicas and stay where they are.
 from collections import Counter
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,10 @@ from ._gradients import GradientTransform, joined, spec_of
 from ._parameter_transform import ParameterTransform
 from ._registry import holds_state
 
-
-class Copies(NamedTuple):
-    """Fields of a state class that hold copies of parameters.
-
-    Attributes:
-      moves: those that stand for the replica's own parameters, and move with them.
-      stays: those that something is measured from.
-    """
-
-    moves: tuple[str, ...]
-    stays: tuple[str, ...]
-
-
-_COPIES: dict[type, Copies] = {}
+# By the class of a state: its fields that stand for the replica's own parameters, and move with
+# them, and those that something is measured from.
+_MOVES: dict[type, tuple[str, ...]] = {}
+_STAYS: dict[type, tuple[str, ...]] = {}
 
 
 def remembers_parameters(
@@ -86,7 +76,7 @@ def remembers_parameters(
             "remembers_parameters: `moves` and `stays` must name fields of "
             f"{kind.__name__}, {list(known)}, each once; got moves={moves!r}, stays={stays!r}."
         )
-    _COPIES[kind] = Copies(tuple(moves), tuple(stays))
+    _MOVES[kind], _STAYS[kind] = tuple(moves), tuple(stays)
 
 
 def _know_optax() -> None:
@@ -120,7 +110,7 @@ _know_optax()
 
 def has_origin(kind: type) -> bool:
     """Whether a state class was said to hold a point to measure from, to which it may pull back."""
-    return kind in _COPIES and bool(_COPIES[kind].stays)
+    return bool(_STAYS.get(kind))
 
 
 def moving_states(state: PyTree) -> list[str]:
@@ -161,27 +151,20 @@ def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -
 
 def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
     """`state` with `shift`, a tree like the parameters, added to the copies that move."""
-    return jax.tree.map(lambda x: _shifted(x, shift), state, is_leaf=_moves)
+
+    def shifted(x: Any) -> Any:
+        if not _moves(x):
+            return x
+        fields, kind = x._asdict(), type(x)
+        moved = {n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _MOVES[kind]}
+        # Others may hold states of which copies move.
+        return x._replace(**moved, **{n: shifted_copies(y, shift) for n, y in fields.items()})
+
+    return jax.tree.map(shifted, state, is_leaf=_moves)
 
 
 def _moves(x: Any) -> bool:
-    copies = _COPIES.get(type(x))
-    return copies is not None and bool(copies.moves)
-
-
-def _shifted(x: Any, shift: PyTree) -> Any:
-    """A state that holds copies which move, with those moved, and those in its other fields."""
-    if not _moves(x):
-        return x
-    moves = _COPIES[type(x)].moves
-    return x._replace(
-        **{
-            name: _plus(f"{type(x).__name__}.{name}", value, shift)
-            if name in moves
-            else shifted_copies(value, shift)
-            for name, value in x._asdict().items()
-        }
-    )
+    return bool(_MOVES.get(type(x)))
 
 
 def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:

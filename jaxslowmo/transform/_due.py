@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._integers import as_int
+from .._integers import checked_int
 from .._scopes import PHASE
 from .._typing import Phase, PyTree
 from ..mesh import cast_varying, collective_axes, uniform, varying_axes
@@ -34,12 +34,8 @@ class Every:
     before: Literal["none", "all"] = "none"
 
     def __post_init__(self) -> None:
-        numbers = {
-            "k": _updates("k", self.k, 1),
-            "start": _updates("start", self.start, 0),
-            "offset": _updates("offset", self.offset),
-        }
-        for name, number in numbers.items():
+        for name, least in {"k": 1, "start": 0, "offset": None}.items():
+            number = checked_int(f"`{name}` counts updates and", getattr(self, name), least)
             object.__setattr__(self, name, number)  # as plain ints, whatever they were
         if self.before not in ("none", "all"):
             raise ValueError(f'`before` must be "none" or "all", got {self.before!r}.')
@@ -105,7 +101,7 @@ def as_schedule(period: int | Every, argument: str = "sync_every") -> Every:
     """`period` as a schedule; `ValueError` naming `argument` for periods below 1."""
     if isinstance(period, Every):
         return period
-    return Every(_updates(argument, period, 1))
+    return Every(checked_int(f"`{argument}` counts updates and", period, 1))
 
 
 _SCAN = 2**16  # instants looked at per schedule; exact for all periods up to that
@@ -143,14 +139,6 @@ def _is_congruent(t: Any, shift: int, k: int) -> Any:
         if least <= candidate <= most:
             found = found | (t == candidate)
     return found
-
-
-def _updates(name: str, value: object, least: int | None = None) -> int:
-    number = as_int(value, least)
-    if number is None:
-        rule = "an int" if least is None else f"an int >= {least}"
-        raise ValueError(f"`{name}` counts updates and must be {rule}, got {value!r}.")
-    return number
 
 
 Communicate = bool | jax.Array

@@ -112,9 +112,9 @@ def _init_fn(
 def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
     """State is stacked over replicas: one copy for all devices of a replica."""
     wrong = {
-        name: sorted(varying_axes(leaf) - allowed)
+        name: axes
         for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-        if varying_axes(leaf) - allowed
+        if (axes := sorted(varying_axes(leaf) - allowed))
     }
     if wrong:
         listed = ", ".join(f"{name} (over {axes})" for name, axes in wrong.items())

@@ -22,6 +22,7 @@ from ._spec import (
     TransformSpec,
     WithSpec,
     value_of,
+    values_of,
     with_values,
 )
 
@@ -106,12 +107,8 @@ class ParameterTransform(WithSpec):
     def _changed_alike(self, made: "ParameterTransform") -> "ParameterTransform":
         """`made` by what this was at first, with what was changed since."""
         origin = cast("Origin", self.spec.origin)
-
-        def values(init: Any, update: Any, spec: TransformSpec) -> dict[str, Any]:
-            of_spec = {name: value_of(spec, name) for name in DEFAULTS}
-            return {"init": init, "update": update, **of_spec}
-
-        now, then = values(*self, self.spec), values(*origin)
+        now = {"init": self.init, "update": self.update, **values_of(self.spec)}
+        then = {"init": origin.init, "update": origin.update, **values_of(origin.spec)}
         # By identity: functions and trees of specs have no other.
         changed = {name: x for name, x in now.items() if x is not then[name]}
         return made._replace(**changed) if changed else made

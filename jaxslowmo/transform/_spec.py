@@ -77,12 +77,12 @@ class ScheduleSpec:
         Communication: none.
         """
         due = as_schedule(sync_every)
-
-        def phase(t: int, skipped: int = 0) -> Phase:
-            del skipped  # it counts updates
-            return (event,) if due(t) else ()
-
-        return cls(phase=phase, due=due, schedules=(due,), events=(event,))
+        return cls(
+            phase=lambda t, skipped=0: (event,) if due(t) else (),  # `due` counts updates
+            due=due,
+            schedules=(due,),
+            events=(event,),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,6 +224,11 @@ def value_of(spec: TransformSpec, name: str) -> Any:
     return getattr(getattr(spec, _GROUP_OF[name]), name)
 
 
+def values_of(spec: TransformSpec) -> dict[str, Any]:
+    """The values of all groups by their names."""
+    return {name: value_of(spec, name) for name in DEFAULTS}
+
+
 def with_values(
     taker: str, spec: TransformSpec | None, named: Mapping[str, Any], besides: Iterable[str] = ()
 ) -> TransformSpec:
@@ -240,7 +245,7 @@ def with_values(
     """
     if unknown := sorted(set(named) - set(DEFAULTS)):
         raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
-    before = DEFAULTS if spec is None else {name: value_of(spec, name) for name in DEFAULTS}
+    before = DEFAULTS if spec is None else values_of(spec)
     values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
     if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
         raise ValueError(
