@@ -1,17 +1,16 @@
 """What updates of transforms are checked for."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from .._context import setting
 from .._typing import AxisName, Phase, PyTree
 from ..mesh import (
     axis_names,
@@ -52,8 +51,19 @@ def require_bound(owner: str, over: Exchange) -> None:
         )
 
 
+_Value = TypeVar("_Value")
 _LAYOUTS_KNOWN: ContextVar[bool] = ContextVar("_LAYOUTS_KNOWN", default=False)
 _OUTER_AXES: ContextVar[frozenset[str] | None] = ContextVar("_OUTER_AXES", default=None)
+
+
+@contextmanager
+def setting(variable: ContextVar[Any], value: _Value) -> Iterator[_Value]:
+    """Set a context variable to a value, which is yielded, and back at the end."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def layouts_known() -> AbstractContextManager[bool]:

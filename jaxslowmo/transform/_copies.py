@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._context import setting
 from .._typing import PyTree
 from ..tree import added, apply_exactly, cast, updates_to
-from ._checks import check_weight, unless_idle
+from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, spec_of
 from ._parameter_transform import ParameterTransform
 from ._registry import holds_state

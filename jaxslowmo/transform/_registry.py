@@ -1,6 +1,7 @@
 """What a state tells of its owners: which of them exchange, and their order in a chain."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -100,24 +101,20 @@ def check_order(owner: str, state: PyTree) -> None:
       owner: who was given the chain, for the message.
       state: of any optax transform. Chains are looked at wherever they are in it.
     """
-    for chain in _chains(state):
-        members = [
-            (name, x, holds_state(x, "parameters"))
-            for name, x in _members(chain)
-            if not isinstance(x, NoExchangeState)
-        ]
-        moves = [is_moving for *_, is_moving in members]
+    for chain in filter(_is_chain, jax.tree.leaves(state, is_leaf=_is_chain)):
+        members = [x for x in _members(chain) if not isinstance(x[1], NoExchangeState)]
+        moves = [holds_state(member, "parameters") for _, member in members]
         if moves != sorted(moves):
             first = moves.index(True)
-            name, late = next((n, x) for n, x, m in members[first:] if not m)
+            before, late = members[first], members[moves.index(False, first)]
             raise ValueError(
                 f"{owner}: `tx` is a chain in which something follows a parameter transform, "
-                f"which must come last: after {members[first][0]}, "
-                f"{type(members[first][1]).__name__}, stands {name}, {type(late).__name__}. What "
-                "it does to an update would be done to the way to the synchronised parameters, and "
-                "replicas would drift apart: put it before."
+                f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
+                f"{late[0]}, {type(late[1]).__name__}. What it does to an update would be done to "
+                "the way to the synchronised parameters, and replicas would drift apart: put it "
+                "before."
             )
-        for _, member, _ in members:
+        for _, member in members:
             check_order(owner, member)
 
 
@@ -125,18 +122,8 @@ def _is_chain(x: PyTree) -> bool:
     return type(x) is tuple or isinstance(x, OrderedDict)  # `optax.chain`, `optax.named_chain`
 
 
-def _chains(state: PyTree) -> list[PyTree]:
-    """The outermost chains in `state`."""
-    return [x for x in jax.tree.leaves(state, is_leaf=_is_chain) if _is_chain(x)]
-
-
-def _members(chain: PyTree, name: str = "") -> list[tuple[str, PyTree]]:
+def _members(chain: PyTree, name: str = "") -> Iterator[tuple[str, PyTree]]:
     """The states of a chain, and of chains in it, as their transforms run, and where they stand."""
-    pairs = chain.items() if isinstance(chain, OrderedDict) else enumerate(chain)
-    return [
-        member
-        for key, x in pairs
-        for member in (
-            _members(x, f"{name}[{key!r}]") if _is_chain(x) else [(f"{name}[{key!r}]", x)]
-        )
-    ]
+    for key, x in chain.items() if isinstance(chain, OrderedDict) else enumerate(chain):
+        where = f"{name}[{key!r}]"
+        yield from _members(x, where) if _is_chain(x) else [(where, x)]
