@@ -251,10 +251,19 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        own, states = _run(first, updates, state[:count], params, extra)
+        def run(
+            transforms: list[optax.GradientTransformationExtraArgs], updates: PyTree, states: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            after = []
+            for transform, own in zip(transforms, states, strict=True):
+                updates, new = transform.update(updates, own, params, **extra)
+                after.append(new)
+            return updates, tuple(after)
+
+        own, states = run(first, updates, state[:count])
         if not last:
             return own, states
-        updates, after = _run(last, own, state[count:], params, extra)
+        updates, after = run(last, own, state[count:])
         own = unless_idle(own, check_weight("chain", extra.get("weight")))
         return updates, (*moved_copies(states, params, own, updates), *after)
 
@@ -262,20 +271,6 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     made = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
     made.parts = tuple(parts)
     return made
-
-
-def _run(
-    transforms: list[optax.GradientTransformationExtraArgs],
-    updates: PyTree,
-    states: PyTree,
-    params: PyTree | None,
-    extra: dict[str, Any],
-) -> tuple[PyTree, tuple[PyTree, ...]]:
-    after = []
-    for transform, state in zip(transforms, states, strict=True):
-        updates, state = transform.update(updates, state, params, **extra)
-        after.append(state)
-    return updates, tuple(after)
 
 
 def noting_followed() -> AbstractContextManager[Counter[str]]:

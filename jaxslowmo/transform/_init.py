@@ -63,13 +63,9 @@ def init(
 
     placed = on_mesh(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    layouts = layouts_of(placed) if automatic else ()
-
-    def made(tx_init: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
-
+    over = (mesh, axis_name, automatic, layouts_of(placed) if automatic else ())
     tx_init = tx.init  # held while it runs: a bound method, as of optax.MultiSteps, is made anew
-    return kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
+    return kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:

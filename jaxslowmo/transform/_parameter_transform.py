@@ -72,6 +72,9 @@ class ParameterTransform(WithSpec):
         spec = with_values("ParameterTransform", spec, named, ("init", "update", "spec"))
         return cls._of(init, update, spec)
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        """Nothing is left to do, whatever the signature of a subclass is."""
+
     @classmethod
     def _of(cls, init: Any, update: Any, spec: TransformSpec) -> "ParameterTransform":
         init = _registering(init, spec.checkpoint.state, spec.checkpoint.carry)
