@@ -166,11 +166,9 @@ _NUM_LISTED = 6
 
 def _described(form: _Form) -> str:
     treedef, types = form
-    tree = treedef.unflatten([f"{dtype}{list(shape)}" for shape, dtype in types])
-    lines = [
-        f"{name}: {what}"
-        for name, what in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    ]
+    leaves = [f"{dtype}{list(shape)}" for shape, dtype in types]
+    tree = treedef.unflatten(leaves)
+    lines = [f"{name}: {leaf}" for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
     more = f", and {len(lines) - _NUM_LISTED} more" if len(lines) > _NUM_LISTED else ""
     return f"{type(tree).__name__}({', '.join(lines[:_NUM_LISTED])}{more})"
 

@@ -284,8 +284,7 @@ def gradient_transform(
             updates, inner = transform.update(updates, state.inner, params, **extra)
         return updates, OwnReductionState(inner)
 
-    takes = frozenset({"weight"})
-    spec = GradientSpec(axes=axis_names(axes), takes=takes)
+    spec = GradientSpec(axes=axis_names(axes), takes=frozenset({"weight"}))
     if due is not None:
         spec = dataclasses.replace(spec, due=lambda state: due(state.inner))
     return GradientTransform(init_fn, update_fn, spec)
