@@ -218,17 +218,13 @@ class Outer:
         state = state._replace(count=increment(state.count))
         step = OuterStep(self, params, weight, phase, rate, extra)
 
-        def exchanged(operand: Operand) -> Operand:
-            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
-            # Exact: the slow step or the base's update. Not exact: the base's, then the slow step.
-            if self.exact_average:  # what is due is one of them
-                of_base = known_exchange(self.base, communicate, phase)
-                return run_if(slow, step.slow, lambda o: step.based(o, *of_base), operand)
-            return run_if(slow, step.slow, lambda o: o, step.based(operand, communicate))
-
-        # One conditional around all, so that a local step passes its updates through only one.
-        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
-        return run_if(due, exchanged, lambda o: step.based(o, False), (updates, others, state))
+        slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+        # Exact: the slow step or the base's exchange. Not exact: the base's, then the slow step.
+        if self.exact_average:
+            communicate = decide(not slow if isinstance(slow, bool) else ~slow, communicate)
+        # Two conditionals, not one in another: each costs the compiler the square of its arrays.
+        operand = step.based((updates, others, state), communicate)
+        return run_if(slow, step.slow, lambda o: o, operand)
 
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
@@ -302,8 +298,6 @@ class OuterStep:
         if not self.of.exact_average:  # the base has had its update
             with phase_scope(SLOW):
                 return self.outer(operand)
-        # The base only counts on: its exchange would be wasted.
-        operand = self.based(operand, False)
         with phase_scope(SLOW):
             base = self.of.base.spec.exchange
             if base.permit is None:
