@@ -1,5 +1,6 @@
 """Which devices form which axis, and what holds along a mapped axis."""
 
+from ._axes import axes_of as axes_of
 from ._axes import axis_names as axis_names
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes

@@ -69,6 +69,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
 
 
+def axes_of(tree: PyTree) -> frozenset[str]:
+    """Axes that some leaf is typed as varying over."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
 def checks_varying(name: str) -> bool:
     """Whether values here are typed with whether they vary over axis `name`."""
     return name in varying_axes(lax.axis_index(name))

@@ -13,7 +13,6 @@ from ._due import decide as decide
 from ._due import either as either
 from ._due import increment as increment
 from ._due import is_due as is_due
-from ._due import known_exchange as known_exchange
 from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of

@@ -1,7 +1,7 @@
 """The machinery of slowmo and diloco: an outer optimizer on an anchor."""
 
 from ._alone import ALONE as ALONE
-from ._coded import shards_state as shards_state
+from ._anchor import shards_state as shards_state
 from ._element_wise import element_wise as element_wise
 from ._read import read_anchor as read_anchor
 from ._state import OuterState as OuterState

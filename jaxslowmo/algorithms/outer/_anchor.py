@@ -134,3 +134,26 @@ class WholeAnchor(OwnAnchor):
         Communication: one all-reduce of N bytes over the replica axis per buffer.
         """
         return replica_mean(y, self.exchange, role="slow")
+
+
+def shards_state(
+    owner: str, shard_state: bool | None, exchange: Exchange, *, exact_average: bool = True
+) -> bool:
+    """Whether slow state is sharded; `shard_state` as users give it.
+
+    Raises:
+      ValueError: a codec where the anchor is sharded, or where there is no exchange.
+    """
+    codec = exchange.codec
+    if codec is not None and not exact_average:
+        raise ValueError(
+            f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
+            f"for `codec`; got {codec!r}. Give it to the `base`."
+        )
+    if codec is not None and shard_state:
+        raise ValueError(
+            f"{owner}: with a `codec` a replica sends what it has moved from the anchor, of which "
+            f"it must hold all; got {codec!r} and shard_state=True. Leave `shard_state` out or set "
+            "it to False."
+        )
+    return (exact_average and codec is None) if shard_state is None else shard_state
