@@ -32,10 +32,10 @@ def _bound_axes() -> list[str]:
         return [str(name) for name in jax.sharding.get_abstract_mesh().manual_axes]
 
 
-def require_axes(owner: str, argument: str, axis_name: AxisName) -> None:
+def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
     """Raise `ValueError` if any name in `axis_name` is not bound here, saying which are.
 
-    A misspelt axis would otherwise die in a collective with an empty AssertionError.
+    `more` ends the message. A misspelt axis would otherwise die in a collective with an empty AssertionError.
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
@@ -44,6 +44,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName) -> None:
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
                 "by `js.init(tx, stacked_params, mesh=mesh, axis_name=...)`."
+                f"{more and f' {more}'}"
             )
 
 

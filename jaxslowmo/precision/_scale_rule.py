@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._integers import as_int
+from .._integers import checked_int
 
 _OWNER = "dynamic_loss_scale"
 
@@ -36,10 +36,7 @@ class ScaleRule:
     def __post_init__(self) -> None:
         """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
-            value = getattr(self, name)
-            number = as_int(value, 1)
-            if number is None:
-                raise ValueError(f"{_OWNER}: `{name}` must be an int >= 1, got {value!r}.")
+            number = checked_int(f"{_OWNER}: `{name}`", getattr(self, name), 1)
             object.__setattr__(self, name, number)  # as a plain int, whatever it was
         for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
             value = getattr(self, name)

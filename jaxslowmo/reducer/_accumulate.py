@@ -10,10 +10,10 @@ from .._typing import PyTree
 from ..mesh import match_varying, vary_over
 from ..transform import (
     Every,
-    GradientSpec,
     GradientTransform,
     as_schedule,
     check_weight,
+    checked_optax,
     increment,
     run_if,
     spec_of,
@@ -75,9 +75,7 @@ def accumulate(
     Source: torch 2.13, `DistributedDataParallel.no_sync`.
     """
     schedule = as_schedule(every, "every")
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(f"{_OWNER}: `inner` must be an optax transform, got {inner!r}.")
-    transform = optax.with_extra_args_support(inner)
+    transform = checked_optax(_OWNER, "inner", inner)
 
     def zeros(params: PyTree) -> PyTree:
         return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
@@ -129,16 +127,14 @@ def accumulate(
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    return GradientTransform(init_fn, update_fn, _spec(spec_of(inner), schedule))
-
-
-def _spec(inner: GradientSpec, schedule: Every) -> GradientSpec:
-    return inner.around(
+    own = spec_of(inner)
+    spec = own.around(
         lambda state: state.inner,
         lambda state: schedule(increment(state.count)),
-        takes=inner.takes | {"weight"},
+        takes=own.takes | {"weight"},
         of_rows=False,
     )
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:

@@ -4,12 +4,7 @@ import jax
 import optax
 
 from .._typing import PyTree
-from ..mesh import collective_axes, vary_over, varying_axes
-
-
-def axes_of(tree: PyTree) -> frozenset[str]:
-    """Axes that some leaf varies over."""
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
+from ..mesh import axes_of, collective_axes, vary_over, varying_axes
 
 
 def common_axes(tree: PyTree) -> frozenset[str]:

@@ -123,6 +123,16 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
     return CommHook(lambda bucket: (), lambda bucket, state: (reduce(bucket), state))
 
 
+def check_dtype(owner: str, bucket: GradBucket, dtypes: Sequence[str]) -> None:
+    """At trace time: raise `ValueError` for a bucket of another dtype."""
+    if bucket.dtype.name not in dtypes:
+        names = ", ".join(piece.name for piece in bucket.pieces)
+        raise ValueError(
+            f"{owner}: gradients must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got "
+            f"{bucket.dtype} ({names})."
+        )
+
+
 def check_hook(owner: str, hook: object) -> None:
     """At construction: raise `ValueError` unless `hook` is a `CommHook`."""
     if not isinstance(hook, CommHook):

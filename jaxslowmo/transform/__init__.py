@@ -17,9 +17,11 @@ from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._exchange import Exchange as Exchange
+from ._exchange import check_are_specs as check_are_specs
 from ._exchange import check_axis_argument as check_axis_argument
 from ._exchange import checked_bytes as checked_bytes
 from ._exchange import checked_exchange as checked_exchange
+from ._exchange import checked_optax as checked_optax
 from ._init import init as init
 from ._isolated import isolated as isolated
 from ._isolated import unseen_zero as unseen_zero
@@ -31,6 +33,7 @@ from ._packing import Flats as Flats
 from ._packing import Packing as Packing
 from ._packing import on_blocks as on_blocks
 from ._packing import packing_of as packing_of
+from ._packing import planned_by_group as planned_by_group
 from ._placement import Carried as Carried
 from ._placement import Placement as Placement
 from ._placement import SavedForm as SavedForm

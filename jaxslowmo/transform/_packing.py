@@ -1,7 +1,8 @@
 """A tree as flat buffers: planned once, packed, exchanged, taken apart again."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,6 +88,12 @@ class Packing:
         """All buffers, in order."""
         return [buffer for plan in self.plans for buffer in plan.buffers]
 
+    def numbered(self) -> list[tuple[int, BlockGroup, BufferPlan]]:
+        """Each group with its plan, after the number of its first buffer."""
+        counts = [len(plan.buffers) for plan in self.plans]
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        return list(zip(firsts, self.groups, self.plans, strict=True))
+
     def pack(self, tree: PyTree, fn: OnBuffer = _as_it_is, *, role: str | None = None) -> Flats:
         """`fn` of every flat buffer of `tree`.
 
@@ -101,7 +108,7 @@ class Packing:
         def packed(plan: BufferPlan, blocks: list[jax.Array]) -> list[jax.Array]:
             return [fn(b, flat) for b, flat in zip(plan.buffers, plan.pack(blocks), strict=True)]
 
-        return self._each(packed, self._leaves(tree, role), kind="leaves", out="flat")
+        return self._each(packed, self.leaves(tree, role), kind="leaves", out="flat")
 
     def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
         """`fn` of every flat buffer, an array or several.
@@ -123,7 +130,7 @@ class Packing:
         def unpacked(plan: BufferPlan, flats: list[jax.Array]) -> list[jax.Array]:
             return plan.unpack([fn(b, x) for b, x in zip(plan.buffers, flats, strict=True)])
 
-        return self._tree(self._each(unpacked, flats, kind="flat", out="leaves"))
+        return self.tree(self._each(unpacked, flats, kind="flat", out="leaves"))
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
         """`tree` with every flat buffer replaced by `fn` of it; see `pack`.
@@ -135,8 +142,8 @@ class Packing:
             flats = zip(plan.buffers, plan.pack(blocks), strict=True)
             return plan.unpack([fn(b, flat, *whole) for b, flat in flats])
 
-        own = self._leaves(tree, role)
-        return self._tree(self._each(exchanged, own, *whole, kind="leaves", out="leaves"))
+        own = self.leaves(tree, role)
+        return self.tree(self._each(exchanged, own, *whole, kind="leaves", out="leaves"))
 
     def _each(
         self,
@@ -153,16 +160,17 @@ class Packing:
             for group, plan, own in zip(self.groups, self.plans, by_group, strict=True)
         ]
 
-    def _leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
+    def leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
         """Leaves of each group, on their way into buffers."""
         # Who listens wants names; they are made once per plan.
         if role is not None:
             for group, plan in zip(self.groups, self.plans, strict=True):
-                note_buffers(role, plan, [self._names[i] for i in group.indices])
+                note_buffers(role, plan, [self.names[i] for i in group.indices])
         leaves = self.treedef.flatten_up_to(tree)
         return [[leaves[i] for i in group.indices] for group in self.groups]
 
-    def _tree(self, by_group: list[list[jax.Array]]) -> PyTree:
+    def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
+        """The tree of the leaves of all groups."""
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for group, blocks in zip(self.groups, by_group, strict=True):
             for i, block in zip(group.indices, blocks, strict=True):
@@ -170,7 +178,8 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     @functools.cached_property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Names of the tree's leaves."""
         return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
 
 
@@ -209,13 +218,37 @@ def _planned(
     del mesh  # the one that `block_groups` asks for
     like = [jax.ShapeDtypeStruct(*each) for each in types]
     structure, leaves = specs
-    groups = block_groups(treedef.unflatten(like), structure.unflatten(leaves))
     limits = None if bucket_bytes is None else (bucket_bytes,)
+    return planned_by_group(
+        treedef,
+        like,
+        structure.unflatten(leaves),
+        lambda blocks, place: plan_buffers(blocks, limits=limits),
+    )
 
-    # Of one device's blocks, which are alike on all: what is packed is what a device holds.
-    def plan(group: BlockGroup) -> BufferPlan:
+
+def planned_by_group(
+    treedef: Any,
+    leaves: Sequence[Any],
+    specs: PyTree | None,
+    plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
+) -> Packing:
+    """How a tree is packed, of a plan for each group of leaves that are sharded alike.
+
+    Args:
+      treedef: of the tree.
+      leaves: its arrays or types.
+      specs: as `block_groups` takes them.
+      plan: `plan(blocks, place)` of the types of one device's blocks, which are alike on all, and
+        of their places by the positions of their leaves in the tree.
+
+    Raises:
+      ValueError: as `block_groups`.
+    """
+    groups = tuple(block_groups(treedef.unflatten(leaves), specs))
+    plans = []
+    for group in groups:
         shapes = zip(group.indices, group.block_shapes(), strict=True)
-        blocks = [jax.ShapeDtypeStruct(shape, like[i].dtype) for i, shape in shapes]
-        return plan_buffers(blocks, limits=limits)
-
-    return Packing(treedef, tuple(groups), tuple(map(plan, groups)))
+        blocks = [jax.ShapeDtypeStruct(shape, leaves[i].dtype) for i, shape in shapes]
+        plans.append(plan(blocks, {i: k for k, i in enumerate(group.indices)}))
+    return Packing(treedef, groups, tuple(plans))
