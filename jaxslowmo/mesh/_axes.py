@@ -35,7 +35,8 @@ def _bound_axes() -> list[str]:
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
     """Raise `ValueError` if any name in `axis_name` is not bound here, saying which are.
 
-    `more` ends the message. A misspelt axis would otherwise die in a collective with an empty AssertionError.
+    A misspelt axis would otherwise die in a collective with an empty AssertionError. `more` is what
+    else to say.
     """
     for name in axis_names(axis_name):
         if not is_bound(name):

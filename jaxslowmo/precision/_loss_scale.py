@@ -1,5 +1,6 @@
 """A loss scale that follows overflows, around an optimizer that skips those updates."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -127,19 +128,16 @@ def dynamic_loss_scale(
     return _LossScale(inner, axis_names(axes), rule).transform()
 
 
+@dataclass(frozen=True)
 class _LossScale:
     """The transform around `inner`."""
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        axes: tuple[str, ...],
-        rule: ScaleRule,
-    ) -> None:
-        self._inner, self._axes, self._rule = inner, axes, rule
+    inner: optax.GradientTransformationExtraArgs
+    axes: tuple[str, ...]
+    rule: ScaleRule
 
     def transform(self) -> GradientTransform:
-        own = spec_of(self._inner)
+        own = spec_of(self.inner)
         spec = own.around(
             lambda state: state.inner,
             takes=own.takes | {"weight", "finite", "validation", "unscaled"},
@@ -155,7 +153,7 @@ class _LossScale:
                 f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
                 "which these hide some: the gradients of those would stay scaled."
             )
-        inner = self._inner.init(params)
+        inner = self.inner.init(params)
         if holds_state(inner, "parameters"):
             raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
         if scale_state(inner) is not None:
@@ -164,14 +162,14 @@ class _LossScale:
                 "gradients would be divided twice."
             )
         skipped = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
-        start = DynamicLossScaleState(*self._rule.start(), *skipped, inner)
+        start = DynamicLossScaleState(*self.rule.start(), *skipped, inner)
         # Typed as after an update, which chooses between two: what is asked for over an axis is
         # equal there.
         return vary_over(start, self._apart_over(params, inner))
 
     def _apart_over(self, params: PyTree, state: PyTree) -> frozenset[str]:
         """Axes over which the scale may differ, where values are typed with that."""
-        found = axes_of(params) - set(self._axes)
+        found = axes_of(params) - set(self.axes)
         if not found:
             return found
         try:
@@ -189,7 +187,7 @@ class _LossScale:
         """
 
         def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            return self._inner.update(grads, state, params, **extra)
+            return self.inner.update(grads, state, params, **extra)
 
         program = jax.jit(update, inline=True)
         return program, collective_axes(program.trace(grads, state).jaxpr.jaxpr)
@@ -206,7 +204,7 @@ class _LossScale:
         validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
-        require_axes(_OWNER, "axes", self._axes, _AS_A_WHOLE)
+        require_axes(_OWNER, "axes", self.axes, _AS_A_WHOLE)
         share = check_weight(_OWNER, weight)
         found = overflowed(updates)
         if finite is not None:
@@ -220,7 +218,7 @@ class _LossScale:
             extra["grad"] = divided(extra["grad"], state.loss_scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         if validation is None or validation.skipped is None:
-            skip = anywhere(found, {*self._axes, *inner_axes}, share)
+            skip = anywhere(found, {*self.axes, *inner_axes}, share)
         else:
             skip = validation.skipped
 
@@ -239,7 +237,7 @@ class _LossScale:
             like = jax.eval_shape(choose, made)
             moved, inner = lax.cond(skip, choose, lambda x: match_varying(x, like), made)
         new = DynamicLossScaleState(
-            *self._rule.after(Scale(*state[:3]), skip),
+            *self.rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),
             skipped_last=skip,
             inner=inner,

@@ -201,29 +201,27 @@ def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
     if wrong:
         raise ValueError(f"{_OWNER}: `used` must hold bools of shape (), got {', '.join(wrong)}.")
     try:
-        spread = jax.tree.map(lambda u, part: jax.tree.map(lambda _: u, part), used, updates)
+        return jax.tree.leaves(jax.tree.broadcast(used, updates))
     except ValueError as error:
         raise ValueError(
             f"{_OWNER}: `used` must be a tree of bools like the gradients, or a prefix of it, got "
             f"{jax.tree.structure(used)} for {jax.tree.structure(updates)}."
         ) from error
-    return jax.tree.leaves(spread)
-
-
-def _without_reduction(state: PyTree) -> PyTree:
-    """`state` with None for those of `all_reduce_gradients`, which belong to no parameter."""
-    is_one = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731
-    return jax.tree.map(lambda x: None if is_one(x) else x, state, is_leaf=is_one)
 
 
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """State of `inner`: entries of a parameter from `new` where `mask`, else from `old`."""
     is_hole = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    is_reduction = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731
+
+    def without_reduction(state: PyTree) -> PyTree:  # what belongs to no parameter
+        return jax.tree.map(lambda x: None if is_reduction(x) else x, state, is_leaf=is_reduction)
+
     try:
         masks = optax.tree_utils.tree_map_params(
-            lambda params: _without_reduction(inner.init(params)),
+            lambda params: without_reduction(inner.init(params)),
             lambda entry, use: entry if is_hole(entry) else use,
-            _without_reduction(new),
+            without_reduction(new),
             mask,
             transform_non_params=lambda _: True,
             is_leaf=is_hole,

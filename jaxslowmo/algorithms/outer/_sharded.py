@@ -17,7 +17,7 @@ from ...collectives import (
 from ...mesh import axis_size
 from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
 from ...tree import Buffer, at_least_float32
-from ._anchor import WholeAnchor, of_form
+from ._anchor import Anchor, of_form
 from ._on_host import join_shards, shard_types, split_shards
 
 
@@ -30,9 +30,11 @@ def shard_packing(params: PyTree, exchange: Exchange) -> Packing:
     return packing_of(params, exchange, at_least_float32)
 
 
-class ShardedAnchor(WholeAnchor):
+@dataclasses.dataclass(frozen=True)
+class ShardedAnchor(Anchor):
     """The anchor is a tuple with this replica's shard of every buffer."""
 
+    exchange: Exchange
     is_sharded = True
 
     def layout(self, buffer: Buffer) -> ShardLayout:
@@ -131,7 +133,7 @@ class ShardedAnchor(WholeAnchor):
         return split_shards(tree, self._packing_on(new, params), new, self._local)
 
     def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
-        """See `OwnAnchor.like_on`."""
+        """See `Anchor.like_on`."""
         shards = shard_types(self._packing_on(at, params), at, self._local)
         # What the outer optimizer keeps for shards (momentum) is cut as they are.
         is_shards = of_form(anchor)

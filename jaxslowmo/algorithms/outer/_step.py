@@ -44,10 +44,9 @@ from ...tree import (
     subtracted,
     updates_to,
 )
-from ._alone import ALONE
-from ._anchor import OwnAnchor, WholeAnchor
+from ._anchor import Anchor
 from ._sharded import ShardedAnchor
-from ._state import OuterState
+from ._state import ALONE, OuterState
 
 SLOW = "slow"
 NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
@@ -101,11 +100,11 @@ class Outer:
     rate: OuterRate | None = None
 
     @functools.cached_property
-    def anchor(self) -> OwnAnchor:
+    def anchor(self) -> Anchor:
         """Where the anchor lives."""
-        if not self.exact_average:
-            return OwnAnchor()
-        return (ShardedAnchor if self.shard_state else WholeAnchor)(self.exchange)
+        if self.exact_average and self.shard_state:
+            return ShardedAnchor(self.exchange)
+        return Anchor(self.exchange if self.exact_average else None)
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
@@ -335,7 +334,7 @@ class Outer:
         note = (
             "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
             "were averaged."
-            if self.anchor.is_own
+            if self.anchor.exchange is None
             else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
         )
         moved = OuterState(count, move(state.anchor), move(state.outer), base.state)

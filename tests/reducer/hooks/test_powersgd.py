@@ -260,7 +260,7 @@ def test_split_leaves_are_vectors():
         ({"rank": True}, "`rank`"),
         (
             {"start_step": 1},
-            "`start_step` .* with error feedback or warm start it must be an int >= 2, got 1",
+            "`start_step` .* error feedback or warm start .* >= 2, got 1",
         ),
         ({"start_step": 1, "warm_start": False}, "`start_step`"),
         ({"start_step": 0, "error_feedback": False}, "`start_step`"),
