@@ -1,5 +1,6 @@
 """The gradients as buckets, each reduced by itself."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ from .._scopes import GRADIENTS
 from .._typing import AxisName, PyTree
 from ..collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
 from ..mesh import vary_over
-from ..transform import BlockGroup, Packing, on_blocks
-from ..tree import BufferPlan
+from ..transform import BufferGroup, Packing
+from ..tree import Buffer
 from ._hook import CommHook, GradBucket, GradPiece
 
 HookStates = tuple[Any, ...]
@@ -29,21 +30,18 @@ def reduce_plainly(
     Communication: one all-reduce over `axis_name` per bucket; see `weighted_means`.
     """
 
-    def of_group(first: int, group: BlockGroup, plan: BufferPlan, leaves: list[Any]) -> list[Any]:
-        def means(blocks: list[Any], weight: jax.Array | None) -> list[Any]:
-            flats, found = plan.pack(blocks), []
-            if weight is not None:
-                found = weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial)
-                return plan.unpack(found)
-            for i, flat in enumerate(flats, start=first):
-                with jax.named_scope(f"bucket_{i}"):
-                    found.append(all_mean(flat, axis_name))
-            return plan.unpack(found)
+    def means(group: BufferGroup, blocks: list[Any], weight: jax.Array | None) -> list[Any]:
+        flats, found = group.plan.pack(blocks), []
+        if weight is not None:
+            found = weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial)
+            return group.plan.unpack(found)
+        for i, flat in enumerate(flats, start=group.first):
+            with jax.named_scope(f"bucket_{i}"):
+                found.append(all_mean(flat, axis_name))
+        return group.plan.unpack(found)
 
-        return on_blocks(group, means, leaves, weight, kinds=("leaves", "whole"), out="leaves")
-
-    own = zip(buckets.numbered(), buckets.leaves(grads, GRADIENTS), strict=True)
-    return buckets.tree([of_group(*each, leaves) for each, leaves in own])
+    own = buckets.leaves(grads, GRADIENTS)
+    return buckets.tree(buckets.each(means, own, weight, kinds=("leaves", "whole"), out="leaves"))
 
 
 def reduce_with_hook(
@@ -65,37 +63,30 @@ def reduce_with_hook(
         total = total_weight(weight, axis_name)
         factor = relative_weight(weight, total, axis_name, idle_as_zeros=divide_by_initial)
 
-    def of_group(
-        first: int, group: BlockGroup, plan: BufferPlan, leaves: list[Any]
+    def reduced(
+        group: BufferGroup, blocks: list[Any], states: list[Any], factor: Any, count: Any
     ) -> tuple[list[Any], HookStates]:
-        def reduced(
-            blocks: list[Any], states: HookStates, factor: Any, count: Any
-        ) -> tuple[list[Any], HookStates]:
-            flats, found, after = plan.pack(blocks), [], []
-            if factor is not None:
-                flats = [scaled(flat, factor) for flat in flats]
-            own = _hooked(buckets, first, group, flats, axis_name, count)
-            for bucket, state in zip(own, _taken(group, states), strict=True):
-                with jax.named_scope(f"bucket_{bucket.index}"):
-                    flat, state = hook.update(bucket, state)
-                _check_reduced(bucket, flat)
-                found.append(flat)
-                after.append(state)
-            return plan.unpack(found), _kept(group, tuple(after))
+        flats, found, after = group.plan.pack(blocks), [], []
+        if factor is not None:
+            flats = [scaled(flat, factor) for flat in flats]
+        own = _hooked(buckets, group, flats, axis_name, count)
+        for bucket, state in zip(own, _taken(group, states), strict=True):
+            with jax.named_scope(f"bucket_{bucket.index}"):
+                flat, state = hook.update(bucket, state)
+            _check_reduced(bucket, flat)
+            found.append(flat)
+            after.append(state)
+        return group.plan.unpack(found), _kept(group, tuple(after))
 
-        return on_blocks(
-            group,
-            reduced,
-            leaves,
-            states[first : first + len(plan.buffers)],
-            factor,
-            count,
-            kinds=("leaves", "flat", "whole", "whole"),
-            out=("leaves", "flat"),
-        )
-
-    own = zip(buckets.numbered(), buckets.leaves(grads, GRADIENTS), strict=True)
-    by_group = [of_group(*each, leaves) for each, leaves in own]
+    by_group = buckets.each(
+        reduced,
+        buckets.leaves(grads, GRADIENTS),
+        buckets.by_group(states),
+        factor,
+        count,
+        kinds=("leaves", "flat", "whole", "whole"),
+        out=("leaves", "flat"),
+    )
     after = tuple(state for _, own in by_group for state in own)
     return buckets.tree([leaves for leaves, _ in by_group]), after
 
@@ -103,48 +94,42 @@ def reduce_with_hook(
 def init_hook(hook: CommHook, buckets: Packing, axis_name: AxisName) -> HookStates:
     """The hook's states, one per bucket: of sharded leaves one beside the other, for each block."""
 
-    def of_group(first: int, group: BlockGroup, plan: BufferPlan) -> HookStates:
-        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in plan.buffers]
-        own = _hooked(buckets, first, group, flats, axis_name, None)
+    def made(group: BufferGroup) -> HookStates:
+        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in group.plan.buffers]
+        own = _hooked(buckets, group, flats, axis_name, None)
+        return _kept(group, tuple(hook.init(bucket) for bucket in own))
 
-        def made() -> HookStates:
-            return _kept(group, tuple(hook.init(bucket) for bucket in own))
-
-        return on_blocks(group, made, kinds=(), out="flat")
-
-    return tuple(state for each in buckets.numbered() for state in of_group(*each))
+    return tuple(state for own in buckets.each(made, kinds=(), out="flat") for state in own)
 
 
-def _kept(group: BlockGroup, states: HookStates) -> HookStates:
+def _kept(group: BufferGroup, states: HookStates) -> HookStates:
     """A device's own states as its part of arrays of all devices of the replica."""
-    axes = group.axis_sizes
+    axes = group.leaves.axis_sizes
     if not axes:
         return states
     return vary_over(jax.tree.map(lambda x: jnp.asarray(x)[None], states), axes)
 
 
-def _taken(group: BlockGroup, states: HookStates) -> HookStates:
+def _taken(group: BufferGroup, states: Sequence[Any]) -> HookStates:
     """The inverse of `_kept`."""
-    return jax.tree.map(lambda x: x[0], states) if group.axis_sizes else states
+    return jax.tree.map(lambda x: x[0], states) if group.leaves.axis_sizes else states
 
 
 def _hooked(
-    buckets: Packing,
-    first: int,
-    group: BlockGroup,
-    flats: Sequence[Any],
-    axis_name: AxisName,
-    count: Any,
+    buckets: Packing, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
-    """What a hook is given of one group, whose first bucket has the number `first`."""
-    names, shapes = [buckets.names[i] for i in group.indices], group.block_shapes()
-    buffers, found = buckets.buffers(), []
-    for i, flat in enumerate(flats, start=first):
+    """What a hook is given of one group."""
+    names = [buckets.names[i] for i in group.leaves.indices]
+    shapes, last = group.plan.shapes, len(buckets.buffers()) - 1
+
+    def bucket(buffer: Buffer, flat: Any, i: int) -> GradBucket:
         pieces = tuple(
-            GradPiece(names[p.label], shapes[p.label], p.start, p.stop) for p in buffers[i].pieces
+            GradPiece(names[p.label], shapes[p.label], p.start, p.stop) for p in buffer.pieces
         )
-        found.append(GradBucket(i, i == len(buffers) - 1, flat, pieces, axis_name, count))
-    return found
+        return GradBucket(i, i == last, flat, pieces, axis_name, count)
+
+    numbers = itertools.count(group.first)
+    return list(map(bucket, group.plan.buffers, flats, numbers))
 
 
 def _check_reduced(bucket: GradBucket, flat: Any) -> None:

@@ -29,6 +29,7 @@ from ._mean import mean_and_residual as mean_and_residual
 from ._mean import replica_mean as replica_mean
 from ._order import NoExchangeState as NoExchangeState
 from ._order import no_exchange as no_exchange
+from ._packing import BufferGroup as BufferGroup
 from ._packing import Flats as Flats
 from ._packing import Packing as Packing
 from ._packing import on_blocks as on_blocks

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -67,6 +67,24 @@ def _as_it_is(buffer: Buffer, flat: jax.Array) -> jax.Array:
     return flat
 
 
+class BufferGroup(NamedTuple):
+    """Leaves that are sharded alike inside a replica, and the buffers of each device's blocks.
+
+    Attributes:
+      first: number of the first buffer.
+      leaves: which these are.
+      plan: of the buffers.
+    """
+
+    first: int
+    leaves: BlockGroup
+    plan: BufferPlan
+
+    def mapped(self, fn: Callable[..., Any], flats: Sequence[Any], *whole: Any) -> list[Any]:
+        """`fn(buffer, flat, *whole)` of each buffer."""
+        return [fn(b, flat, *whole) for b, flat in zip(self.plan.buffers, flats, strict=True)]
+
+
 @dataclass(frozen=True)
 class Packing:
     """How trees of one kind become flat buffers.
@@ -88,11 +106,11 @@ class Packing:
         """All buffers, in order."""
         return [buffer for plan in self.plans for buffer in plan.buffers]
 
-    def numbered(self) -> list[tuple[int, BlockGroup, BufferPlan]]:
-        """Each group with its plan, after the number of its first buffer."""
+    def numbered(self) -> list[BufferGroup]:
+        """The groups, in order."""
         counts = [len(plan.buffers) for plan in self.plans]
         firsts = itertools.accumulate(counts[:-1], initial=0)
-        return list(zip(firsts, self.groups, self.plans, strict=True))
+        return list(map(BufferGroup, firsts, self.groups, self.plans))
 
     def pack(self, tree: PyTree, fn: OnBuffer = _as_it_is, *, role: str | None = None) -> Flats:
         """`fn` of every flat buffer of `tree`.
@@ -105,10 +123,10 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def packed(plan: BufferPlan, blocks: list[jax.Array]) -> list[jax.Array]:
-            return [fn(b, flat) for b, flat in zip(plan.buffers, plan.pack(blocks), strict=True)]
+        def packed(own: BufferGroup, blocks: list[jax.Array]) -> list[jax.Array]:
+            return own.mapped(fn, own.plan.pack(blocks))
 
-        return self._each(packed, self.leaves(tree, role), kind="leaves", out="flat")
+        return self.each(packed, self.leaves(tree, role), kinds=["leaves"], out="flat")
 
     def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
         """`fn` of every flat buffer, an array or several.
@@ -116,10 +134,11 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def mapped(plan: BufferPlan, flats: list[jax.Array], *whole: Any) -> list[Any]:
-            return [fn(b, flat, *whole) for b, flat in zip(plan.buffers, flats, strict=True)]
+        def mapped(own: BufferGroup, flats: list[jax.Array], *whole: Any) -> list[Any]:
+            return own.mapped(fn, flats, *whole)
 
-        return self._each(mapped, flats, *whole, kind="flat", out="flat")
+        kinds: list[Kind] = ["flat", *["whole" for _ in whole]]
+        return self.each(mapped, flats, *whole, kinds=kinds, out="flat")
 
     def unpack(self, flats: Flats, fn: OnBuffer = _as_it_is) -> PyTree:
         """The tree of which the flat buffers are `fn` of these, in their dtypes.
@@ -127,10 +146,10 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def unpacked(plan: BufferPlan, flats: list[jax.Array]) -> list[jax.Array]:
-            return plan.unpack([fn(b, x) for b, x in zip(plan.buffers, flats, strict=True)])
+        def unpacked(own: BufferGroup, flats: list[jax.Array]) -> list[jax.Array]:
+            return own.plan.unpack(own.mapped(fn, flats))
 
-        return self.tree(self._each(unpacked, flats, kind="flat", out="leaves"))
+        return self.tree(self.each(unpacked, flats, kinds=["flat"], out="leaves"))
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
         """`tree` with every flat buffer replaced by `fn` of it; see `pack`.
@@ -138,27 +157,35 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def exchanged(plan: BufferPlan, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
-            flats = zip(plan.buffers, plan.pack(blocks), strict=True)
-            return plan.unpack([fn(b, flat, *whole) for b, flat in flats])
+        def exchanged(own: BufferGroup, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
+            return own.plan.unpack(own.mapped(fn, own.plan.pack(blocks), *whole))
 
-        own = self.leaves(tree, role)
-        return self.tree(self._each(exchanged, own, *whole, kind="leaves", out="leaves"))
+        kinds: list[Kind] = ["leaves", *["whole" for _ in whole]]
+        leaves = self.leaves(tree, role)
+        return self.tree(self.each(exchanged, leaves, *whole, kinds=kinds, out="leaves"))
 
-    def _each(
+    def each(
         self,
-        fn: Callable[..., list[Any]],
-        by_group: list[list[jax.Array]],
-        *whole: Any,
-        kind: Kind,
-        out: Kind,
-    ) -> list[list[Any]]:
-        """`fn(plan, arrays, *whole)` of each group's blocks."""
-        kinds: list[Kind] = [kind, *["whole" for _ in whole]]
-        return [
-            on_blocks(group, functools.partial(fn, plan), own, *whole, kinds=kinds, out=out)
-            for group, plan, own in zip(self.groups, self.plans, by_group, strict=True)
-        ]
+        fn: Callable[..., Any],
+        *args: Any,
+        kinds: Sequence[Kind],
+        out: Kind | tuple[Kind, ...],
+    ) -> list[Any]:
+        """`fn(group, ...)` of each group and its blocks, as `on_blocks` calls it.
+
+        Arguments are lists with an entry for each group, but for those that are whole.
+        """
+        found = []
+        for i, group in enumerate(self.numbered()):
+            own = [x if kind == "whole" else x[i] for x, kind in zip(args, kinds, strict=True)]
+            one = functools.partial(fn, group)
+            found.append(on_blocks(group.leaves, one, *own, kinds=kinds, out=out))
+        return found
+
+    def by_group(self, buffers: Sequence[Any]) -> list[list[Any]]:
+        """What there is for each buffer, as a list for each group."""
+        rest = iter(buffers)
+        return [[next(rest) for _ in plan.buffers] for plan in self.plans]
 
     def leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
         """Leaves of each group, on their way into buffers."""

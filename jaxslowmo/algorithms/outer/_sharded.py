@@ -15,7 +15,15 @@ from ...collectives import (
     shard_layout,
 )
 from ...mesh import axis_size
-from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
+from ...transform import (
+    BlockGroup,
+    Exchange,
+    Flats,
+    Packing,
+    Placement,
+    on_blocks,
+    packing_of,
+)
 from ...tree import Buffer, at_least_float32
 from ._anchor import Anchor, of_form
 from ._on_host import join_shards, shard_types, split_shards
@@ -66,10 +74,7 @@ class ShardedAnchor(Anchor):
             return jnp.zeros((layout.rows, layout.lanes), buffer.dtype)
 
         return _joined(
-            [
-                on_blocks(group, lambda p=plan: [zeros(b) for b in p.buffers], kinds=(), out="flat")
-                for group, plan in zip(packing.groups, packing.plans, strict=True)
-            ]
+            packing.each(lambda group: [zeros(b) for b in group.plan.buffers], kinds=(), out="flat")
         )
 
     def average(self, y: PyTree) -> tuple[jax.Array, ...]:
@@ -99,7 +104,7 @@ class ShardedAnchor(Anchor):
         def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
             return all_gather_shards(shard, buffer.num_elements, axes, local)
 
-        return packing.unpack(_by_group(anchor, packing), whole)
+        return packing.unpack(packing.by_group(anchor), whole)
 
     def pin(self, state: PyTree, params: PyTree) -> PyTree:
         """Zeros that an outer optimizer makes have no layout of their own yet.
@@ -159,8 +164,3 @@ class ShardedAnchor(Anchor):
 
 def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
     return tuple(x for own in by_group for x in own)
-
-
-def _by_group(shards: tuple[jax.Array, ...], packing: Packing) -> Flats:
-    rest = iter(shards)
-    return [[next(rest) for _ in plan.buffers] for plan in packing.plans]
