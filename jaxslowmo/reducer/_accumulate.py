@@ -77,8 +77,8 @@ def accumulate(
     schedule = as_schedule(every, "every")
     transform = checked_optax(_OWNER, "inner", inner)
 
-    def zeros(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
+    def zeros(p: jax.Array) -> jax.Array:
+        return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
 
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
@@ -86,7 +86,7 @@ def accumulate(
         reduced = reduced_axes(transform, state, params)
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=vary_over(zeros(params), reduced),
+            total=vary_over(jax.tree.map(zeros, params), reduced),
             weight=vary_over(jnp.zeros([], jnp.float32), common_axes(params) | reduced),
             inner=state,
         )

@@ -214,11 +214,8 @@ def all_reduce_gradients(
         return join(means, rows), AllReduceGradientsState(count, states)
 
     takes = frozenset({"weight", "ready_order", "param_specs"})
-    return GradientTransform(
-        init_fn,
-        update_fn,
-        GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True),
-    )
+    spec = GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True)
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def mean_gradients(

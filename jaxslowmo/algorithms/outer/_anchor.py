@@ -12,14 +12,7 @@ import jax
 import numpy as np
 
 from ..._typing import PyTree
-from ...transform import (
-    Exchange,
-    Placement,
-    carry_leaf,
-    replica_average,
-    replica_mean,
-    stacked,
-)
+from ...transform import Exchange, Placement, carry_leaf, replica_average, replica_mean, stacked
 from ...tree import at_least_float32
 
 

@@ -7,23 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ..._typing import AxisName, PyTree
-from ...collectives import (
-    ShardLayout,
-    all_gather_shards,
-    mean_to_shards,
-    own_shard,
-    shard_layout,
-)
+from ...collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
 from ...mesh import axis_size
-from ...transform import (
-    BlockGroup,
-    Exchange,
-    Flats,
-    Packing,
-    Placement,
-    on_blocks,
-    packing_of,
-)
+from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
 from ...tree import Buffer, at_least_float32
 from ._anchor import Anchor, of_form
 from ._on_host import join_shards, shard_types, split_shards

@@ -37,13 +37,7 @@ from ...transform import (
     require_bound,
     run_if,
 )
-from ...tree import (
-    added,
-    apply_exactly,
-    landing,
-    subtracted,
-    updates_to,
-)
+from ...tree import added, apply_exactly, landing, subtracted, updates_to
 from ._anchor import Anchor
 from ._sharded import ShardedAnchor
 from ._state import ALONE, OuterState
