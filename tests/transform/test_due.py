@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxslowmo as js
 from jaxslowmo.transform._due import run_if, run_one_of
 
 
