@@ -90,8 +90,8 @@ def post_local_gradients(
             return run
 
         operand = updates, state
-        both = [runs(early, "before"), runs(late, "after")]
-        return run_if(is_early(state), *with_equal_entries(both, operand), operand)
+        first, second = with_equal_entries([runs(early, "before"), runs(late, "after")], operand)
+        return run_if(is_early(state), first, second, operand)
 
     def is_early(state: PyTree) -> jax.Array:
         count = increment(state.count)

@@ -110,7 +110,7 @@ def _kept(group: BufferGroup, states: HookStates) -> HookStates:
     return vary_over(jax.tree.map(lambda x: jnp.asarray(x)[None], states), axes)
 
 
-def _taken(group: BufferGroup, states: Sequence[Any]) -> HookStates:
+def _taken(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
     """The inverse of `_kept`."""
     return jax.tree.map(lambda x: x[0], states) if group.leaves.axis_sizes else states
 

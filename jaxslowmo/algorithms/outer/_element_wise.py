@@ -71,7 +71,7 @@ def _whole_and_split(optimizer: optax.GradientTransformation) -> tuple[np.ndarra
     drawn = random.normal(size=(2 + len(_SCALES), size))
     drawn[1:-1] *= np.expand_dims(_SCALES, 1)
     drawn[-1, 0] = np.nan
-    start, *gradients = np.float32(drawn)
+    start, *gradients = drawn.astype(np.float32)
 
     def as_tree(flat: np.ndarray) -> PyTree:
         parts = np.split(flat, [math.prod(_SHAPES["matrix"])])
