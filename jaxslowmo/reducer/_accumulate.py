@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..mesh import match_varying, vary_over
+from ..mesh import axes_of, collective_axes, match_varying, vary_over, varying_axes
 from ..transform import (
     Every,
     GradientTransform,
@@ -28,7 +28,6 @@ from ..tree import (
     widen_updates,
     zeros_like,
 )
-from ._gradient_axes import common_axes, reduced_axes
 
 _OWNER = "accumulate"
 
@@ -83,11 +82,11 @@ def accumulate(
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
         state = transform.init(params)
-        reduced = reduced_axes(transform, state, params)
+        reduced = _reduced_axes(transform, state, params)
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
             total=vary_over(jax.tree.map(zeros, params), reduced),
-            weight=vary_over(jnp.zeros([], jnp.float32), common_axes(params) | reduced),
+            weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
             inner=state,
         )
 
@@ -150,3 +149,33 @@ def _over(total: PyTree, weight: jax.Array) -> PyTree:
     # Over infinity everything is zero, without a choice for every leaf.
     divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
     return jax.tree.map(lambda t: t / divisor(t.dtype), total)
+
+
+def _common_axes(tree: PyTree) -> frozenset[str]:
+    """Axes that all leaves vary over."""
+    each = [varying_axes(leaf) for leaf in jax.tree.leaves(tree)]
+    return frozenset.intersection(*each) if each else frozenset()
+
+
+def _reduced_axes(
+    transform: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
+) -> frozenset[str]:
+    """Axes over which parameters are equal, and gradients, which `transform` reduces there, not.
+
+    Under `shard_map(check_vma=True)`, where a sum of gradients is typed as they are. Everywhere
+    else there are none.
+
+    Args:
+      transform: takes the gradients.
+      state: of it.
+      params: whose gradients they are.
+    """
+    varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
+    unlike = axes_of(varied) - axes_of(params)
+    if not unlike:
+        return unlike
+    try:
+        traced = jax.make_jaxpr(transform.update)(varied, state, params)
+    except TypeError:  # it needs what comes with an update only, such as `value`
+        return frozenset()
+    return unlike & collective_axes(traced.jaxpr)
