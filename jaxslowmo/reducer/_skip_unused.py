@@ -17,7 +17,7 @@ from ..transform import (
     checked_optax,
     spec_of,
 )
-from ..tree import kept_if, leaf_names, parts_of
+from ..tree import leaf_names, parts_of
 from ._all_reduce import AllReduceGradientsState
 
 _OWNER = SKIP_UNUSED
@@ -120,7 +120,7 @@ def skip_unused(
             mask = treedef.unflatten([live[i] for i in range(treedef.num_leaves)])
         # Not in a conditional: `inner` may communicate, and is one program for all parameters.
         updates, after = inner.update(updates, state.inner, params, **extra)
-        updates = jax.tree.map(lambda use, u: kept_if(use, jnp.asarray(u)), mask, updates)
+        updates = jax.tree.map(lambda m, u: jnp.where(m, u, jnp.zeros_like(u)), mask, updates)
         kept = _select(inner, mask, after, state.inner)
         # Sums are typed as equal on all replicas. A state that comes into a shard_map is not.
         used_by = match_varying(used_by, state.used_by)

@@ -52,16 +52,15 @@ class OuterRate(NamedTuple):
     Attributes:
       now: `now(count, told)`: the rate of an update, from how many were before and from what else
         `update` was given.
-      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not;
-        None where it stays.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
       agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own; it is `NO_RATE` where nothing was moved. None where all are told one.
+        its own; it is `NO_RATE` where nothing was moved.
       is_told: whether `update` must be given `learning_rate=`.
     """
 
     now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] | None = None
-    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] | None = None
+    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
+    agree: Callable[..., tuple[Any, jax.Array]] = lambda outer, rate, axes: (outer, rate)
     is_told: bool = False
 
 
@@ -204,8 +203,7 @@ class Outer:
                 # Differentiated as if it counted: what the others took depends on it, too.
                 away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
                 rate = jnp.where(weight > 0, rate, away)
-            if self.rate.observe is not None:
-                state = state._replace(outer=self.rate.observe(state.outer, rate))
+            state = state._replace(outer=self.rate.observe(state.outer, rate))
             if self.rate.is_told and not base.wants_learning_rate:
                 extra.pop("learning_rate")  # a base of one's own need not know of it
         state = state._replace(count=increment(state.count))
@@ -259,9 +257,7 @@ class Outer:
         outer, told = state.outer, {}
         if self.rate is not None and rate is not None:
             # One rate for all, also where each keeps an anchor of its own: they would drift apart.
-            if self.rate.agree is not None:
-                axes = axis_names(self.exchange.axis_name)
-                outer, rate = self.rate.agree(outer, rate, axes)
+            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
             told = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; on shards, where the anchor is sharded.
         step, outer = self.optimizer.update(displacement, outer, state.anchor, **told)
