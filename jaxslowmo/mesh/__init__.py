@@ -22,6 +22,7 @@ from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh
+from ._collective_axes import axes_sent_over as axes_sent_over
 from ._collective_axes import collective_axes as collective_axes
 from ._consensus import Shares as Shares
 from ._consensus import consensus as consensus

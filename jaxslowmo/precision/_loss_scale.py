@@ -10,7 +10,15 @@ import optax
 from jax import lax
 
 from .._typing import AxisName, PyTree
-from ..mesh import axes_of, axis_names, collective_axes, match_varying, require_axes, vary_over
+from ..mesh import (
+    axes_of,
+    axes_sent_over,
+    axis_names,
+    collective_axes,
+    match_varying,
+    require_axes,
+    vary_over,
+)
 from ..transform import (
     GradientTransform,
     ParameterTransform,
@@ -165,17 +173,10 @@ class _LossScale:
         start = DynamicLossScaleState(*self.rule.start(), *skipped, inner)
         # Typed as after an update, which chooses between two: what is asked for over an axis is
         # equal there.
-        return vary_over(start, self._apart_over(params, inner))
-
-    def _apart_over(self, params: PyTree, state: PyTree) -> frozenset[str]:
-        """Axes over which the scale may differ, where values are typed with that."""
-        found = axes_of(params) - set(self.axes)
-        if not found:
-            return found
-        try:
-            return found - self._program(params, state, params, {})[1]
-        except TypeError:  # `optimizer` needs what comes with an update only, such as `value`
-            return found
+        apart = axes_of(params) - set(self.axes)
+        return vary_over(
+            start, apart and apart - axes_sent_over(self.inner.update, params, inner, params)
+        )
 
     def _program(
         self, grads: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..mesh import axes_of, collective_axes, match_varying, vary_over, varying_axes
+from ..mesh import axes_of, axes_sent_over, match_varying, vary_over, varying_axes
 from ..transform import (
     Every,
     GradientTransform,
@@ -172,10 +172,4 @@ def _reduced_axes(
     """
     varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
     unlike = axes_of(varied) - axes_of(params)
-    if not unlike:
-        return unlike
-    try:
-        traced = jax.make_jaxpr(transform.update)(varied, state, params)
-    except TypeError:  # it needs what comes with an update only, such as `value`
-        return frozenset()
-    return unlike & collective_axes(traced.jaxpr)
+    return unlike and unlike & axes_sent_over(transform.update, varied, state, params)
