@@ -1,7 +1,6 @@
 """What transforms that exchange are made of, apart from their algorithms."""
 
 from ._blocks import BlockGroup as BlockGroup
-from ._blocks import block_groups as block_groups
 from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_weight as check_weight
 from ._checks import inside as inside
