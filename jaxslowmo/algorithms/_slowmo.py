@@ -236,7 +236,8 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     is_number = not isinstance(value, bool) and isinstance(
         value, int | float | np.number | np.ndarray | jax.Array
     )
-    if not is_number or np.shape(value) or not _is_real(value):
+    is_real = is_number and jnp.isrealobj(value) and jnp.result_type(value) != jnp.bool_
+    if not is_real or np.shape(value):
         shape = f" of shape {list(np.shape(value))}" if is_number else ""
         raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
     if isinstance(value, Tracer):
@@ -249,10 +250,6 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
             rule = "be finite" if number == math.inf else "be >= 0"
         raise ValueError(f"{argument} must {rule}, got {number}.")
     return number
-
-
-def _is_real(value: Any) -> bool:
-    return jnp.isrealobj(value) and jnp.result_type(value) != jnp.bool_
 
 
 def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
@@ -272,8 +269,6 @@ def _ratio(now: jax.Array, before: jax.Array) -> jax.Array:
 
 def _outer_rate(learning_rate: LearningRate) -> OuterRate:
     """How slow momentum comes to know gamma."""
-    if learning_rate is None:  # D is taken as it is: m has the unit of parameters
-        return OuterRate(lambda count, told: jnp.asarray(1.0))
     if callable(learning_rate):
         schedule = learning_rate
         # Rates that may grow again are watched in every update; see `slow_momentum`.
@@ -285,7 +280,8 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
             'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
             f"{learning_rate!r}."
         )
-    rate = _number("slowmo: `learning_rate`", learning_rate)
+    # None takes D as it is: m has the unit of parameters.
+    rate = 1.0 if learning_rate is None else _number("slowmo: `learning_rate`", learning_rate)
     return OuterRate(lambda count, told: jnp.asarray(rate))
 
 

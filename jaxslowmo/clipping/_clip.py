@@ -10,7 +10,7 @@ import numpy as np
 
 from .._scopes import CLIP
 from .._typing import AxisName, PyTree
-from ..mesh import axis_names, match_varying, require_axes, vary_over, varying_axes
+from ..mesh import axes_of, axis_names, match_varying, require_axes, vary_over
 from ..pipeline import TiedGroup, checked_groups
 from ..sparse import WithRows, is_row_gradient
 from ..transform import (
@@ -20,11 +20,15 @@ from ..transform import (
     check_axis_argument,
     passing_state,
 )
-from ..tree import cast
+from ..tree import cast, parts_of
 from ._counted import OWNER, Counting, check_specs
 from ._norm import global_norm, scaled, widest
 
 _EPSILON = 1e-6  # torch's
+_IN_THE_NORM = (
+    "Axes over which the compiler shards are not mapped: leave them out, since what lies there is "
+    "in the norm already."
+)
 
 
 @passing_state
@@ -118,11 +122,9 @@ def clip_by_global_norm(
     counting = Counting(axes, param_specs, groups, tied_axis_name)
 
     def init_fn(params: PyTree) -> ClipByGlobalNormState:
-        leaves = jax.tree.leaves(params)
-        dtype = widest(leaves)
+        dtype = widest(jax.tree.leaves(params))
         start = ClipByGlobalNormState(jnp.zeros([], dtype), jnp.ones([], dtype))
-        varying = frozenset[str]().union(*map(varying_axes, leaves))
-        return vary_over(start, varying - set(axes))
+        return vary_over(start, axes_of(params) - set(axes))
 
     def update_fn(
         updates: PyTree,
@@ -136,11 +138,16 @@ def clip_by_global_norm(
         if validation is not None and validation.clipped is not None:
             new = match_varying(validation.clipped, state)
             return scaled(updates, new.clip_factor), new
-        _check_mapped(axes)
+        require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, known = _masks(counted, updates), counting.beside_rows(updates)
         with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
             found = global_norm(updates, norm, known.axes, known.shares(updates), masks)
-        new = match_varying(_new_state(found, max_norm, state), state)
+        ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
+        one = jnp.ones_like(ratio)
+        factor = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
+        factor = cast(factor, state.clip_factor.dtype)
+        new = ClipByGlobalNormState(cast(found, state.norm.dtype), factor)
+        new = match_varying(new, state)
         if validation is not None:
             return updates, new
         return scaled(updates, new.clip_factor), new
@@ -155,38 +162,13 @@ def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
     Raises:
       ValueError: there are several.
     """
-
-    def is_one(x: object) -> bool:
-        return isinstance(x, ClipByGlobalNormState)
-
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    found = parts_of(state, ClipByGlobalNormState)
     if len(found) > 1:
         raise ValueError(
             f'{OWNER}: `validate`="after" takes one js.clip_by_global_norm, found {len(found)}. '
             'Several, such as one for each part of an optax.partition, work with validate="before".'
         )
     return found[0] if found else None
-
-
-def _check_mapped(axes: tuple[str, ...]) -> None:
-    try:
-        require_axes(OWNER, "model_axes", axes)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Axes over which the compiler shards are not mapped: leave them out, since "
-            "what lies there is in the norm already."
-        ) from None
-
-
-def _new_state(
-    found: jax.Array, max_norm: Any, state: ClipByGlobalNormState
-) -> ClipByGlobalNormState:
-    ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
-    one = jnp.ones_like(ratio)
-    scale = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
-    return ClipByGlobalNormState(
-        cast(found, state.norm.dtype), cast(scale, state.clip_factor.dtype)
-    )
 
 
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:

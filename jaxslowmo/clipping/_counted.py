@@ -1,6 +1,7 @@
 """Which device counts which leaf, so that each parameter is in a norm once."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +11,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
-from ..mesh import axis_names, axis_size, checks_varying, varying_axes
+from ..mesh import axes_of, axis_names, axis_size, checks_varying, specs_of_leaves
 from ..pipeline import TiedGroup, tied_members
 from ..sparse import WithRows, is_row_gradient
+from ..transform import check_are_specs
 from ..tree import leaf_names
 
 OWNER = "clip_by_global_norm"
@@ -38,7 +40,7 @@ class Counting:
         """The same for gradients with rows of tables beside them, which devices may share, too."""
         if not isinstance(tree, WithRows):
             return self
-        shared = [a for a in tree.inner_axes if a in _varying(tree.rows) and a not in self.axes]
+        shared = [a for a in tree.inner_axes if a in axes_of(tree.rows) and a not in self.axes]
         return replace(self, axes=(*self.axes, *shared))
 
     def shares(self, tree: PyTree) -> list[jax.Array | None]:
@@ -60,14 +62,14 @@ class Counting:
             if stages and self.tied_axis not in axes:
                 me = lax.axis_index(self.tied_axis)
                 conditions.append(~jnp.isin(me, jnp.asarray(stages)))
-            found[key] = _all(conditions)
+            found[key] = functools.reduce(jnp.logical_and, conditions) if conditions else None
         return [found[key] for key in keys]
 
     def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
         """By leaf the axes over which its parts, or what stages have in it, differ."""
         axes = frozenset(a for a in self.axes if axis_size(a) > 1)
         tracked = frozenset(filter(checks_varying, axes))
-        typed = [_varying(leaf) & tracked for leaf in leaves]
+        typed = [axes_of(leaf) & tracked for leaf in leaves]
         if self.param_specs is None:
             if unknown := sorted(axes - tracked):
                 raise ValueError(
@@ -79,7 +81,7 @@ class Counting:
         named = [_named(spec) & axes for spec in self._specs(tree)]
         wrong = [
             f"{name} (over {sorted((own & tracked) - types)})"
-            for name, own, types in zip(_names(tree), named, typed, strict=True)
+            for name, own, types in zip(leaf_names(_one_leaf_each(tree)), named, typed, strict=True)
             if (own & tracked) - types
         ]
         if wrong:
@@ -91,16 +93,15 @@ class Counting:
 
     def _specs(self, tree: PyTree) -> list[P]:
         if isinstance(tree, WithRows):
-            own = P(tuple(sorted(_varying(tree.rows) & set(tree.inner_axes))))
+            own = P(tuple(sorted(axes_of(tree.rows) & set(tree.inner_axes))))
             return [*self._specs(tree.dense), *[own] * len(tree.rows)]
         try:
-            whole = jax.tree.broadcast(self.param_specs, _one_leaf_each(tree), is_leaf=_is_spec)
+            return list(specs_of_leaves(self.param_specs, _one_leaf_each(tree)))
         except ValueError as error:
             raise ValueError(
                 f"{OWNER}: `param_specs` must be a tree of PartitionSpec with the structure of the "
                 f"gradients, or a prefix of it: {error}"
             ) from None
-        return jax.tree.leaves(whole, is_leaf=_is_spec)
 
     def _later_copies(self, tree: PyTree) -> dict[int, tuple[int, ...]]:
         """By position of a leaf the stages on which it is a copy that an earlier stage counts."""
@@ -119,12 +120,7 @@ def check_specs(param_specs: PyTree | None, axes: tuple[str, ...]) -> None:
     """Raise `ValueError` for what is no tree of specs, or says nothing about any of the axes."""
     if param_specs is None:
         return
-    leaves = jax.tree.leaves(param_specs, is_leaf=_is_spec)
-    if wrong := [x for x in leaves if not _is_spec(x)]:
-        raise ValueError(
-            f"{OWNER}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
-            f"{type(wrong[0]).__name__}."
-        )
+    check_are_specs(OWNER, param_specs)
     if not axes:
         raise ValueError(
             f"{OWNER}: `param_specs` say what is sharded over `model_axes`, and none are given: "
@@ -132,16 +128,8 @@ def check_specs(param_specs: PyTree | None, axes: tuple[str, ...]) -> None:
         )
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
 def _named(spec: P) -> frozenset[str]:
     return frozenset(name for entry in spec for name in axis_names(entry or ()))
-
-
-def _varying(leaf: Any) -> frozenset[str]:
-    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(leaf)))
 
 
 def _one_leaf_each(tree: PyTree) -> PyTree:
@@ -149,14 +137,3 @@ def _one_leaf_each(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: x.values if is_row_gradient(x) else x, tree, is_leaf=is_row_gradient
     )
-
-
-def _names(tree: PyTree) -> list[str]:
-    return leaf_names(_one_leaf_each(tree))
-
-
-def _all(conditions: Iterable[jax.Array]) -> jax.Array | None:
-    found = None
-    for condition in conditions:
-        found = condition if found is None else found & condition
-    return found

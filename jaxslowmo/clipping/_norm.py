@@ -35,24 +35,23 @@ def global_norm(
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     largest = np.isinf(norm)
-    parts: dict[int, list[jax.Array]] = {}
-    owners: dict[int, jax.Array | None] = {}
+    parts: dict[int, tuple[jax.Array | None, list[jax.Array]]] = {}
     for leaf, share, mask in zip(leaves, shares, counted, strict=True):
         if jnp.issubdtype(jnp.result_type(leaf.dtype), jnp.inexact):
-            owners[id(share)] = share
-            parts.setdefault(id(share), []).append(_of_leaf(leaf, norm, mask))
+            parts.setdefault(id(share), (share, []))[1].append(_of_leaf(leaf, norm, mask))
     join = jnp.maximum if largest else jnp.add
     wide = widest(leaves)
 
     def joined(found: Sequence[jax.Array]) -> jax.Array:
         return functools.reduce(join, [cast(x, wide) for x in found], jnp.zeros([], wide))
 
-    owned = []
-    for key, own in parts.items():
-        share = owners[key]
-        # For the largest it does not matter how often something is looked at.
-        owned.append(joined(own) if share is None or largest else kept_if(share, joined(own)))
-    total = joined(owned)
+    # For the largest it does not matter how often something is looked at.
+    total = joined(
+        [
+            joined(own) if share is None or largest else kept_if(share, joined(own))
+            for share, own in parts.values()
+        ]
+    )
     if largest:  # not every backend's maximum keeps a NaN
         total = jnp.where(jnp.isnan(total), jnp.inf, total)
     if any(axis_size(axis) > 1 for axis in axes):

@@ -1,5 +1,6 @@
 """Which devices form which axis, and what holds along a mapped axis."""
 
+from ._axes import axes_of as axes_of
 from ._axes import axis_names as axis_names
 from ._axes import axis_size as axis_size
 from ._axes import between_cpu_processes as between_cpu_processes
@@ -21,6 +22,7 @@ from ._broadcast import from_first as from_first
 from ._build import VirtualMesh as VirtualMesh
 from ._build import make_mesh as make_mesh
 from ._build import virtual_mesh as virtual_mesh
+from ._collective_axes import axes_sent_over as axes_sent_over
 from ._collective_axes import collective_axes as collective_axes
 from ._consensus import Shares as Shares
 from ._consensus import consensus as consensus

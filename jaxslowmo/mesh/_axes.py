@@ -32,10 +32,11 @@ def _bound_axes() -> list[str]:
         return [str(name) for name in jax.sharding.get_abstract_mesh().manual_axes]
 
 
-def require_axes(owner: str, argument: str, axis_name: AxisName) -> None:
+def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
     """Raise `ValueError` if any name in `axis_name` is not bound here, saying which are.
 
-    A misspelt axis would otherwise die in a collective with an empty AssertionError.
+    A misspelt axis would otherwise die in a collective with an empty AssertionError. `more` is what
+    else to say.
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
@@ -44,6 +45,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName) -> None:
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
                 "by `js.init(tx, stacked_params, mesh=mesh, axis_name=...)`."
+                f"{more and f' {more}'}"
             )
 
 
@@ -67,6 +69,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     aval = x if is_type else jax.typeof(x)
     tracked = getattr(aval, "manual_axis_type", None)
     return frozenset(tracked.varying if tracked is not None else getattr(aval, "vma", ()))
+
+
+def axes_of(tree: PyTree) -> frozenset[str]:
+    """Axes that some leaf is typed as varying over."""
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
 def checks_varying(name: str) -> bool:

@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 # A conditional inside of others is met once per level.
 _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
@@ -36,6 +38,19 @@ def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> 
     if counts is None:
         _known[jaxpr] = result
     return result
+
+
+def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
+    """Names of the axes over which an update of these arguments communicates.
+
+    None where it needs what comes with an update only, such as `value`.
+
+    Communication: none; it is only traced.
+    """
+    try:
+        return collective_axes(jax.make_jaxpr(update)(*args).jaxpr)
+    except TypeError:
+        return frozenset()
 
 
 def _parts(params: dict[str, Any]) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """A loss scale that follows overflows, around an optimizer that skips those updates."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,23 +10,37 @@ import optax
 from jax import lax
 
 from .._typing import AxisName, PyTree
-from ..mesh import axis_names, collective_axes, match_varying, require_axes, vary_over, varying_axes
+from ..mesh import (
+    axes_of,
+    axes_sent_over,
+    axis_names,
+    collective_axes,
+    match_varying,
+    require_axes,
+    vary_over,
+)
 from ..transform import (
     GradientTransform,
     ParameterTransform,
     Validation,
     check_axis_argument,
     check_weight,
+    checked_optax,
     holds_state,
     increment,
     spec_of,
 )
+from ..tree import parts_of
 from ._overflow import anywhere, as_before_if, overflowed, zero_if
 from ._scale_of import DynamicLossScaleState, scale_state
 from ._scale_rule import Scale, ScaleRule
 from ._scaled_gradients import divided
 
 _OWNER = "dynamic_loss_scale"
+_AS_A_WHOLE = (
+    "Axes over which the compiler shards are not mapped: leave them out, since gradients are "
+    "looked at as a whole there."
+)
 
 
 def dynamic_loss_scale(
@@ -115,23 +130,22 @@ def dynamic_loss_scale(
     )
     if axes != ():
         check_axis_argument(_OWNER, "axes", axes)
-    _check_optimizer(optimizer)
-    return _LossScale(optax.with_extra_args_support(optimizer), axis_names(axes), rule).transform()
+    if isinstance(optimizer, ParameterTransform):
+        raise ValueError(_moves_parameters("a js.ParameterTransform"))
+    inner = checked_optax(_OWNER, "optimizer", optimizer)
+    return _LossScale(inner, axis_names(axes), rule).transform()
 
 
+@dataclass(frozen=True)
 class _LossScale:
     """The transform around `inner`."""
 
-    def __init__(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        axes: tuple[str, ...],
-        rule: ScaleRule,
-    ) -> None:
-        self._inner, self._axes, self._rule = inner, axes, rule
+    inner: optax.GradientTransformationExtraArgs
+    axes: tuple[str, ...]
+    rule: ScaleRule
 
     def transform(self) -> GradientTransform:
-        own = spec_of(self._inner)
+        own = spec_of(self.inner)
         spec = own.around(
             lambda state: state.inner,
             takes=own.takes | {"weight", "finite", "validation", "unscaled"},
@@ -142,24 +156,27 @@ class _LossScale:
         return GradientTransform(self._init, self._update, spec)
 
     def _init(self, params: PyTree) -> DynamicLossScaleState:
-        _check_whole(params)
-        inner = self._inner.init(params)
-        _check_state(inner)
+        if parts_of(params, optax.MaskedNode):
+            raise ValueError(
+                f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
+                "which these hide some: the gradients of those would stay scaled."
+            )
+        inner = self.inner.init(params)
+        if holds_state(inner, "parameters"):
+            raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
+        if scale_state(inner) is not None:
+            raise ValueError(
+                f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
+                "gradients would be divided twice."
+            )
         skipped = jnp.zeros([], jnp.int32), jnp.zeros([], bool)
-        start = DynamicLossScaleState(*self._rule.start(), *skipped, inner)
+        start = DynamicLossScaleState(*self.rule.start(), *skipped, inner)
         # Typed as after an update, which chooses between two: what is asked for over an axis is
         # equal there.
-        return vary_over(start, self._apart_over(params, inner))
-
-    def _apart_over(self, params: PyTree, state: PyTree) -> frozenset[str]:
-        """Axes over which the scale may differ, where values are typed with that."""
-        found = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(params)))
-        if not found:
-            return found
-        try:
-            return found - set(self._axes) - self._program(params, state, params, {})[1]
-        except TypeError:  # `optimizer` needs what comes with an update only, such as `value`
-            return found - set(self._axes)
+        apart = axes_of(params) - set(self.axes)
+        return vary_over(
+            start, apart and apart - axes_sent_over(self.inner.update, params, inner, params)
+        )
 
     def _program(
         self, grads: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
@@ -171,7 +188,7 @@ class _LossScale:
         """
 
         def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            return self._inner.update(grads, state, params, **extra)
+            return self.inner.update(grads, state, params, **extra)
 
         program = jax.jit(update, inline=True)
         return program, collective_axes(program.trace(grads, state).jaxpr.jaxpr)
@@ -188,7 +205,7 @@ class _LossScale:
         validation: Validation | None = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
-        self._check_axes()
+        require_axes(_OWNER, "axes", self.axes, _AS_A_WHOLE)
         share = check_weight(_OWNER, weight)
         found = overflowed(updates)
         if finite is not None:
@@ -202,55 +219,31 @@ class _LossScale:
             extra["grad"] = divided(extra["grad"], state.loss_scale)
         run, inner_axes = self._program(grads, state.inner, params, extra)
         if validation is None or validation.skipped is None:
-            skip = anywhere(found, {*self._axes, *inner_axes}, share)
+            skip = anywhere(found, {*self.axes, *inner_axes}, share)
         else:
             skip = validation.skipped
+
+        def choose(made: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            moved, after = made
+            return zero_if(skip, moved), as_before_if(skip, after, state.inner)
+
         if validation is None:
             # Zeros, not a conditional: what `optimizer` exchanges it exchanges on all devices, and
             # what is not finite does not travel.
-            made = run(zero_if(skip, grads), state.inner)
-            moved, inner = _unless(skip, made, state.inner)
+            moved, inner = choose(run(zero_if(skip, grads), state.inner))
         else:
-            moved, inner = _unless_late(skip, run(grads, state.inner), state.inner)
+            # The optimizer's arithmetic shall be done before `skip` is known. The compiler would
+            # make one loop of it and of a choice; what a conditional is given is there before it.
+            made = run(grads, state.inner)
+            like = jax.eval_shape(choose, made)
+            moved, inner = lax.cond(skip, choose, lambda x: match_varying(x, like), made)
         new = DynamicLossScaleState(
-            *self._rule.after(Scale(*state[:3]), skip),
+            *self.rule.after(Scale(*state[:3]), skip),
             skipped=jnp.where(skip, increment(state.skipped), state.skipped),
             skipped_last=skip,
             inner=inner,
         )
         return moved, match_varying(new, state)
-
-    def _check_axes(self) -> None:
-        try:
-            require_axes(_OWNER, "axes", self._axes)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} Axes over which the compiler shards are not mapped: leave them out, "
-                "since gradients are looked at as a whole there."
-            ) from None
-
-
-_Made = tuple[PyTree, PyTree]  # updates, and the state of the optimizer after them
-
-
-def _unless(skip: jax.Array, made: _Made, before: PyTree) -> _Made:
-    """What was made, or zeros and the state before where `skip`, () bool, is True."""
-    moved, after = made
-    return zero_if(skip, moved), as_before_if(skip, after, before)
-
-
-def _unless_late(skip: jax.Array, made: _Made, before: PyTree) -> _Made:
-    """The same, where the optimizer's arithmetic shall be done before `skip` is known.
-
-    The compiler would make one loop of it and of a choice; what a conditional is given is there
-    before it.
-    """
-
-    def choose(made: _Made) -> _Made:
-        return _unless(skip, made, before)
-
-    like = jax.eval_shape(choose, made)
-    return lax.cond(skip, choose, lambda made: match_varying(made, like), made)
 
 
 def _as_flag(finite: Any) -> jax.Array:
@@ -261,38 +254,6 @@ def _as_flag(finite: Any) -> jax.Array:
             f"{finite!r}."
         )
     return jnp.asarray(finite)
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if isinstance(optimizer, ParameterTransform):
-        raise ValueError(_moves_parameters("a js.ParameterTransform"))
-    if not isinstance(optimizer, optax.GradientTransformation):
-        more = " Of an optax.MultiSteps pass its gradient_transformation()."
-        raise ValueError(
-            f"{_OWNER}: `optimizer` must be an optax transform, got {optimizer!r}."
-            f"{more if isinstance(optimizer, optax.MultiSteps) else ''}"
-        )
-
-
-def _check_state(state: PyTree) -> None:
-    if holds_state(state, "parameters"):
-        raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
-    if scale_state(state) is not None:
-        raise ValueError(
-            f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
-            "gradients would be divided twice."
-        )
-
-
-def _check_whole(params: PyTree) -> None:
-    def is_hidden(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    if any(map(is_hidden, jax.tree.leaves(params, is_leaf=is_hidden))):
-        raise ValueError(
-            f"{_OWNER}: must stand around optax.masked and optax.partition, got parameters of "
-            "which these hide some: the gradients of those would stay scaled."
-        )
 
 
 def _moves_parameters(what: str) -> str:

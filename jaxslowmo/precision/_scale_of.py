@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from .._typing import PyTree
+from ..tree import parts_of
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -23,17 +24,13 @@ class DynamicLossScaleState(NamedTuple):
         return self.loss_scale
 
 
-def _is_one(x: object) -> bool:
-    return isinstance(x, DynamicLossScaleState)
-
-
 def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
     """The state of the `dynamic_loss_scale` in the state of an optimizer; None without one.
 
     Raises:
       ValueError: there are several.
     """
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_one) if _is_one(x)]
+    found = parts_of(opt_state, DynamicLossScaleState)
     if len(found) > 1:
         raise ValueError(
             "dynamic_loss_scale: an optimizer must hold one loss scale, by which the loss is "
@@ -89,7 +86,7 @@ def check_place(opt_state: PyTree) -> None:
         return type(x).__name__ in _NOT_AROUND
 
     for x in jax.tree.leaves(opt_state, is_leaf=stands_around):
-        if stands_around(x) and any(map(_is_one, jax.tree.leaves(tuple(x), is_leaf=_is_one))):
+        if stands_around(x) and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
                 f"dynamic_loss_scale: stands inside of {_NOT_AROUND[type(x).__name__]}: put it "
                 "inside of js.dynamic_loss_scale instead, or leave it out."

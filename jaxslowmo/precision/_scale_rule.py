@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._integers import as_int
+from .._integers import checked_int
 
 _OWNER = "dynamic_loss_scale"
 
@@ -36,36 +36,29 @@ class ScaleRule:
     def __post_init__(self) -> None:
         """Raise `ValueError` for what would let the scale fall to 0, rise to infinity or stay."""
         for name in ("growth_interval", "hysteresis"):
-            value = getattr(self, name)
-            number = as_int(value, 1)
-            if number is None:
-                raise ValueError(f"{_OWNER}: `{name}` must be an int >= 1, got {value!r}.")
+            number = checked_int(f"{_OWNER}: `{name}`", getattr(self, name), 1)
             object.__setattr__(self, name, number)  # as a plain int, whatever it was
         for name in ("initial", "growth", "backoff", "min_scale", "max_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise ValueError(f"{_OWNER}: `{name}` must be a number, got {value!r}.")
-        if not 1 < self.growth < math.inf:
-            raise ValueError(f"{_OWNER}: `growth` must be > 1 and finite, got {self.growth}.")
-        if not 0 < self.backoff < 1:
-            raise ValueError(f"{_OWNER}: `backoff` must be in (0, 1), got {self.backoff}.")
         tiny, huge = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
-        if not self.min_scale >= tiny:
-            raise ValueError(
-                f"{_OWNER}: `min_scale` must be > 0 in float32, {tiny:g} at least, got "
-                f"{self.min_scale}."
-            )
-        # One growth may lead beyond `max_scale`, and must not lead to infinity.
-        if not self.max_scale * self.growth <= huge:
-            raise ValueError(
-                f"{_OWNER}: `max_scale` * `growth` must be finite in float32, got "
-                f"{self.max_scale} * {self.growth}."
-            )
-        if not self.min_scale <= self.initial <= self.max_scale:
-            raise ValueError(
-                f"{_OWNER}: `initial` must be between `min_scale`={self.min_scale} and "
-                f"`max_scale`={self.max_scale}, got {self.initial}."
-            )
+        least, most, growth = self.min_scale, self.max_scale, self.growth
+        between = f"`min_scale`={least} and `max_scale`={most}"
+        for holds, rule, value in (
+            (1 < growth < math.inf, "`growth` must be > 1 and finite", growth),
+            (0 < self.backoff < 1, "`backoff` must be in (0, 1)", self.backoff),
+            (least >= tiny, f"`min_scale` must be > 0 in float32, {tiny:g} at least", least),
+            # One growth may lead beyond `max_scale`, and must not lead to infinity.
+            (
+                most * growth <= huge,
+                "`max_scale` * `growth` must be finite in float32",
+                f"{most} * {growth}",
+            ),
+            (least <= self.initial <= most, f"`initial` must be between {between}", self.initial),
+        ):
+            if not holds:
+                raise ValueError(f"{_OWNER}: {rule}, got {value}.")
 
     def start(self) -> Scale:
         """Before the first update."""

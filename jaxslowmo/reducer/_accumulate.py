@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 
 from .._typing import PyTree
-from ..mesh import match_varying, vary_over
+from ..mesh import axes_of, axes_sent_over, match_varying, vary_over, varying_axes
 from ..transform import (
     Every,
-    GradientSpec,
     GradientTransform,
     as_schedule,
     check_weight,
+    checked_optax,
     increment,
     run_if,
     spec_of,
@@ -28,7 +28,6 @@ from ..tree import (
     widen_updates,
     zeros_like,
 )
-from ._gradient_axes import common_axes, reduced_axes
 
 _OWNER = "accumulate"
 
@@ -75,21 +74,19 @@ def accumulate(
     Source: torch 2.13, `DistributedDataParallel.no_sync`.
     """
     schedule = as_schedule(every, "every")
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(f"{_OWNER}: `inner` must be an optax transform, got {inner!r}.")
-    transform = optax.with_extra_args_support(inner)
+    transform = checked_optax(_OWNER, "inner", inner)
 
-    def zeros(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
+    def zeros(p: jax.Array) -> jax.Array:
+        return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
 
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
         state = transform.init(params)
-        reduced = reduced_axes(transform, state, params)
+        reduced = _reduced_axes(transform, state, params)
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=vary_over(zeros(params), reduced),
-            weight=vary_over(jnp.zeros([], jnp.float32), common_axes(params) | reduced),
+            total=vary_over(jax.tree.map(zeros, params), reduced),
+            weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
             inner=state,
         )
 
@@ -129,16 +126,14 @@ def accumulate(
 
         return run_if(schedule(count) if step is None else step, update, collect, state)
 
-    return GradientTransform(init_fn, update_fn, _spec(spec_of(inner), schedule))
-
-
-def _spec(inner: GradientSpec, schedule: Every) -> GradientSpec:
-    return inner.around(
+    own = spec_of(inner)
+    spec = own.around(
         lambda state: state.inner,
         lambda state: schedule(increment(state.count)),
-        takes=inner.takes | {"weight"},
+        takes=own.takes | {"weight"},
         of_rows=False,
     )
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
@@ -154,3 +149,27 @@ def _over(total: PyTree, weight: jax.Array) -> PyTree:
     # Over infinity everything is zero, without a choice for every leaf.
     divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
     return jax.tree.map(lambda t: t / divisor(t.dtype), total)
+
+
+def _common_axes(tree: PyTree) -> frozenset[str]:
+    """Axes that all leaves vary over."""
+    each = [varying_axes(leaf) for leaf in jax.tree.leaves(tree)]
+    return frozenset.intersection(*each) if each else frozenset()
+
+
+def _reduced_axes(
+    transform: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
+) -> frozenset[str]:
+    """Axes over which parameters are equal, and gradients, which `transform` reduces there, not.
+
+    Under `shard_map(check_vma=True)`, where a sum of gradients is typed as they are. Everywhere
+    else there are none.
+
+    Args:
+      transform: takes the gradients.
+      state: of it.
+      params: whose gradients they are.
+    """
+    varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
+    unlike = axes_of(varied) - axes_of(params)
+    return unlike and unlike & axes_sent_over(transform.update, varied, state, params)

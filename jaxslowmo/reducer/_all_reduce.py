@@ -1,20 +1,26 @@
 """Bucketed gradient all-reduce."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._integers import as_int
+from .._integers import checked_int
 from .._scopes import ALL_REDUCE_GRADIENTS
 from .._typing import AxisName, PyTree
 from .._warn import warn_once
-from ..mesh import axis_names, axis_size, checks_varying, require_axes, vary_over, varying_axes
+from ..mesh import (
+    axes_of,
+    axis_names,
+    axis_size,
+    checks_varying,
+    require_axes,
+    vary_over,
+    varying_axes,
+)
 from ..sparse import DivideBy, mean_rows, split_rows
 from ..transform import (
-    Exchange,
     GradientSpec,
     GradientTransform,
     LayoutNotice,
@@ -25,8 +31,7 @@ from ..transform import (
     increment,
 )
 from ..tree import MIB, check_floating, leaf_names
-from ._bucket_layout import BucketLayout, Order, check_order
-from ._gradient_axes import axes_of
+from ._bucket_layout import BucketLayout, Order, checked_order
 from ._hook import CommHook, check_hook
 from ._reduce_buckets import init_hook, reduce_plainly, reduce_with_hook
 
@@ -119,18 +124,30 @@ def all_reduce_gradients(
       `DistributedDataParallel` and `Join` (weights of 0 and 1).
     """
     over = checked_exchange(_OWNER, axis_name, None, param_specs)
+    if max_buckets is not None:
+        max_buckets = checked_int(f"{_OWNER}: `max_buckets`", max_buckets, 1)
+    if alone_bytes is not None:
+        alone_bytes = checked_bytes(_OWNER, "alone_bytes", alone_bytes)
+        if split_large:
+            raise ValueError(
+                f"{_OWNER}: `alone_bytes` keeps large leaves whole, so not with `split_large`; "
+                f"got {alone_bytes} and split_large=True."
+            )
     layout = BucketLayout(
         limits=(
             checked_bytes(_OWNER, "first_bucket_bytes", first_bucket_bytes),
             checked_bytes(_OWNER, "bucket_bytes", bucket_bytes),
         ),
-        order=order,
+        order=checked_order(_OWNER, order),
         buckets=None if buckets is None else tuple(map(tuple, buckets)),
         max_buckets=max_buckets,
         alone_bytes=alone_bytes,
         split_large=split_large,
     )
-    layout = _checked(layout, hook, divide_by)
+    if hook is not None:
+        check_hook(_OWNER, hook)
+    if divide_by not in ("initial", "active"):
+        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
     by_initial = divide_by == "initial"
     warn = warn_once()
     notice = LayoutNotice(_OWNER, over, warn)
@@ -139,7 +156,14 @@ def all_reduce_gradients(
         notice.at_init()
         if hook is None:
             return AllReduceGradientsState()
-        states = _init_hook_states(hook, layout, params, over)
+        states: PyTree = ()
+        # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
+        if jax.tree.leaves(params):
+            require_axes(_OWNER, "axis_name", axis_name)
+            check_floating(_OWNER, params)
+            states = init_hook(hook, layout.planned(params, param_specs), axis_name)
+            # Gradients of parameters that are sharded over other axes differ there too.
+            states = vary_over(states, axes_of(params) - set(axis_names(axis_name)))
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
@@ -162,7 +186,12 @@ def all_reduce_gradients(
         known = over
         if hook is not None and jax.tree.leaves(state.hook):
             # Its buckets are those of `init`, which was not told.
-            _check_order_is_known(ready_order, order)
+            if ready_order is not None and order == "reverse":
+                raise ValueError(
+                    f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when "
+                    'the state is made, before make_train_step(order="ready") knows them: pass '
+                    "order=js.ready_order(loss_fn, params, batch) here instead."
+                )
         elif param_specs is not None:
             known = over.with_specs(param_specs)
         if known.param_specs is None:
@@ -181,11 +210,8 @@ def all_reduce_gradients(
         return join(means, rows), AllReduceGradientsState(count, states)
 
     takes = frozenset({"weight", "ready_order", "param_specs"})
-    return GradientTransform(
-        init_fn,
-        update_fn,
-        GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True),
-    )
+    spec = GradientSpec(axes=axis_names(axis_name), takes=takes, of_rows=True)
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def mean_gradients(
@@ -201,49 +227,6 @@ def mean_gradients(
     buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
     with jax.named_scope(_OWNER):
         return reduce_plainly(buckets, grads, axis_name, None, True)
-
-
-def _init_hook_states(
-    hook: CommHook, layout: BucketLayout, params: PyTree, over: Exchange
-) -> PyTree:
-    """The states of a hook, one per bucket."""
-    # optax.tree_utils.tree_map_params inits with an empty tree, which no order fits.
-    if not jax.tree.leaves(params):
-        return ()
-    require_axes(_OWNER, "axis_name", over.axis_name)
-    check_floating(_OWNER, params)
-    states = init_hook(hook, layout.planned(params, over.param_specs), over.axis_name)
-    # Gradients of parameters that are sharded over other axes differ there too.
-    return vary_over(states, axes_of(params) - set(axis_names(over.axis_name)))
-
-
-def _checked(layout: BucketLayout, hook: CommHook | None, divide_by: str) -> BucketLayout:
-    """Return `layout` with plain ints; raise `ValueError` for an option that cannot be."""
-    check_order(_OWNER, layout.order)
-    if hook is not None:
-        check_hook(_OWNER, hook)
-    if divide_by not in ("initial", "active"):
-        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
-    most, alone = layout.max_buckets, layout.alone_bytes
-    max_buckets = None if most is None else as_int(most, 1)
-    alone_bytes = None if alone is None else as_int(alone, 0)
-    if most is not None and max_buckets is None:
-        raise ValueError(f"{_OWNER}: `max_buckets` must be an int >= 1, got {most!r}.")
-    if alone is not None and (alone_bytes is None or layout.split_large):
-        raise ValueError(
-            f"{_OWNER}: `alone_bytes` must be a size in bytes >= 0 that keeps large leaves whole, "
-            f"so not with `split_large`; got {alone!r} and split_large={layout.split_large}."
-        )
-    return replace(layout, max_buckets=max_buckets, alone_bytes=alone_bytes)
-
-
-def _check_order_is_known(ready_order: Sequence[int] | None, order: Order) -> None:
-    if ready_order is not None and order == "reverse":
-        raise ValueError(
-            f"{_OWNER}: `hook` keeps state per bucket, so the buckets must be known when the state "
-            'is made, before make_train_step(order="ready") knows them: pass '
-            "order=js.ready_order(loss_fn, params, batch) here instead."
-        )
 
 
 def _check_state(state: PyTree) -> None:

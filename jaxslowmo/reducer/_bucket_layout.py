@@ -1,66 +1,17 @@
 """Which gradients lie in which bucket."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
-from .._scopes import GRADIENTS
 from .._typing import PyTree
 from ..mesh import typed_specs
-from ..transform import BlockGroup, block_groups
-from ..tree import BufferPlan, leaf_names, note_buffers, plan_buffers
+from ..transform import Packing, planned_by_group
+from ..tree import BufferPlan, leaf_names, plan_buffers
 
 Order = Literal["reverse", "forward"] | Sequence[int | str]
-
-
-class BucketGroup(NamedTuple):
-    """Buckets of leaves that are sharded alike inside a replica: of each device's own blocks.
-
-    Attributes:
-      leaves: which these are.
-      plan: of the buckets, over a list of the blocks.
-      names: of the leaves.
-      first: number of the first bucket.
-    """
-
-    leaves: BlockGroup
-    plan: BufferPlan
-    names: tuple[str, ...]
-    first: int
-
-
-class Buckets(NamedTuple):
-    """All buckets of a tree of gradients.
-
-    Attributes:
-      treedef: of the gradients.
-      groups: of leaves that are sharded alike; one where none are sharded.
-    """
-
-    treedef: Any
-    groups: tuple[BucketGroup, ...]
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return sum(len(group.plan.buffers) for group in self.groups)
-
-    def each(self, fn: Callable[[BucketGroup, list[Any]], Any], grads: PyTree) -> list[Any]:
-        """`fn` of each group and its leaves."""
-        leaves = self.treedef.flatten_up_to(grads)
-        for group in self.groups:
-            note_buffers(GRADIENTS, group.plan, group.names)
-        return [fn(group, [leaves[i] for i in group.leaves.indices]) for group in self.groups]
-
-    def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
-        """The gradients, of the leaves of all groups."""
-        leaves: list[Any] = [None] * self.treedef.num_leaves
-        for group, own in zip(self.groups, by_group, strict=True):
-            for i, leaf in zip(group.leaves.indices, own, strict=True):
-                leaves[i] = leaf
-        return self.treedef.unflatten(leaves)
 
 
 @dataclass(frozen=True)
@@ -79,8 +30,8 @@ class BucketLayout:
         grads: PyTree,
         param_specs: PyTree | None = None,
         ready_order: Sequence[int] | None = None,
-    ) -> Buckets:
-        """The buckets of `grads`.
+    ) -> Packing:
+        """The buckets of `grads`; where leaves are sharded, of each device's own blocks.
 
         Args:
           grads: arrays or types.
@@ -97,68 +48,46 @@ class BucketLayout:
         if self.buckets is not None:
             explicit = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
             plan_buffers(grads, buckets=explicit)  # whether all leaves are there, once
-        order = None if explicit else self._order(names, ready_order)
-        groups, first = [], 0
-        for group in block_groups(grads, specs):
-            plan = self._plan(group, leaves, explicit, order)
-            own = tuple(names[i] for i in group.indices)
-            groups.append(BucketGroup(group, plan, own, first))
-            first += len(plan.buffers)
-        return Buckets(treedef, tuple(groups))
+        order = () if explicit else self._order(names, ready_order)
 
-    def _plan(
-        self,
-        group: BlockGroup,
-        leaves: Sequence[Any],
-        explicit: list[list[int]] | None,
-        order: Sequence[int] | None,
-    ) -> BufferPlan:
-        """The buckets of one group's blocks, which are alike on all devices."""
-        shapes = zip(group.indices, group.block_shapes(), strict=True)
-        blocks = [jax.ShapeDtypeStruct(shape, leaves[i].dtype) for i, shape in shapes]
-        place = {i: k for k, i in enumerate(group.indices)}
-        if explicit is not None:
-            own = [[place[i] for i in bucket if i in place] for bucket in explicit]
-            return plan_buffers(blocks, buckets=[bucket for bucket in own if bucket])
-        assert order is not None, "there is one where buckets were not given"
-        return plan_buffers(
-            blocks,
-            limits=self.limits,
-            order=[place[i] for i in order if i in place],
-            max_buckets=self.max_buckets,
-            alone_bytes=self.alone_bytes,
-            split_large=self.split_large,
-        )
+        def plan(blocks: list[Any], place: Mapping[int, int]) -> BufferPlan:
+            if explicit is not None:
+                own = [[place[i] for i in bucket if i in place] for bucket in explicit]
+                return plan_buffers(blocks, buckets=[bucket for bucket in own if bucket])
+            return plan_buffers(
+                blocks,
+                limits=self.limits,
+                order=[place[i] for i in order if i in place],
+                max_buckets=self.max_buckets,
+                alone_bytes=self.alone_bytes,
+                split_large=self.split_large,
+            )
+
+        return planned_by_group(treedef, leaves, specs, plan)
 
     def _order(self, names: Sequence[str], ready_order: Sequence[int] | None) -> Sequence[int]:
         if ready_order is not None and self.order == "reverse":
             return _leaf_positions("ready_order", ready_order, names, whole=True)
-        if self.order == "reverse":
-            return range(len(names))[::-1]
-        if self.order == "forward":
-            return range(len(names))
+        if self.order in ("reverse", "forward"):
+            return range(len(names))[:: -1 if self.order == "reverse" else 1]
         return _leaf_positions("order", self.order, names, whole=True)
 
 
-def check_order(owner: str, order: object) -> None:
-    """At construction: `ValueError` unless it can be an order."""
-    if isinstance(order, str):
-        if order == "ready":
-            raise ValueError(
-                f'{owner}: `order`="ready" is known once the step is traced: use '
-                'js.make_train_step(order="ready"), or pass order=js.ready_order(loss_fn, params, '
-                "batch)."
-            )
-        if order not in ("reverse", "forward"):
-            raise ValueError(
-                f'{owner}: `order` must be "reverse", "forward" or a sequence of leaves, got '
-                f"{order!r}."
-            )
-    elif not isinstance(order, Sequence):
+def checked_order(owner: str, order: Order) -> Order:
+    """At construction: return `order`; raise `ValueError` unless it can be one."""
+    if isinstance(order, str) and order == "ready":
+        raise ValueError(
+            f'{owner}: `order`="ready" is known once the step is traced: use '
+            'js.make_train_step(order="ready"), or pass order=js.ready_order(loss_fn, params, '
+            "batch)."
+        )
+    is_known = order in ("reverse", "forward") if isinstance(order, str) else True
+    if not is_known or not isinstance(order, Sequence):
         raise ValueError(
             f'{owner}: `order` must be "reverse", "forward" or a sequence of leaf positions or '
-            f"names, got {type(order).__name__}."
+            f"names, got {order!r}."
         )
+    return order
 
 
 def _leaf_positions(

@@ -71,12 +71,9 @@ class GradBucket:
 
     def split(self, flat: jax.Array) -> list[jax.Array]:
         """`flat` as arrays in the shapes of the gradients, 1-D for parts of a split one."""
-        sizes = [piece.stop - piece.start for piece in self.pieces]
-        ends = np.cumsum([0, *sizes])
-        return [
-            flat[a:b].reshape(piece.part_shape)
-            for a, b, piece in zip(ends[:-1], ends[1:], self.pieces, strict=True)
-        ]
+        ends = np.cumsum([piece.stop - piece.start for piece in self.pieces])
+        parts = zip(jnp.split(flat, ends[:-1]), self.pieces, strict=True)
+        return [part.reshape(piece.part_shape) for part, piece in parts]
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The inverse of `split`."""
@@ -121,6 +118,16 @@ def stateless(reduce: Callable[[GradBucket], jax.Array]) -> CommHook:
     if not callable(reduce):
         raise ValueError(f"stateless: `reduce` must be callable, got {type(reduce).__name__}.")
     return CommHook(lambda bucket: (), lambda bucket, state: (reduce(bucket), state))
+
+
+def check_dtype(owner: str, bucket: GradBucket, dtypes: Sequence[str]) -> None:
+    """At trace time: raise `ValueError` for a bucket of another dtype."""
+    if bucket.dtype.name not in dtypes:
+        names = ", ".join(piece.name for piece in bucket.pieces)
+        raise ValueError(
+            f"{owner}: gradients must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got "
+            f"{bucket.dtype} ({names})."
+        )
 
 
 def check_hook(owner: str, hook: object) -> None:

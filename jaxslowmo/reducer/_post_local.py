@@ -1,6 +1,5 @@
 """Post-local SGD: gradients are averaged over all replicas first, over fewer or none later."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from ..transform import (
     Every,
     GradientSpec,
     GradientTransform,
+    checked_optax,
     gradient_state,
     increment,
     is_identity,
@@ -68,11 +68,8 @@ def post_local_gradients(
     """
     if not isinstance(schedule, Every):
         raise ValueError(f"{_OWNER}: `schedule` must be js.every(k, start=...), got {schedule!r}.")
-    for name, tx in (("before", before), ("after", after)):
-        if not isinstance(tx, optax.GradientTransformation) and (name, tx) != ("after", None):
-            raise ValueError(f"{_OWNER}: `{name}` must be an optax transform, got {tx!r}.")
-    early = optax.with_extra_args_support(before)
-    late = optax.with_extra_args_support(optax.identity() if after is None else after)
+    early = checked_optax(_OWNER, "before", before)
+    late = checked_optax(_OWNER, "after", optax.identity() if after is None else after)
 
     def init_fn(params: PyTree) -> PostLocalGradientsState:
         return PostLocalGradientsState(
@@ -84,34 +81,25 @@ def post_local_gradients(
     ) -> tuple[PyTree, PyTree]:
         count = increment(state.count)
 
-        def run_early(operand: tuple[PyTree, PostLocalGradientsState]):
-            grads, s = operand
-            grads, inner = early.update(grads, s.before, params, **extra)
-            return grads, s._replace(count=count, before=inner)
+        def runs(tx: optax.GradientTransformationExtraArgs, field: str):
+            def run(operand: tuple[PyTree, PostLocalGradientsState]):
+                grads, s = operand
+                grads, inner = tx.update(grads, getattr(s, field), params, **extra)
+                return grads, s._replace(count=count, **{field: inner})
 
-        def run_late(operand: tuple[PyTree, PostLocalGradientsState]):
-            grads, s = operand
-            grads, inner = late.update(grads, s.after, params, **extra)
-            return grads, s._replace(count=count, after=inner)
+            return run
 
         operand = updates, state
-        first, second = with_equal_entries([run_early, run_late], operand)
+        first, second = with_equal_entries([runs(early, "before"), runs(late, "after")], operand)
         return run_if(is_early(state), first, second, operand)
 
     def is_early(state: PyTree) -> jax.Array:
         count = increment(state.count)
         return ~(count > min(schedule.start, jnp.iinfo(count.dtype).max))
 
-    return GradientTransform(init_fn, update_fn, _either(spec_of(before), after, is_early))
-
-
-def _either(
-    before: GradientSpec,
-    after: optax.GradientTransformation | None,
-    is_early: Callable[[PyTree], jax.Array],
-) -> GradientSpec:
-    """What the two say together, of which each update calls one."""
-    early = before.around(lambda state: state.before, is_early)
-    late = GradientSpec(of_rows=True) if after is None or is_identity(after) else spec_of(after)
-    late = late.around(lambda state: state.after, lambda state: ~is_early(state))
-    return joined([early, late]).around(lambda state: (state, state))
+    # Of the two each update calls one.
+    spec_after = GradientSpec(of_rows=True) if is_identity(late) else spec_of(late)
+    first = spec_of(before).around(lambda state: state.before, is_early)
+    second = spec_after.around(lambda state: state.after, lambda state: ~is_early(state))
+    spec = joined([first, second]).around(lambda state: (state, state))
+    return GradientTransform(init_fn, update_fn, spec)

@@ -9,17 +9,16 @@ from jax import lax
 
 from .._scopes import SKIP_UNUSED
 from .._typing import AxisName, PyTree
-from ..mesh import axis_names, axis_size, match_varying, require_axes, settle, vary_over
+from ..mesh import axes_of, axis_names, axis_size, match_varying, require_axes, settle, vary_over
 from ..transform import (
-    GradientSpec,
     GradientTransform,
     ParameterTransform,
     check_axis_argument,
+    checked_optax,
     spec_of,
 )
-from ..tree import leaf_names
+from ..tree import leaf_names, parts_of
 from ._all_reduce import AllReduceGradientsState
-from ._gradient_axes import axes_of
 
 _OWNER = SKIP_UNUSED
 
@@ -88,18 +87,14 @@ def skip_unused(
             f"{_OWNER}: `inner` must be an optimizer; put the parameter transform behind it: "
             "js.chain(js.skip_unused(optimizer, axis_name), transform)."
         )
-    if not isinstance(inner, optax.GradientTransformation):
-        raise ValueError(
-            f"{_OWNER}: `inner` must be an optax transform, got {type(inner).__name__}."
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = checked_optax(_OWNER, "inner", inner)
 
     def init_fn(params: PyTree) -> SkipUnusedState:
         state = inner.init(params)
         count = len(jax.tree.leaves(params))
         _select(inner, jax.tree.map(lambda _: True, params), state, state)
-        others = axes_of(params) - set(axis_names(axis_name))
-        zeros = vary_over(jnp.zeros(count, jnp.int32), others)
+        zeros = jnp.zeros(count, jnp.int32)
+        zeros = vary_over(zeros, axes_of(params) - set(axis_names(axis_name)))
         return SkipUnusedState(zeros - 1, zeros, state)
 
     def update_fn(
@@ -125,23 +120,21 @@ def skip_unused(
             mask = treedef.unflatten([live[i] for i in range(treedef.num_leaves)])
         # Not in a conditional: `inner` may communicate, and is one program for all parameters.
         updates, after = inner.update(updates, state.inner, params, **extra)
-        updates = jax.tree.map(_keep, mask, updates, jax.tree.map(jnp.zeros_like, updates))
+        updates = jax.tree.map(lambda m, u: jnp.where(m, u, jnp.zeros_like(u)), mask, updates)
         kept = _select(inner, mask, after, state.inner)
         # Sums are typed as equal on all replicas. A state that comes into a shard_map is not.
         used_by = match_varying(used_by, state.used_by)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
-    return GradientTransform(init_fn, update_fn, _spec(spec_of(inner)))
-
-
-def _spec(inner: GradientSpec) -> GradientSpec:
-    return inner.around(
+    own = spec_of(inner)
+    spec = own.around(
         lambda state: state.inner,
-        takes=inner.takes | {"weight"},
+        takes=own.takes | {"weight"},
         skips=True,
         returns_updates=True,
         of_rows=False,
     )
+    return GradientTransform(init_fn, update_fn, spec)
 
 
 def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[str]:
@@ -163,8 +156,7 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
 
     Communication: none.
     """
-    is_one = lambda x: isinstance(x, SkipUnusedState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    found = parts_of(state, SkipUnusedState)
     if len(found) != 1:
         raise ValueError(
             f"`state` must hold one SkipUnusedState, of js.skip_unused, got {len(found)}."
@@ -188,10 +180,6 @@ def _first_replica(x: jax.Array) -> Any:
     return found.reshape(-1, found.shape[-1])[0] if found.size else found.reshape(-1)
 
 
-def _keep(use: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(use, new, old)
-
-
 def _sum(mine: list[Any], axis_name: AxisName) -> jax.Array:
     """(leaves,) int32, over how many replicas each is True."""
     if not mine:
@@ -213,29 +201,27 @@ def _per_leaf(used: PyTree, updates: PyTree) -> list[Any]:
     if wrong:
         raise ValueError(f"{_OWNER}: `used` must hold bools of shape (), got {', '.join(wrong)}.")
     try:
-        spread = jax.tree.map(lambda u, part: jax.tree.map(lambda _: u, part), used, updates)
+        return jax.tree.leaves(jax.tree.broadcast(used, updates))
     except ValueError as error:
         raise ValueError(
             f"{_OWNER}: `used` must be a tree of bools like the gradients, or a prefix of it, got "
             f"{jax.tree.structure(used)} for {jax.tree.structure(updates)}."
         ) from error
-    return jax.tree.leaves(spread)
-
-
-def _without_reduction(state: PyTree) -> PyTree:
-    """`state` with None for those of `all_reduce_gradients`, which belong to no parameter."""
-    is_one = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731
-    return jax.tree.map(lambda x: None if is_one(x) else x, state, is_leaf=is_one)
 
 
 def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:
     """State of `inner`: entries of a parameter from `new` where `mask`, else from `old`."""
     is_hole = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    is_reduction = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731
+
+    def without_reduction(state: PyTree) -> PyTree:  # what belongs to no parameter
+        return jax.tree.map(lambda x: None if is_reduction(x) else x, state, is_leaf=is_reduction)
+
     try:
         masks = optax.tree_utils.tree_map_params(
-            lambda params: _without_reduction(inner.init(params)),
+            lambda params: without_reduction(inner.init(params)),
             lambda entry, use: entry if is_hole(entry) else use,
-            _without_reduction(new),
+            without_reduction(new),
             mask,
             transform_non_params=lambda _: True,
             is_leaf=is_hole,
@@ -247,6 +233,6 @@ def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old:
         ) from error
 
     def choose(use: Any, new: Any, old: Any) -> Any:
-        return new if use is None or use is True else _keep(use, new, old)
+        return new if use is None or use is True else jnp.where(use, new, old)
 
     return jax.tree.map(choose, masks, new, old, is_leaf=lambda x: x is None)

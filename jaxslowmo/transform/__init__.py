@@ -1,7 +1,6 @@
 """What transforms that exchange are made of, apart from their algorithms."""
 
 from ._blocks import BlockGroup as BlockGroup
-from ._blocks import block_groups as block_groups
 from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_weight as check_weight
 from ._checks import inside as inside
@@ -25,14 +24,15 @@ from ._due import every as every
 from ._due import increment as increment
 from ._due import instants as instants
 from ._due import is_due as is_due
-from ._due import known_exchange as known_exchange
 from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._exchange import Exchange as Exchange
+from ._exchange import check_are_specs as check_are_specs
 from ._exchange import check_axis_argument as check_axis_argument
 from ._exchange import checked_bytes as checked_bytes
 from ._exchange import checked_exchange as checked_exchange
+from ._exchange import checked_optax as checked_optax
 from ._gradients import GradientSpec as GradientSpec
 from ._gradients import GradientTransform as GradientTransform
 from ._gradients import OwnReductionState as OwnReductionState
@@ -47,10 +47,12 @@ from ._isolated import isolated as isolated
 from ._isolated import unseen_zero as unseen_zero
 from ._mean import mean_and_residual as mean_and_residual
 from ._mean import replica_mean as replica_mean
+from ._packing import BufferGroup as BufferGroup
 from ._packing import Flats as Flats
 from ._packing import Packing as Packing
 from ._packing import on_blocks as on_blocks
 from ._packing import packing_of as packing_of
+from ._packing import planned_by_group as planned_by_group
 from ._parameter_transform import ParameterTransform as ParameterTransform
 from ._parameter_transform import parameter_transform as parameter_transform
 from ._parameter_transform import phase_name as phase_name

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
-from ..mesh import axis_names
+from ..mesh import axis_names, specs_of_leaves
 
 Slices = tuple[slice, ...]
 
@@ -83,17 +83,13 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
     # One spec may stand for a whole subtree, as in jit and shard_map.
-    if param_specs is None:
-        specs = [P()] * len(shapes)
-    else:
-        try:
-            whole = jax.tree.broadcast(param_specs, tree, is_leaf=_is_spec)
-        except ValueError as error:
-            raise ValueError(
-                "`param_specs` must be a tree of PartitionSpec with the structure of the "
-                f"parameters, or a prefix of it: {error}"
-            ) from None
-        specs = jax.tree.leaves(whole, is_leaf=_is_spec)
+    try:
+        specs = specs_of_leaves(param_specs, tree)
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a tree of PartitionSpec with the structure of the parameters, "
+            f"or a prefix of it: {error}"
+        ) from None
     mesh = jax.sharding.get_abstract_mesh()
     # In the order of first appearance, which is part of the layout of sharded states.
     members: dict[tuple[str, ...], list[int]] = {}
@@ -108,10 +104,6 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
         )
         for axes, indices in members.items()
     ]
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 def _automatic_axes(spec: P, mesh: Any) -> tuple[str, ...]:

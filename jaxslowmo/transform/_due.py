@@ -200,27 +200,6 @@ def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
     return False if communicate is False else jnp.logical_and(due, communicate)
 
 
-def known_exchange(
-    base: Any, communicate: Communicate, phase: Phase | None
-) -> tuple[Communicate, Phase | None]:
-    """What to tell a transform in an update in which an exchange of its own is due for certain.
-
-    Args:
-      base: a `ParameterTransform`, or None.
-      communicate: what its updates are told.
-      phase: of the update; None where the program decides.
-
-    Returns:
-      `communicate` and `phase` for it: static, so that it need not ask the counter again, where
-      all its exchanges are of one kind. Those of gossip rotate.
-    """
-    if phase is None and base is not None and base.skipped is None:
-        kinds = [kind for kind in base.phases() if kind]
-        if len(kinds) == 1:
-            return True, kinds[0]
-    return communicate, None
-
-
 def run_if(
     due: bool | jax.Array,
     exchange: Callable[[PyTree], PyTree],

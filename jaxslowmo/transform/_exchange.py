@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax
+import optax
 from jax.sharding import PartitionSpec
 
 from .._integers import checked_int
@@ -52,6 +53,28 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
+def checked_optax(owner: str, argument: str, tx: object) -> optax.GradientTransformationExtraArgs:
+    """Return an optax transform that takes extra arguments; raise `ValueError` for other things."""
+    if not isinstance(tx, optax.GradientTransformation):
+        more = " Of an optax.MultiSteps pass its gradient_transformation()."
+        raise ValueError(
+            f"{owner}: `{argument}` must be an optax transform, got {tx!r}."
+            f"{more if isinstance(tx, optax.MultiSteps) else ''}"
+        )
+    return optax.with_extra_args_support(tx)
+
+
+def check_are_specs(owner: str, param_specs: PyTree | None) -> list[PartitionSpec]:
+    """The leaves of a tree of specs; raise `ValueError` where it holds something else."""
+    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
+        raise ValueError(
+            f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
+            f"{type(wrong[0]).__name__}."
+        )
+    return specs
+
+
 def checked_bytes(owner: str, argument: str, size: object) -> int:
     """Return a size in bytes as an int; raise `ValueError` unless it is an integer >= 0."""
     return checked_int(f"{owner}: `{argument}` is a size in bytes and", size, 0)
@@ -76,12 +99,7 @@ def checked_exchange(
         check_axis_argument(owner, "local_axis_name", local_axis_name)
     if bucket_bytes is not None:
         bucket_bytes = checked_bytes(owner, "bucket_bytes", bucket_bytes)
-    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
-        raise ValueError(
-            f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
-            f"{type(wrong[0]).__name__}."
-        )
+    specs = check_are_specs(owner, param_specs)
     replicas = set(axis_names(axis_name))
     if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
         raise ValueError(

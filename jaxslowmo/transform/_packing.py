@@ -1,9 +1,10 @@
 """A tree as flat buffers: planned once, packed, exchanged, taken apart again."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -66,6 +67,24 @@ def _as_it_is(buffer: Buffer, flat: jax.Array) -> jax.Array:
     return flat
 
 
+class BufferGroup(NamedTuple):
+    """Leaves that are sharded alike inside a replica, and the buffers of each device's blocks.
+
+    Attributes:
+      first: number of the first buffer.
+      leaves: which these are.
+      plan: of the buffers.
+    """
+
+    first: int
+    leaves: BlockGroup
+    plan: BufferPlan
+
+    def mapped(self, fn: Callable[..., Any], flats: Sequence[Any], *whole: Any) -> list[Any]:
+        """`fn(buffer, flat, *whole)` of each buffer."""
+        return [fn(b, flat, *whole) for b, flat in zip(self.plan.buffers, flats, strict=True)]
+
+
 @dataclass(frozen=True)
 class Packing:
     """How trees of one kind become flat buffers.
@@ -87,6 +106,12 @@ class Packing:
         """All buffers, in order."""
         return [buffer for plan in self.plans for buffer in plan.buffers]
 
+    def numbered(self) -> list[BufferGroup]:
+        """The groups, in order."""
+        counts = [len(plan.buffers) for plan in self.plans]
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        return list(map(BufferGroup, firsts, self.groups, self.plans))
+
     def pack(self, tree: PyTree, fn: OnBuffer = _as_it_is, *, role: str | None = None) -> Flats:
         """`fn` of every flat buffer of `tree`.
 
@@ -98,10 +123,10 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def packed(plan: BufferPlan, blocks: list[jax.Array]) -> list[jax.Array]:
-            return [fn(b, flat) for b, flat in zip(plan.buffers, plan.pack(blocks), strict=True)]
+        def packed(own: BufferGroup, blocks: list[jax.Array]) -> list[jax.Array]:
+            return own.mapped(fn, own.plan.pack(blocks))
 
-        return self._each(packed, self._leaves(tree, role), kind="leaves", out="flat")
+        return self.each(packed, self.leaves(tree, role), kinds=["leaves"], out="flat")
 
     def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
         """`fn` of every flat buffer, an array or several.
@@ -109,10 +134,11 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def mapped(plan: BufferPlan, flats: list[jax.Array], *whole: Any) -> list[Any]:
-            return [fn(b, flat, *whole) for b, flat in zip(plan.buffers, flats, strict=True)]
+        def mapped(own: BufferGroup, flats: list[jax.Array], *whole: Any) -> list[Any]:
+            return own.mapped(fn, flats, *whole)
 
-        return self._each(mapped, flats, *whole, kind="flat", out="flat")
+        kinds: list[Kind] = ["flat", *["whole" for _ in whole]]
+        return self.each(mapped, flats, *whole, kinds=kinds, out="flat")
 
     def unpack(self, flats: Flats, fn: OnBuffer = _as_it_is) -> PyTree:
         """The tree of which the flat buffers are `fn` of these, in their dtypes.
@@ -120,10 +146,10 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def unpacked(plan: BufferPlan, flats: list[jax.Array]) -> list[jax.Array]:
-            return plan.unpack([fn(b, x) for b, x in zip(plan.buffers, flats, strict=True)])
+        def unpacked(own: BufferGroup, flats: list[jax.Array]) -> list[jax.Array]:
+            return own.plan.unpack(own.mapped(fn, flats))
 
-        return self._tree(self._each(unpacked, flats, kind="flat", out="leaves"))
+        return self.tree(self.each(unpacked, flats, kinds=["flat"], out="leaves"))
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
         """`tree` with every flat buffer replaced by `fn` of it; see `pack`.
@@ -131,38 +157,47 @@ class Packing:
         Communication: that of `fn`.
         """
 
-        def exchanged(plan: BufferPlan, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
-            flats = zip(plan.buffers, plan.pack(blocks), strict=True)
-            return plan.unpack([fn(b, flat, *whole) for b, flat in flats])
+        def exchanged(own: BufferGroup, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
+            return own.plan.unpack(own.mapped(fn, own.plan.pack(blocks), *whole))
 
-        own = self._leaves(tree, role)
-        return self._tree(self._each(exchanged, own, *whole, kind="leaves", out="leaves"))
+        kinds: list[Kind] = ["leaves", *["whole" for _ in whole]]
+        leaves = self.leaves(tree, role)
+        return self.tree(self.each(exchanged, leaves, *whole, kinds=kinds, out="leaves"))
 
-    def _each(
+    def each(
         self,
-        fn: Callable[..., list[Any]],
-        by_group: list[list[jax.Array]],
-        *whole: Any,
-        kind: Kind,
-        out: Kind,
-    ) -> list[list[Any]]:
-        """`fn(plan, arrays, *whole)` of each group's blocks."""
-        kinds: list[Kind] = [kind, *["whole" for _ in whole]]
-        return [
-            on_blocks(group, functools.partial(fn, plan), own, *whole, kinds=kinds, out=out)
-            for group, plan, own in zip(self.groups, self.plans, by_group, strict=True)
-        ]
+        fn: Callable[..., Any],
+        *args: Any,
+        kinds: Sequence[Kind],
+        out: Kind | tuple[Kind, ...],
+    ) -> list[Any]:
+        """`fn(group, ...)` of each group and its blocks, as `on_blocks` calls it.
 
-    def _leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
+        Arguments are lists with an entry for each group, but for those that are whole.
+        """
+        found = []
+        for i, group in enumerate(self.numbered()):
+            own = [x if kind == "whole" else x[i] for x, kind in zip(args, kinds, strict=True)]
+            one = functools.partial(fn, group)
+            found.append(on_blocks(group.leaves, one, *own, kinds=kinds, out=out))
+        return found
+
+    def by_group(self, buffers: Sequence[Any]) -> list[list[Any]]:
+        """What there is for each buffer, as a list for each group."""
+        rest = iter(buffers)
+        return [[next(rest) for _ in plan.buffers] for plan in self.plans]
+
+    def leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
         """Leaves of each group, on their way into buffers."""
         # Who listens wants names; they are made once per plan.
         if role is not None:
             for group, plan in zip(self.groups, self.plans, strict=True):
-                note_buffers(role, plan, [self._names[i] for i in group.indices])
+                note_buffers(role, plan, [self.names[i] for i in group.indices])
         leaves = self.treedef.flatten_up_to(tree)
         return [[leaves[i] for i in group.indices] for group in self.groups]
 
-    def _tree(self, by_group: list[list[jax.Array]]) -> PyTree:
+    def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
+        """The tree of the leaves of all groups."""
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for group, blocks in zip(self.groups, by_group, strict=True):
             for i, block in zip(group.indices, blocks, strict=True):
@@ -170,7 +205,8 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     @functools.cached_property
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Names of the tree's leaves."""
         return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
 
 
@@ -209,13 +245,37 @@ def _planned(
     del mesh  # the one that `block_groups` asks for
     like = [jax.ShapeDtypeStruct(*each) for each in types]
     structure, leaves = specs
-    groups = block_groups(treedef.unflatten(like), structure.unflatten(leaves))
     limits = None if bucket_bytes is None else (bucket_bytes,)
+    return planned_by_group(
+        treedef,
+        like,
+        structure.unflatten(leaves),
+        lambda blocks, place: plan_buffers(blocks, limits=limits),
+    )
 
-    # Of one device's blocks, which are alike on all: what is packed is what a device holds.
-    def plan(group: BlockGroup) -> BufferPlan:
+
+def planned_by_group(
+    treedef: Any,
+    leaves: Sequence[Any],
+    specs: PyTree | None,
+    plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
+) -> Packing:
+    """How a tree is packed, of a plan for each group of leaves that are sharded alike.
+
+    Args:
+      treedef: of the tree.
+      leaves: its arrays or types.
+      specs: as `block_groups` takes them.
+      plan: `plan(blocks, place)` of the types of one device's blocks, which are alike on all, and
+        of their places by the positions of their leaves in the tree.
+
+    Raises:
+      ValueError: as `block_groups`.
+    """
+    groups = tuple(block_groups(treedef.unflatten(leaves), specs))
+    plans = []
+    for group in groups:
         shapes = zip(group.indices, group.block_shapes(), strict=True)
-        blocks = [jax.ShapeDtypeStruct(shape, like[i].dtype) for i, shape in shapes]
-        return plan_buffers(blocks, limits=limits)
-
-    return Packing(treedef, tuple(groups), tuple(map(plan, groups)))
+        blocks = [jax.ShapeDtypeStruct(shape, leaves[i].dtype) for i, shape in shapes]
+        plans.append(plan(blocks, {i: k for k, i in enumerate(group.indices)}))
+    return Packing(treedef, groups, tuple(plans))

@@ -25,4 +25,5 @@ from ._leaves import check_arrays as check_arrays
 from ._leaves import check_floating as check_floating
 from ._leaves import leaf_names as leaf_names
 from ._leaves import not_floating as not_floating
+from ._leaves import parts_of as parts_of
 from ._leaves import tree_bytes as tree_bytes

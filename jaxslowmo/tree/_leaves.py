@@ -1,6 +1,6 @@
 """Names, sizes and kinds of the leaves of a tree."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,19 @@ import numpy as np
 
 from .._typing import PyTree
 
+_Part = TypeVar("_Part")
+
 
 def leaf_names(tree: PyTree) -> list[str]:
     """Readable names of the leaves in flattening order, such as `"dense/kernel"`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
+
+
+def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
+    """The parts of a tree that are of class `kind`, wherever they stand in it."""
+    is_one = lambda x: isinstance(x, kind)  # noqa: E731
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
 def check_arrays(owner: str, tree: PyTree) -> None:

@@ -12,11 +12,11 @@ PARAMS = {"b": jnp.ones((4, 2)), "half": jnp.ones((4, 3), jnp.bfloat16), "w": jn
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"order": "up"}, '"reverse", "forward" or a sequence of leaves, got \'up\''),
-        ({"order": 3}, "`order` must be .* leaf positions or names, got int"),
+        ({"order": "up"}, "`order` must be .* leaf positions or names, got 'up'"),
+        ({"order": 3}, "`order` must be .* leaf positions or names, got 3"),
         ({"order": "ready"}, r'make_train_step\(order="ready"\), or pass order=js\.ready_order'),
         ({"max_buckets": 0}, "`max_buckets` must be an int >= 1, got 0"),
-        ({"alone_bytes": -4}, "`alone_bytes` .* >= 0 .* got -4"),
+        ({"alone_bytes": -4}, "`alone_bytes` .* >= 0, got -4"),
         ({"alone_bytes": 4, "split_large": True}, "not with `split_large`"),
         ({"divide_by": "all"}, '`divide_by` must be "initial" or "active", got \'all\''),
         ({"hook": js.hooks.mean}, r"`hook` must be a js\.hooks\.CommHook, .* got mean"),

@@ -164,13 +164,12 @@ def planned(layout, ready_order=None):
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
     with jax.sharding.use_abstract_mesh(mesh):
         found = layout.planned(types, SPECS, ready_order)
-    assert [group.first for group in found.groups] == list(
-        np.cumsum([0, *(len(group.plan.buffers) for group in found.groups)])[:-1]
-    )
+    firsts, groups, plans = zip(*found.numbered(), strict=True)
+    assert list(firsts) == list(np.cumsum([0, *(len(plan.buffers) for plan in plans)])[:-1])
     return [
-        [group.names[i] for i in buffer.leaves]
-        for group in found.groups
-        for buffer in group.plan.buffers
+        [found.names[group.indices[i]] for i in buffer.leaves]
+        for group, plan in zip(groups, plans, strict=True)
+        for buffer in plan.buffers
     ]
 
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import jaxslowmo as js
-from jaxslowmo.transform._due import known_exchange, run_if, run_one_of
+from jaxslowmo.transform._due import run_if, run_one_of
 
 
 def nested(counts, x, due):
@@ -41,12 +40,3 @@ def test_every_branch_runs_once(execution, due, mesh_of):
     expected = jnp.full(4, 3.0) if due else x
     assert jnp.array_equal(jax.jit(mapped)(x, jnp.array(due)), expected)
     assert counts == {"mean": 1, "outer": 1}
-
-
-def test_an_exchange_that_is_due_for_certain_is_static_where_there_is_one_kind():
-    one = js.local_sgd("replica", sync_every=3)
-    two = js.hierarchical_local_sgd({"device": 2, ("node", "device"): 6})
-    assert known_exchange(one, jnp.array(True), None) == (True, ("average",))
-    # A phase that is given is the step's; gossip's kinds rotate.
-    for base, phase in ((one, ("average",)), (two, None), (js.sgp("replica"), None), (None, None)):
-        assert known_exchange(base, True, phase) == (True, None)

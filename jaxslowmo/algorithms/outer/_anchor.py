@@ -5,34 +5,29 @@ replicas reaches that form, and how parameters are restored from it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from ..._typing import PyTree
-from ...transform import (
-    Exchange,
-    Placement,
-    carry_leaf,
-    replica_average,
-    replica_mean,
-    stacked,
-)
+from ...transform import Exchange, Placement, carry_leaf, replica_average, replica_mean, stacked
 from ...tree import at_least_float32
 
 
-class OwnAnchor:
-    """Each replica keeps its own anchor, a float32 tree like the parameters, and averages nothing.
+@dataclass(frozen=True)
+class Anchor:
+    """Every replica keeps a whole anchor, a float32 tree like the parameters.
 
     Attributes:
+      exchange: over which replicas average, so that their anchors are equal. None: each has its
+        own, of which `join` gives the mean.
       is_sharded: whether `store` needs the replica axis, to know which shard is this replica's.
-      is_own: whether replicas have anchors of their own, of which `join` gives the mean.
     """
 
-    # Of the class, not of the object: the layouts differ in nothing else.
-    is_sharded = False
-    is_own = True
+    exchange: Exchange | None
+    is_sharded: ClassVar[bool] = False
 
     def store(self, params: PyTree) -> Any:
         """The anchor of given parameters.
@@ -47,11 +42,11 @@ class OwnAnchor:
         return self.store(params)
 
     def average(self, y: PyTree) -> Any:
-        """Mean of `y` over the replicas, in the anchor's form.
+        """Mean of `y` over the replicas, in the anchor's form; `y` where each has its own.
 
-        Communication: none.
+        Communication: one all-reduce of N bytes over the replica axis per buffer.
         """
-        return y
+        return y if self.exchange is None else replica_mean(y, self.exchange, role="slow")
 
     def restore(self, anchor: Any, params: PyTree) -> PyTree:
         """Float32 values in the shape of the parameters.
@@ -89,7 +84,7 @@ class OwnAnchor:
         self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
     ) -> PyTree:
         """`tree` with what has the form of the anchor joined and split again."""
-        if self.is_own and old.replicas == new.replicas:
+        if self.exchange is None and old.replicas == new.replicas:
             return tree
         is_like_anchor = of_form(anchor)
 
@@ -120,17 +115,24 @@ def of_form(anchor: PyTree) -> Callable[[PyTree], bool]:
     return is_like_anchor
 
 
-class WholeAnchor(OwnAnchor):
-    """Every replica keeps the whole anchor, equal on all."""
+def shards_state(
+    owner: str, shard_state: bool | None, exchange: Exchange, *, exact_average: bool = True
+) -> bool:
+    """Whether slow state is sharded; `shard_state` as users give it.
 
-    is_own = False
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-
-    def average(self, y: PyTree) -> PyTree:
-        """Mean of `y` over the replicas.
-
-        Communication: one all-reduce of N bytes over the replica axis per buffer.
-        """
-        return replica_mean(y, self.exchange, role="slow")
+    Raises:
+      ValueError: a codec where the anchor is sharded, or where there is no exchange.
+    """
+    codec = exchange.codec
+    if codec is not None and not exact_average:
+        raise ValueError(
+            f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
+            f"for `codec`; got {codec!r}. Give it to the `base`."
+        )
+    if codec is not None and shard_state:
+        raise ValueError(
+            f"{owner}: with a `codec` a replica sends what it has moved from the anchor, of which "
+            f"it must hold all; got {codec!r} and shard_state=True. Leave `shard_state` out or set "
+            "it to False."
+        )
+    return (exact_average and codec is None) if shard_state is None else shard_state

@@ -34,12 +34,10 @@ def join_shards(
       ValueError: shards of other shapes than parameters and placement ask for.
     """
     leaves: list[Any] = [None] * packing.treedef.num_leaves
-    rest = list(shards)
     # Only the padding at the end of a buffer depends on the devices of a replica.
     parts = [old.size(local_axis_name)] if old.is_certain else range(1, _MOST_PARTS)
-    for group, plan in zip(packing.groups, packing.plans, strict=True):
-        held, rest = rest[: len(plan.buffers)], rest[len(plan.buffers) :]
-        count = group.num_blocks
+    for first, group, plan in packing.numbered():
+        held, count = shards[first : first + len(plan.buffers)], group.num_blocks
         wanted = [
             [(old.replicas, count * s.rows, s.lanes) for s in _layouts(plan, old, n)] for n in parts
         ]
@@ -54,8 +52,8 @@ def join_shards(
             flats = [x.reshape(old.replicas, count, -1)[:, device].reshape(-1) for x in held]
             for leaf, where, part in zip(group.indices, block, plan.unpack(flats), strict=True):
                 leaves[leaf][where] = part
-    if rest:
-        raise ValueError(f"{len(rest)} shards more than the parameters need")
+    if more := len(shards) - len(packing.buffers()):
+        raise ValueError(f"{more} shards more than the parameters need")
     return packing.treedef.unflatten(leaves)
 
 

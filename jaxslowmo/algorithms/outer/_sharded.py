@@ -7,17 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from ..._typing import AxisName, PyTree
-from ...collectives import (
-    ShardLayout,
-    all_gather_shards,
-    mean_to_shards,
-    own_shard,
-    shard_layout,
-)
+from ...collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
 from ...mesh import axis_size
 from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
 from ...tree import Buffer, at_least_float32
-from ._anchor import WholeAnchor, of_form
+from ._anchor import Anchor, of_form
 from ._on_host import join_shards, shard_types, split_shards
 
 
@@ -30,9 +24,11 @@ def shard_packing(params: PyTree, exchange: Exchange) -> Packing:
     return packing_of(params, exchange, at_least_float32)
 
 
-class ShardedAnchor(WholeAnchor):
+@dataclasses.dataclass(frozen=True)
+class ShardedAnchor(Anchor):
     """The anchor is a tuple with this replica's shard of every buffer."""
 
+    exchange: Exchange
     is_sharded = True
 
     def layout(self, buffer: Buffer) -> ShardLayout:
@@ -64,10 +60,7 @@ class ShardedAnchor(WholeAnchor):
             return jnp.zeros((layout.rows, layout.lanes), buffer.dtype)
 
         return _joined(
-            [
-                on_blocks(group, lambda p=plan: [zeros(b) for b in p.buffers], kinds=(), out="flat")
-                for group, plan in zip(packing.groups, packing.plans, strict=True)
-            ]
+            packing.each(lambda group: [zeros(b) for b in group.plan.buffers], kinds=(), out="flat")
         )
 
     def average(self, y: PyTree) -> tuple[jax.Array, ...]:
@@ -97,7 +90,7 @@ class ShardedAnchor(WholeAnchor):
         def whole(buffer: Buffer, shard: jax.Array) -> jax.Array:
             return all_gather_shards(shard, buffer.num_elements, axes, local)
 
-        return packing.unpack(_by_group(anchor, packing), whole)
+        return packing.unpack(packing.by_group(anchor), whole)
 
     def pin(self, state: PyTree, params: PyTree) -> PyTree:
         """Zeros that an outer optimizer makes have no layout of their own yet.
@@ -131,7 +124,7 @@ class ShardedAnchor(WholeAnchor):
         return split_shards(tree, self._packing_on(new, params), new, self._local)
 
     def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
-        """See `OwnAnchor.like_on`."""
+        """See `Anchor.like_on`."""
         shards = shard_types(self._packing_on(at, params), at, self._local)
         # What the outer optimizer keeps for shards (momentum) is cut as they are.
         is_shards = of_form(anchor)
@@ -157,8 +150,3 @@ class ShardedAnchor(WholeAnchor):
 
 def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
     return tuple(x for own in by_group for x in own)
-
-
-def _by_group(shards: tuple[jax.Array, ...], packing: Packing) -> Flats:
-    rest = iter(shards)
-    return [[next(rest) for _ in plan.buffers] for plan in packing.plans]

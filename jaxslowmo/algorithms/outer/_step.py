@@ -1,7 +1,6 @@
 """An outer optimizer over what the replicas have done since the last slow step.
 
-SlowMo and DiLoCo are this machinery with different outer optimizers. `Outer` says when and over
-what; `OuterStep`, one update of it, what is done.
+SlowMo and DiLoCo are this machinery with different outer optimizers.
 """
 
 import functools
@@ -30,26 +29,18 @@ from ...transform import (
     increment,
     inside,
     is_due,
-    known_exchange,
     layouts_known,
+    mean_and_residual,
     parameter_transform,
     phase_scope,
     replica_mean,
     require_bound,
     run_if,
 )
-from ...tree import (
-    added,
-    apply_exactly,
-    landing,
-    subtracted,
-    updates_to,
-)
-from ._alone import ALONE
-from ._anchor import OwnAnchor, WholeAnchor
-from ._coded import coded_displacement
+from ...tree import added, apply_exactly, landing, subtracted, updates_to
+from ._anchor import Anchor
 from ._sharded import ShardedAnchor
-from ._state import OuterState
+from ._state import ALONE, OuterState
 
 SLOW = "slow"
 NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on
@@ -61,16 +52,15 @@ class OuterRate(NamedTuple):
     Attributes:
       now: `now(count, told)`: the rate of an update, from how many were before and from what else
         `update` was given.
-      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not;
-        None where it stays.
+      observe: `observe(outer, rate)`: the outer state after an update at this rate, slow or not.
       agree: `agree(outer, rate, axes)`: state and rate as one for replicas of which each was told
-        its own; it is `NO_RATE` where nothing was moved. None where all are told one.
+        its own; it is `NO_RATE` where nothing was moved.
       is_told: whether `update` must be given `learning_rate=`.
     """
 
     now: Callable[[jax.Array, Mapping[str, Any]], jax.Array]
-    observe: Callable[[Any, jax.Array], Any] | None = None
-    agree: Callable[[Any, jax.Array, tuple[str, ...]], tuple[Any, jax.Array]] | None = None
+    observe: Callable[[Any, jax.Array], Any] = lambda outer, rate: outer
+    agree: Callable[..., tuple[Any, jax.Array]] = lambda outer, rate, axes: (outer, rate)
     is_told: bool = False
 
 
@@ -103,11 +93,11 @@ class Outer:
     rate: OuterRate | None = None
 
     @functools.cached_property
-    def anchor(self) -> OwnAnchor:
+    def anchor(self) -> Anchor:
         """Where the anchor lives."""
-        if not self.exact_average:
-            return OwnAnchor()
-        return (ShardedAnchor if self.shard_state else WholeAnchor)(self.exchange)
+        if self.exact_average and self.shard_state:
+            return ShardedAnchor(self.exchange)
+        return Anchor(self.exchange if self.exact_average else None)
 
     def transform(self) -> ParameterTransform:
         """As the protocol wants it."""
@@ -206,29 +196,118 @@ class Outer:
         **extra: Any,
     ) -> tuple[PyTree, Others, OuterState]:
         """One update; see `ExchangeSpec.exchange`."""
-        rate = None
+        rate, base = None, self.base.spec.exchange
         if self.rate is not None:
             rate = self.rate.now(state.count, extra)
             if self.rate.is_told and weight is not None:
                 # Differentiated as if it counted: what the others took depends on it, too.
                 away = NO_RATE + (rate - jax.lax.stop_gradient(rate))
                 rate = jnp.where(weight > 0, rate, away)
-            if self.rate.observe is not None:
-                state = state._replace(outer=self.rate.observe(state.outer, rate))
+            state = state._replace(outer=self.rate.observe(state.outer, rate))
+            if self.rate.is_told and not base.wants_learning_rate:
+                extra.pop("learning_rate")  # a base of one's own need not know of it
         state = state._replace(count=increment(state.count))
-        step = OuterStep(self, params, weight, phase, rate, extra)
+        slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+        # Exact: the slow step or the base's exchange. Not exact: the base's, then the slow step.
+        if self.exact_average:
+            communicate = decide(not slow if isinstance(slow, bool) else ~slow, communicate)
+        own = None if phase is None else tuple(e for e in phase if e != SLOW)
+        now = {"communicate": communicate, "weight": weight, "phase": own}
+        # The base finds checked arguments, and need not warn of the same axes and layouts again.
+        with inside(axis_names(self.exchange.axis_name)), layouts_known():
+            updates, others, base_state = base.exchange(
+                updates, others, state.base, params, **now, **extra
+            )
+        # Two conditionals, not one in another: each costs the compiler the square of its arrays.
+        operand = updates, others, state._replace(base=base_state)
+        moved = functools.partial(self.moved, params, weight, rate)
+        return run_if(slow, functools.partial(self.slow, params, moved), lambda o: o, operand)
 
-        def exchanged(operand: Operand) -> Operand:
-            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
-            # Exact: the slow step or the base's update. Not exact: the base's, then the slow step.
-            if self.exact_average:  # what is due is one of them
-                of_base = known_exchange(self.base, communicate, phase)
-                return run_if(slow, step.slow, lambda o: step.based(o, *of_base), operand)
-            return run_if(slow, step.slow, lambda o: o, step.based(operand, communicate))
+    def slow(
+        self, params: PyTree, moved: Callable[[Operand], Operand], operand: Operand
+    ) -> Operand:
+        """The update in which the slow step is due, once the base has had its own."""
+        with phase_scope(SLOW):
+            base = self.base.spec.exchange
+            if not self.exact_average or base.permit is None:
+                return moved(operand)
+            # A base such as only_finite has a say before anything is averaged.
+            updates, others, state = operand
+            axes = tuple(dict.fromkeys((*axis_names(self.exchange.axis_name), *base.axes)))
+            y = apply_exactly(params, updates)
+            allowed, state = self.permit(state, y, others, axes)
+            return run_if(allowed, moved, lambda o: o, (updates, others, state))
 
-        # One conditional around all, so that a local step passes its updates through only one.
-        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
-        return run_if(due, exchanged, lambda o: step.based(o, False), (updates, others, state))
+    def moved(
+        self,
+        params: PyTree,
+        weight: jax.Array | None,
+        rate: jax.Array | None,
+        operand: Operand,
+    ) -> Operand:
+        """The slow step.
+
+        D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
+        """
+        updates, others, state = operand
+        # D, the pseudo-gradient: what the replicas have moved since the last slow step, downhill.
+        displacement, residual, others, base_state = self.displacement(
+            landing(params, updates), weight, others, state
+        )
+        outer, told = state.outer, {}
+        if self.rate is not None and rate is not None:
+            # One rate for all, also where each keeps an anchor of its own: they would drift apart.
+            outer, rate = self.rate.agree(outer, rate, axis_names(self.exchange.axis_name))
+            told = {"learning_rate": rate}
+        # Any optax optimizer, with D as its gradient; on shards, where the anchor is sharded.
+        step, outer = self.optimizer.update(displacement, outer, state.anchor, **told)
+        moved = jax.tree.map(added, state.anchor, step)
+        # Replicas get their parameters from the anchor, never by adding to what they have: rounding
+        # would let them drift apart a little with every slow step.
+        target = self.anchor.restore(moved, params)
+        if residual is not None:
+            # What a replica has moved and the others did not hear of: part of its next D.
+            target = jax.tree.map(subtracted, target, residual)
+        target = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
+        after = OuterState(state.count, moved, outer, base_state)
+        return updates_to(params, target), others, after
+
+    def displacement(
+        self, y: PyTree, weight: jax.Array | None, others: Others, state: OuterState
+    ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
+        """D, in the anchor's form; what of its own this replica keeps; what travels; the base."""
+        exchange, base, residual = self.exchange, self.base.spec.exchange, None
+        if not self.exact_average:
+            own = jax.tree.map(subtracted, state.anchor, self.anchor.average(y))
+            return own, None, others, state.base
+        # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
+        x, mass = base.numerator(state.base, y)
+        if weight is not None:
+            x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
+            mass = weight if mass is None else scaled(mass, weight)
+        if exchange.codec is None:
+            # sum x / sum w: the exact mean also of weighted or push-sum parameters.
+            average = self.anchor.average(x)
+            if mass is not None:
+                average = self.per_mass(average, mass, None if weight is None else state.anchor)
+            displacement = jax.tree.map(subtracted, state.anchor, average)
+        else:
+            # What travels is D and not x: it is small, and what a codec loses is in proportion.
+            z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
+            own = jax.tree.map(subtracted, state.anchor, z)
+            displacement, residual = mean_and_residual(own, exchange, mass, role="slow")
+        if others:
+            others = replica_mean(others, Exchange(exchange.axis_name), mass)
+        return displacement, residual, others, base.reset(state.base)
+
+    def per_mass(self, average: PyTree, mass: jax.Array, idle: PyTree | None) -> PyTree:
+        """sum x / sum w of the replicas, from mean x; `idle` where all have run out of data."""
+        total = all_mean(mass, self.exchange.axis_name)
+        if idle is None:
+            return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
+        return jax.tree.map(
+            lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, idle
+        )
 
     def permit(
         self, state: OuterState, y: PyTree, others: Others, axes: Sequence[str]
@@ -245,7 +324,7 @@ class Outer:
         note = (
             "Each replica had an anchor and slow momentum of its own (`exact_average=False`): they "
             "were averaged."
-            if self.anchor.is_own
+            if self.anchor.exchange is None
             else "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
         )
         moved = OuterState(count, move(state.anchor), move(state.outer), base.state)
@@ -257,137 +336,3 @@ class Outer:
         like = functools.partial(self.anchor.like_on, state.anchor, params, at)
         base = self.base.like_on(state.base, params, at)
         return OuterState(state.count, like(state.anchor), like(state.outer), base)
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """One update of `Outer`.
-
-    Attributes:
-      of: the transform.
-      params: before the update.
-      weight: this replica's share in averages; None where all are alike.
-      phase: of the update; None where the program decides.
-      rate: the inner learning rate; None where the optimizer is not told.
-      extra: what else `update` was given.
-    """
-
-    of: Outer
-    params: PyTree
-    weight: jax.Array | None
-    phase: Phase | None
-    rate: jax.Array | None
-    extra: Mapping[str, Any]
-
-    def based(
-        self, operand: Operand, communicate: Communicate, phase: Phase | None = None
-    ) -> Operand:
-        """The base's update; `phase` is the base's where it is known and the step's is not."""
-        updates, others, state = operand
-        base = self.of.base.spec.exchange
-        own = phase if self.phase is None else tuple(e for e in self.phase if e != SLOW)
-        now = {"communicate": communicate, "weight": self.weight, "phase": own}
-        # The base finds checked arguments, and need not warn of the same axes and layouts again.
-        extra = dict(self.extra)
-        if self.of.rate is not None and self.of.rate.is_told and not base.wants_learning_rate:
-            extra.pop("learning_rate")  # a base of one's own need not know of it
-        with inside(axis_names(self.of.exchange.axis_name)), layouts_known():
-            updates, others, base_state = base.exchange(
-                updates, others, state.base, self.params, **now, **extra
-            )
-        return updates, others, state._replace(base=base_state)
-
-    def slow(self, operand: Operand) -> Operand:
-        """The update in which the slow step is due."""
-        if not self.of.exact_average:  # the base has had its update
-            with phase_scope(SLOW):
-                return self.outer(operand)
-        # The base only counts on: its exchange would be wasted.
-        operand = self.based(operand, False)
-        with phase_scope(SLOW):
-            base = self.of.base.spec.exchange
-            if base.permit is None:
-                return self.outer(operand)
-            # A base such as only_finite has a say before anything is averaged.
-            updates, others, state = operand
-            axes = tuple(dict.fromkeys((*axis_names(self.of.exchange.axis_name), *base.axes)))
-            y = apply_exactly(self.params, updates)
-            allowed, state = self.of.permit(state, y, others, axes)
-            return run_if(allowed, self.outer, lambda o: o, (updates, others, state))
-
-    def outer(self, operand: Operand) -> Operand:
-        """The slow step.
-
-        D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
-        """
-        updates, others, state = operand
-        anchor, optimizer = self.of.anchor, self.of.optimizer
-        # D, the pseudo-gradient: what the replicas have moved since the last slow step, downhill.
-        displacement, residual, others, base_state = self.displacement(
-            landing(self.params, updates), others, state
-        )
-        outer, told = self.told(state.outer)
-        # Any optax optimizer, with D as its gradient; on shards, where the anchor is sharded.
-        step, outer = optimizer.update(displacement, outer, state.anchor, **told)
-        moved = jax.tree.map(added, state.anchor, step)
-        # Replicas get their parameters from the anchor, never by adding to what they have: rounding
-        # would let them drift apart a little with every slow step.
-        target = anchor.restore(moved, self.params)
-        if residual is not None:
-            # What a replica has moved and the others did not hear of: part of its next D.
-            target = jax.tree.map(subtracted, target, residual)
-        target = jax.tree.map(lambda p, t: t.astype(p.dtype), self.params, target)
-        after = OuterState(state.count, moved, outer, base_state)
-        return updates_to(self.params, target), others, after
-
-    def told(self, outer: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """The outer state, and what its optimizer is told."""
-        if self.of.rate is None or self.rate is None:
-            return outer, {}
-        rate = self.rate
-        # One rate for all, also where each keeps an anchor of its own: they would drift apart.
-        if self.of.rate.agree is not None:
-            axes = axis_names(self.of.exchange.axis_name)
-            outer, rate = self.of.rate.agree(outer, rate, axes)
-        return outer, {"learning_rate": rate}
-
-    def displacement(
-        self, y: PyTree, others: Others, state: OuterState
-    ) -> tuple[PyTree, PyTree | None, Others, PyTree]:
-        """D, in the anchor's form; what of its own this replica keeps; what travels; the base."""
-        exchange, base = self.of.exchange, self.of.base.spec.exchange
-        if not self.of.exact_average:
-            own = jax.tree.map(subtracted, state.anchor, self.of.anchor.average(y))
-            return own, None, others, state.base
-        x, mass = self.mass(y, state.base)
-        if exchange.codec is None:
-            # sum x / sum w: the exact mean also of weighted or push-sum parameters.
-            average, residual = self.of.anchor.average(x), None
-            if mass is not None:
-                average = self.per_mass(average, mass, state.anchor)
-            displacement = jax.tree.map(subtracted, state.anchor, average)
-        else:
-            displacement, residual = coded_displacement(state.anchor, x, mass, exchange)
-        if others:
-            others = replica_mean(others, Exchange(exchange.axis_name), mass)
-        return displacement, residual, others, base.reset(state.base)
-
-    def mass(self, y: PyTree, base_state: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """The weighted parameters of this replica, and their weight; None where all weigh 1."""
-        # Push-sum's (w z, w) from the base; else (z, 1), where the 1 need not be sent.
-        x, mass = self.of.base.spec.exchange.numerator(base_state, y)
-        if self.weight is None:
-            return x, mass
-        share = self.weight  # for the type checker, which forgets that it is one
-        x = jax.tree.map(lambda leaf: scaled(leaf, share), x)
-        return x, share if mass is None else scaled(mass, share)
-
-    def per_mass(self, average: PyTree, mass: jax.Array, anchor: PyTree) -> PyTree:
-        """sum x / sum w of the replicas, from mean x."""
-        total = all_mean(mass, self.of.exchange.axis_name)
-        if self.weight is None:
-            return jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), average)
-        # Where all replicas have run out, the anchor stays.
-        return jax.tree.map(
-            lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), average, anchor
-        )

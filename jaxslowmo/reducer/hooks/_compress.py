@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._typing import PyTree
-from .._hook import CommHook, GradBucket, check_hook
+from .._hook import CommHook, GradBucket, check_dtype, check_hook
 from ._plain import mean
 
 
@@ -60,12 +60,7 @@ def _compress(owner: str, wire_dtype: Any, inner: CommHook | None) -> CommHook:
     wire: np.dtype = jnp.dtype(wire_dtype)
 
     def narrowed(bucket: GradBucket) -> GradBucket:
-        if bucket.dtype.itemsize < 4 and bucket.dtype != wire:
-            names = ", ".join(piece.name for piece in bucket.pieces)
-            raise ValueError(
-                f"{owner}: gradients must be float32, float64 or {wire.name}, got {bucket.dtype} "
-                f"({names})."
-            )
+        check_dtype(owner, bucket, ("float32", "float64", wire.name))
         if isinstance(bucket.flat, jax.ShapeDtypeStruct):
             return bucket.replace(jax.ShapeDtypeStruct(bucket.flat.shape, wire))
         return bucket.replace(bucket.flat.astype(wire))

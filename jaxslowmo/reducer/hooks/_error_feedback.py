@@ -1,6 +1,6 @@
 """Hooks that lose something: what got lost is added to the next gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from ..._typing import PyTree
 from ...mesh import axis_names, axis_size, settle, vary_over
 from ...tree import at_least_float32
-from .._hook import CommHook, GradBucket
+from .._hook import CommHook, GradBucket, check_dtype
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 Reduce = Callable[[GradBucket, jax.Array], tuple[jax.Array, jax.Array]]
 """`reduce(bucket, flat) -> (mean, lost)`: (n,) in the bucket's dtype, and of `flat`, (n,) in at
@@ -21,7 +23,6 @@ def lossy(
     reduce: Reduce,
     *,
     error_feedback: bool,
-    dtypes: Sequence[str],
     compute: Callable[[Any], Any] = at_least_float32,
 ) -> CommHook:
     """A hook from a reduction that tells what it lost.
@@ -34,30 +35,21 @@ def lossy(
       owner: public name, for messages.
       reduce: of buckets that are not empty, over more than one replica.
       error_feedback: whether there is a residual, (n,) per bucket and replica.
-      dtypes: of buckets that it takes.
       compute: dtype to compute in, and of the residual, for a dtype of a bucket.
 
     Raises:
       ValueError: at trace time, another dtype.
     """
 
-    def check(bucket: GradBucket) -> None:
-        if bucket.dtype.name not in dtypes:
-            names = ", ".join(piece.name for piece in bucket.pieces)
-            raise ValueError(
-                f"{owner}: gradients must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got "
-                f"{bucket.dtype} ({names})."
-            )
-
     def init(bucket: GradBucket) -> PyTree:
-        check(bucket)
+        check_dtype(owner, bucket, _DTYPES)
         if not error_feedback:
             return ()
         zeros = jnp.zeros(bucket.size, compute(bucket.dtype))
         return vary_over(zeros, axis_names(bucket.axis_name))
 
     def update(bucket: GradBucket, residual: PyTree) -> tuple[jax.Array, PyTree]:
-        check(bucket)
+        check_dtype(owner, bucket, _DTYPES)
         if axis_size(bucket.axis_name) == 1 or bucket.size == 0:
             return settle(bucket.flat, bucket.axis_name), residual
         flat = bucket.flat.astype(compute(bucket.dtype))

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ..._integers import as_int
+from ..._integers import checked_int
 from ..._typing import PyTree
 from ...collectives import all_mean
 from ...mesh import axis_names, match_varying, vary_over
@@ -84,24 +85,31 @@ def powersgd(
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch 2.13, `powerSGD_hook`.
     """
-    rank, start_step, seed = _checked(
-        rank, start_step, error_feedback or warm_start, min_compression_rate, seed
+    remembers = error_feedback or warm_start
+    why = ", and with error feedback or warm start it" if remembers else " and"
+    rank, seed = checked_int(f"{_OWNER}: `rank`", rank, 1), checked_int(f"{_OWNER}: `seed`", seed)
+    start_step = checked_int(
+        f"{_OWNER}: `start_step` counts updates{why}", start_step, 2 if remembers else 0
     )
+    if not isinstance(min_compression_rate, int | float) or not 0 < min_compression_rate < math.inf:
+        raise ValueError(
+            f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got "
+            f"{min_compression_rate!r}."
+        )
 
     def matrices(bucket: GradBucket) -> list[_Matrices]:
         return _matrices(bucket, rank, min_compression_rate)
 
     def draw(bucket: GradBucket, count: Any) -> tuple[jax.Array, ...]:
-        return tuple(
-            draw_normal(seed, count, bucket.index, i, (len(g.members), g.columns, g.rank)).astype(
-                _work_dtype(bucket)
-            )
-            for i, g in enumerate(matrices(bucket))
-        )
+        work = at_least_float32(bucket.dtype)
+        shapes = [(len(g.members), g.columns, g.rank) for g in matrices(bucket)]
+        drawn = [draw_normal(seed, count, bucket.index, i, x) for i, x in enumerate(shapes)]
+        return tuple(x.astype(work) for x in drawn)
 
     def init(bucket: GradBucket) -> PyTree:
         shapes = [(len(g.members), g.rows, g.columns) for g in matrices(bucket)]
-        error = tuple(jnp.zeros(shape, _work_dtype(bucket)) for shape in shapes if error_feedback)
+        work = at_least_float32(bucket.dtype)
+        error = tuple(jnp.zeros(shape, work) for shape in shapes if error_feedback)
         return PowerSGDState(
             error=vary_over(error, axis_names(bucket.axis_name)),
             q=draw(bucket, 0) if warm_start else (),
@@ -170,27 +178,22 @@ def _compressed_mean(
 
     Communication: at most three all-reduces over `bucket.axis_name`, in the bucket's dtype.
     """
-    parts, work = bucket.split(bucket.flat), _work_dtype(bucket)
+    parts, work = bucket.split(bucket.flat), at_least_float32(bucket.dtype)
     inside = {place for g in groups for place in g.members}
     outside = [place for place in range(len(parts)) if place not in inside]
     if outside:
         # Their means are exact. (torch's error memory has their difference to the mean too, which
         # adds up to 0 over replicas: it changes no mean, but grows and costs precision.)
-        means = all_mean(jnp.concatenate([parts[i].reshape(-1) for i in outside]), bucket.axis_name)
-        for i in outside:
-            size = parts[i].size
-            parts[i], means = means[:size].reshape(parts[i].shape), means[size:]
-
+        for i, mean in zip(outside, _means(bucket, [parts[i] for i in outside]), strict=True):
+            parts[i] = mean
     own = [
         jnp.stack([parts[i].reshape(g.rows, g.columns) for i in g.members]).astype(work)
         for g in groups
     ]
     own = [m + error for m, error in zip(own, errors, strict=True)] if errors else own
     p = [_multiply("bnm,bmr->bnr", m, orthogonal(q)) for m, q in zip(own, first_q, strict=True)]
-    p = [orthogonal(x) for x in _means_of_factors(bucket, p)]
-    q = _means_of_factors(
-        bucket, [_multiply("bnm,bnr->bmr", m, x) for m, x in zip(own, p, strict=True)]
-    )
+    p = [orthogonal(x) for x in _means(bucket, p)]
+    q = _means(bucket, [_multiply("bnm,bnr->bmr", m, x) for m, x in zip(own, p, strict=True)])
     lost = []
     for g, m, x, y in zip(groups, own, p, q, strict=True):
         product = _multiply("bnr,bmr->bnm", x, y).astype(bucket.dtype)
@@ -200,49 +203,18 @@ def _compressed_mean(
     return bucket.join(parts), tuple(lost), tuple(q)
 
 
-def _work_dtype(bucket: GradBucket) -> Any:
-    """Of the algebra and the state: float32 for half precision too."""
-    return at_least_float32(bucket.dtype)
-
-
 def _multiply(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
 
 
-def _means_of_factors(bucket: GradBucket, factors: list[jax.Array]) -> list[jax.Array]:
-    """Their means over replicas, by way of the bucket's dtype.
+def _means(bucket: GradBucket, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Means of arrays over replicas, by way of the bucket's dtype.
 
     Communication: one all-reduce over `bucket.axis_name`.
     """
-    packed = jnp.concatenate([x.reshape(-1) for x in factors]).astype(bucket.dtype)
-    means, found = all_mean(packed, bucket.axis_name).astype(_work_dtype(bucket)), []
-    for x in factors:
-        found.append(means[: x.size].reshape(x.shape))
-        means = means[x.size :]
-    return found
-
-
-def _checked(
-    rank: Any, start_step: Any, remembers: bool, min_rate: Any, seed: Any
-) -> tuple[int, int, int]:
-    """Return `rank`, `start_step` and `seed` as ints; raise `ValueError` for other values."""
-    least = 2 if remembers else 0
-    rank_count, first_step, number = as_int(rank, 1), as_int(start_step, least), as_int(seed)
-    if rank_count is None:
-        raise ValueError(f"{_OWNER}: `rank` must be an int >= 1, got {rank!r}.")
-    if first_step is None:
-        why = " with error feedback or warm start" if remembers else ""
-        raise ValueError(
-            f"{_OWNER}: `start_step` counts updates and must be an int >= {least}{why}, got "
-            f"{start_step!r}."
-        )
-    if not isinstance(min_rate, int | float) or not 0 < min_rate < math.inf:
-        raise ValueError(
-            f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got {min_rate!r}."
-        )
-    if number is None:
-        raise ValueError(f"{_OWNER}: `seed` must be an int, got {seed!r}.")
-    return rank_count, first_step, number
+    packed = jnp.concatenate([x.reshape(-1) for x in arrays]).astype(bucket.dtype)
+    parts = jnp.split(all_mean(packed, bucket.axis_name), np.cumsum([x.size for x in arrays])[:-1])
+    return [part.reshape(x.shape).astype(x.dtype) for part, x in zip(parts, arrays, strict=True)]
 
 
 def orthogonal(x: jax.Array) -> jax.Array:

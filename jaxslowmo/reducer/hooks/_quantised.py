@@ -5,12 +5,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ..._integers import as_int
+from ..._integers import checked_int
 from ...collectives import E4M3, E5M2, INT8, Codec, Quantised, quantised_mean
 from .._hook import CommHook, GradBucket
 from ._error_feedback import lossy
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
@@ -97,12 +96,8 @@ def fp8(
 def _quantised(
     owner: str, codec: Codec, block_size: Any, error_feedback: bool, stochastic: bool, seed: Any
 ) -> CommHook:
-    size, checked_seed = as_int(block_size, 1), as_int(seed)
-    if size is None:
-        raise ValueError(f"{owner}: `block_size` must be an int >= 1, got {block_size!r}.")
-    if checked_seed is None:
-        raise ValueError(f"{owner}: `seed` must be an int, got {seed!r}.")
-    how = Quantised(codec, size)
+    how = Quantised(codec, checked_int(f"{owner}: `block_size`", block_size, 1))
+    checked_seed = checked_int(f"{owner}: `seed`", seed)
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = _key(checked_seed, bucket) if stochastic else None
@@ -112,7 +107,6 @@ def _quantised(
         owner,
         reduce,
         error_feedback=error_feedback,
-        dtypes=_DTYPES,
         compute=lambda _: jnp.dtype(jnp.float32),
     )
 

@@ -4,12 +4,11 @@ import math
 
 import jax
 
-from ..._integers import as_int
+from ..._integers import checked_int
 from ...collectives import top_k_mean
 from .._hook import CommHook, GradBucket
 from ._error_feedback import lossy
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ROUNDING = 1e-9  # 0.07 * 100 is above 7
 
 
@@ -44,16 +43,16 @@ def top_k(
     """
     if ratio is not None and k is not None:
         raise ValueError(f"top_k: give `ratio` or `k`, not both, got {ratio!r} and {k!r}.")
-    if k is not None and as_int(k, 1) is None:
-        raise ValueError(f"top_k: `k` must be an int >= 1, got {k!r}.")
+    if k is not None:
+        k = checked_int("top_k: `k`", k, 1)
     share = 0.01 if ratio is None else ratio
     if not 0 < share <= 1:
         raise ValueError(f"top_k: `ratio` must be in (0, 1], got {ratio!r}.")
 
     def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else int(k)
+        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
         return top_k_mean(
             flat, bucket.axis_name, min(max(wanted, 1), bucket.size), dtype=bucket.dtype
         )
 
-    return lossy("top_k", reduce, error_feedback=error_feedback, dtypes=_DTYPES)
+    return lossy("top_k", reduce, error_feedback=error_feedback)

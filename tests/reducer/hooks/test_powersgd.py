@@ -258,7 +258,10 @@ def test_split_leaves_are_vectors():
         ({"rank": 0}, "`rank` must be an int >= 1, got 0"),
         ({"rank": 1.5}, "`rank`"),
         ({"rank": True}, "`rank`"),
-        ({"start_step": 1}, "`start_step` .* >= 2 with error feedback or warm start, got 1"),
+        (
+            {"start_step": 1},
+            "`start_step` .* error feedback or warm start .* >= 2, got 1",
+        ),
         ({"start_step": 1, "warm_start": False}, "`start_step`"),
         ({"start_step": 0, "error_feedback": False}, "`start_step`"),
         ({"start_step": -1, "error_feedback": False, "warm_start": False}, "`start_step` .* >= 0"),
