@@ -1,20 +1,27 @@
 """Batches of replicas that have different amounts of data."""
 
+import contextlib
 import functools
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from .._choices import check_choice
+from .._coordinator import NoNoteError, forget, gather_notes
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from ._uneven_notes import Others
-from .batches import from_parts, is_of_processes, own_parts
+from .batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
 
+OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
+# A loader may take its time before a first batch.
+PATIENCE_SECONDS = 1800.0
 _ELSEWHERE = -1  # what a process gathers for replicas of which it has no device
 
 
@@ -31,12 +38,67 @@ class WeightedBatch(NamedTuple):
     weight: Any
 
 
+class Others:
+    """The processes of a mesh, asked before every batch.
+
+    By notes: an exchange of devices would wait for all steps that were started before.
+
+    Args:
+      owner: public name, for messages.
+      mesh: of several processes, which make these objects in one order.
+    """
+
+    def __init__(self, owner: str, mesh: Mesh) -> None:
+        self._owner, self._processes = owner, processes_of(mesh)
+        self._topic = topic_of("uneven", mesh)
+        self._batches = 0
+
+    def known(self, own: np.ndarray) -> np.ndarray:
+        """(processes, *s) int32: what each process knows of its batch, (*s).
+
+        Raises:
+          RuntimeError: another process could not give its batch, or does not answer.
+
+        Communication: that of `gather_notes`.
+        """
+        notes = [json.loads(note) for note in self._gather(json.dumps(own.tolist()))]
+        for process, note in zip(self._processes, notes, strict=True):
+            if isinstance(note, str):
+                raise RuntimeError(
+                    f"{self._owner}: `shares` of process {process} ended in an error: {note}"
+                )
+        return np.array(notes, np.int32)
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the others that this process has no batch to give, as soon as they ask.
+
+        Communication: that of `gather_notes`.
+        """
+        with contextlib.suppress(RuntimeError):  # `error` is what will be raised
+            self._gather(json.dumps(f"{type(error).__name__}: {error}"[:300]))
+
+    def _gather(self, text: str) -> list[str]:
+        self._batches += 1
+        topic = f"{self._topic}/{self._batches}"
+        try:
+            notes = gather_notes(topic, text, self._processes, PATIENCE_SECONDS)
+        except NoNoteError as error:
+            raise RuntimeError(
+                f"{self._owner}: another process has not given batch {self._batches} for "
+                f"{PATIENCE_SECONDS:g} s."
+            ) from error
+        if jax.process_index() == self._processes[0]:
+            # Who has told of this batch has read what was told of the last one.
+            forget(f"{self._topic}/{self._batches - 1}")
+        return notes
+
+
 def uneven_batches(
     shares: Sequence[Iterable[PyTree]],
     *,
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
-    on_exhausted: Literal["follow", "raise"] = "follow",
+    on_exhausted: OnExhausted = "follow",
 ) -> Iterator[WeightedBatch]:
     """Join the batches of replicas of which some have fewer than others.
 
@@ -72,10 +134,7 @@ def uneven_batches(
 
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
-    if on_exhausted not in ("follow", "raise"):
-        raise ValueError(
-            f'{_OWNER}: `on_exhausted` must be "follow" or "raise", got {on_exhausted!r}.'
-        )
+    check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replicas = replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
     here = list(own_parts(mesh, axes))

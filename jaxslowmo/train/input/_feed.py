@@ -9,9 +9,8 @@ import jax
 
 from ..._typing import PyTree
 from ._changed import refuse_changed
-from ._clock import Clock
-from ._iterator import Loaded, SharedIterator, shared
-from ._loader import Direct, Ended, Loader
+from ._loader import Direct, Ended, Loaded, Loader, SharedIterator, shared
+from ._report import Clock
 from ._stages import Prepared, Stages
 
 

@@ -4,20 +4,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
+from ..._choices import check_choice
 from ..._integers import as_int
 from ..._typing import PyTree
 from .._hooks import StepResult
 from .._state import TrainState
 from ..step import AheadMode
-from ._beside import Beside
-from ._clock import Clock
 from ._feed import Feed
-from ._report import PipelineReport, StageTimes
-from ._runner import Evaluation, Partial, Runner, Training
+from ._report import Clock, PipelineReport, StageTimes
+from ._runner import Beside, Evaluation, Partial, Runner, Training
 from ._stages import Prepared, Stage, Stages, of_step
 
 
@@ -328,9 +327,7 @@ def check_accumulation(accumulate: Any, partial: Any) -> None:
         raise ValueError(
             f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
         )
-    if partial not in get_args(Partial):
-        names = ", ".join(f'"{name}"' for name in get_args(Partial))
-        raise ValueError(f"`partial` must be one of {names}, got {partial!r}.")
+    check_choice("partial", partial, Partial)
 
 
 def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:

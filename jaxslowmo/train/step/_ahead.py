@@ -7,16 +7,16 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from ..._choices import check_choice
 from ..._integers import as_int
 from ..._typing import PyTree
 from ...embedding import Ahead, Carry, Embeddings, Lookup
 from .._state import TrainState
-from ._programs import Task, anew, ask
+from ._programs import ANEW, Task, ask
 from ._runner import Runner
 from .update import Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
-MODES = ("exact", "stale", "patched")
 
 
 class Asked(NamedTuple):
@@ -134,7 +134,7 @@ class AheadStep:
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         if not asked.is_of(state, runner.parts.lookup):
-            asked = self._asked(self._ask(anew(), state, Given(carry=asked.carry)), batch, state)
+            asked = self._asked(self._ask(ANEW, state, Given(carry=asked.carry)), batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
             done, metrics, carry = runner.collect(state, given, num_batches, ahead)
@@ -216,8 +216,7 @@ def _content(tree: PyTree) -> list[Any]:
 
 def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
     """The tables of a step that asks ahead of it; `ValueError` for arguments that cannot be."""
-    if mode not in MODES:
-        raise ValueError(f'`mode` must be "exact", "stale" or "patched", got {mode!r}.')
+    check_choice("mode", mode, AheadMode)
     if runner.embeddings is None:
         raise ValueError(
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "

@@ -15,11 +15,11 @@ from ...embedding import Ahead
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
-from ._layouts import Layouts
+from ._placing import Layouts
 from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
 
-ReplicaFn = Callable[..., Any]
-"""`(state, given)` of one replica."""
+Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
+"""Structure and types of what one device has of a batch."""
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
 # How results relate to the replicas, as `map_replicas` wants to know.
 _ROLES: Any = {"state": "stacked", "metrics": "stacked", "carry": "device", "window": ROLES}
@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
     Attributes:
       name: tells it from others of the step.
-      fn: of the parts, the function of one replica.
+      fn: `fn(replica_step, state, given)` of one replica.
       results: what it returns: "state", "metrics", "carry", "window", or a tuple of these.
       donated: the argument whose buffers it may reuse, where the step does so.
       windowed: whether there is a window.
@@ -39,7 +39,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    fn: Callable[[Any], ReplicaFn]
+    fn: Callable[[ReplicaStep, TrainState, Given], Any]
     results: str | tuple[str, ...]
     donated: str | None = None
     windowed: bool = False
@@ -52,75 +52,58 @@ class Task(NamedTuple):
         return self.results not in ("metrics", "carry")
 
 
-def _telling(fn: ReplicaFn) -> ReplicaFn:
-    """`fn`, `-> (state, metrics, carry)`, whose metrics tell of the loss scale, too."""
-
-    def told(state: TrainState, given: Given) -> tuple[TrainState, Any, Any]:
-        new, metrics, carry = fn(state, given)
-        return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
-
-    return told
+def _telling(
+    fn: Callable[..., Any], step: ReplicaStep, state: TrainState, given: Given, **static: Any
+) -> tuple[TrainState, Any, Any]:
+    """An update by `fn`, whose metrics tell of the loss scale, too."""
+    new, metrics, carry = fn(step, state, given, **static)
+    return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
 
 
-def _update(name: str, fn: Callable[[Any], ReplicaFn], **which: Any) -> Task:
-    results = "state", "metrics", "carry"
-    return Task(name, lambda parts: _telling(fn(parts)), results, "state", **which)
+_UPDATED = "state", "metrics", "carry"
 
 
 def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -> Task:
     """An update of a batch, after those in a window."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.updated, phase=phase)
-
-    return _update("update", fn, windowed=windowed, ahead=ahead or _NUMBERS, static=phase)
+    fn = partial(_telling, ReplicaStep.updated, phase=phase)
+    return Task("update", fn, _UPDATED, "state", windowed, ahead or _NUMBERS, phase)
 
 
-def update_of_window(phase: Phase | None, like: PyTree) -> Task:
-    """An update of a window alone; `like` are types of a device's part of a batch."""
+def update_of_window(phase: Phase | None, share: Share) -> Task:
+    """An update of a window alone; `share` is what a device had of each batch."""
 
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return lambda state, given: parts.of_window(state, given.window, like, phase)
+    def closed(step: ReplicaStep, state: TrainState, given: Given) -> Any:
+        return step.of_window(state, given.window, jax.tree.unflatten(*share), phase)
 
-    leaves, structure = jax.tree.flatten(like)
-    static = phase, structure, tuple((x.shape, x.dtype) for x in leaves)
-    return _update("of_window", fn, windowed=True, static=static)
+    fn = partial(_telling, closed)
+    return Task("of_window", fn, _UPDATED, "state", windowed=True, static=(phase, share))
 
 
 def open_window(num_batches: int) -> Task:
     """An empty window for so many batches like the one that is given."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.opened, num_batches=num_batches)
-
+    fn = partial(ReplicaStep.opened, num_batches=num_batches)
     return Task("open", fn, "window", static=num_batches)
 
 
 def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
     """A batch more in a window, in the room that it has or behind it."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.collected, fits=fits)
-
+    fn = partial(ReplicaStep.collected, fits=fits)
     # Nothing of a window that grows has the size of the new one, of which jax would warn.
     donated = "window" if fits else None
     results = "window", "metrics", "carry"
-    return Task("collect", fn, results, donated, True, ahead or _NUMBERS, static=fits)
+    return Task("collect", fn, results, donated, True, ahead or _NUMBERS, fits)
 
 
-def evaluate() -> Task:
-    """The metrics of a batch."""
-    return Task("evaluate", lambda parts: parts.evaluated, "metrics")
+EVALUATE = Task("evaluate", ReplicaStep.evaluated, "metrics")
+"""The metrics of a batch."""
+
+ANEW = Task("anew", ReplicaStep.asked_anew, "carry")
+"""What was asked, with rows as this state has them."""
 
 
 def ask(ahead: Ahead) -> Task:
     """What a batch asks for."""
-    return Task("ask", lambda parts: parts.asked, "carry", ahead=ahead)
-
-
-def anew() -> Task:
-    """What was asked, with rows as this state has them."""
-    return Task("anew", lambda parts: parts.asked_anew, "carry")
+    return Task("ask", ReplicaStep.asked, "carry", ahead=ahead)
 
 
 class Programs:
@@ -182,12 +165,12 @@ class Programs:
         out_shardings: Any = None,
     ) -> Any:
         """A program that is not kept: `program(state=, batch=, ...)`, of the fields of `Given`."""
-        fn = task.fn(ReplicaStep(self._parts_for(layout), task.ahead))
+        step = ReplicaStep(self._parts_for(layout), task.ahead)
 
         def per_replica(state: TrainState, *given: Any) -> Any:
             if layout.specs is not None:
                 state = state._replace(params=laid_out(state.params, layout.specs))
-            return fn(state, Given(*given))
+            return task.fn(step, state, Given(*given))
 
         given_roles = GIVEN_ROLES if task.windowed else GIVEN_ROLES._replace(window="shared")
         mapped = map_replicas(
@@ -202,12 +185,8 @@ class Programs:
         def program(*, state: TrainState, **given: Any) -> Any:
             return mapped(state, *Given(**given))
 
-        donated = task.donated if self.donate else None
-        return jax.jit(
-            program,
-            donate_argnames=() if donated is None else donated,
-            out_shardings=out_shardings,
-        )
+        donated = task.donated if self.donate and task.donated else ()
+        return jax.jit(program, donate_argnames=donated, out_shardings=out_shardings)
 
     def _roles(self, roles: Any) -> Any:
         """Roles outside of the axis that is bound around what is looked up."""
