@@ -22,11 +22,15 @@ class Layout(NamedTuple):
       axes: those over which some leaf is sharded; the compiler handles them.
       specs: a `PartitionSpec` per leaf over these axes; None where there are none.
       key: what tells layouts apart.
+      inner_axes: axes inside a replica between whose devices its batch is split.
+      data_axes: all axes over which a batch is split, replicas first.
     """
 
-    axes: frozenset[str] = frozenset()
-    specs: PyTree | None = None
-    key: Hashable = None
+    axes: frozenset[str]
+    specs: PyTree | None
+    key: Hashable
+    inner_axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
 
 
 class KnownLayout(NamedTuple):

@@ -56,8 +56,7 @@ class Layouts:
         sync: ParameterTransform | None = None,
     ) -> None:
         self._mesh, self._axis_name, self._lookup, self._sync = mesh, axis_name, lookup, sync
-        self.last = self._with_stored(Layout(), None)
-        self._data_axes: dict[frozenset[str], tuple[str, ...]] = {}
+        self.last = self._layout(frozenset(), None, None)
         self._noted: KnownLayout | None = None  # of the last state that a program has returned
 
     def of(self, state: TrainState) -> Layout:
@@ -76,12 +75,8 @@ class Layouts:
         if isinstance(first, Tracer):  # does not tell where it will lie
             return self.last
         axes = model_axes(state.params, self._mesh, self._axis_name)
-        if not axes:
-            found = Layout()
-        else:
-            specs = inner_specs(state.params, self._mesh, self._axis_name)
-            found = Layout(axes, specs, specs_key(specs))
-        found = self._with_stored(found, state.params)
+        specs = inner_specs(state.params, self._mesh, self._axis_name) if axes else None
+        found = self._layout(axes, specs, state.params)
         self._refuse_beyond(found, state)
         if isinstance(first, jax.Array):
             self.last = found
@@ -96,28 +91,6 @@ class Layouts:
             shards = self._shards(layout)
             self._noted = KnownLayout(self._mesh, self._axis_name, layout, shards)
         state.known_layout = self._noted
-
-    def inner_axes(self, layout: Layout) -> tuple[str, ...]:
-        """Axes inside a replica between whose devices the batch is split."""
-        skip = {*axis_names(self._axis_name), *layout.axes}
-        inner = tuple(a for a in self._mesh.axis_names if a not in skip)
-        # The last one: parts along it are dealt out inside of those along the others.
-        own = self._lookup.nested
-        return inner if own is None else (*inner, own)
-
-    def data_axes(self, layout: Layout) -> tuple[str, ...]:
-        """All axes over which the batch is split, replicas first."""
-        if layout.axes not in self._data_axes:  # asked for twice in every step
-            names = *axis_names(self._axis_name), *self.inner_axes(layout)
-            self._data_axes[layout.axes] = names
-        return self._data_axes[layout.axes]
-
-    def has_auto(self, layout: Layout) -> bool:
-        """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""
-        if isinstance(self._mesh, VirtualMesh):
-            return False
-        types = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
-        return any(types[axis] == AxisType.Auto for axis in layout.axes)
 
     def _shards(self, layout: Layout) -> PyTree | None:
         """How `sync` cuts what it keeps in shards: by axes that the compiler handles alone."""
@@ -154,18 +127,20 @@ class Layouts:
                 "js.slowmo and js.diloco shard what they keep by themselves."
             )
 
-    def _with_stored(self, found: Layout, params: PyTree) -> Layout:
+    def _layout(self, axes: frozenset[str], specs: PyTree | None, params: PyTree) -> Layout:
         """A layout in which stored parameters lie as they are made, however their arrays do."""
-        lookup = self._lookup
-        if lookup.nested is None:
-            return found
-        dense = P()
-        if found.specs is not None:
-            dense = lookup.dense(found.specs)
-        elif params is not None:
-            dense = jax.tree.map(lambda _: P(), lookup.dense(params))
-        specs = lookup.joined(dense, lookup.specs)
-        return Layout(found.axes | {lookup.nested}, specs, specs_key(specs))
+        lookup, replicas = self._lookup, axis_names(self._axis_name)
+        inner = tuple(
+            a for a in self._mesh.axis_names if a not in {*replicas, *axes, lookup.nested}
+        )
+        if lookup.nested is not None:
+            # The last one: parts along it are dealt out inside of those along the others.
+            axes, inner = axes | {lookup.nested}, (*inner, lookup.nested)
+            dense = P() if params is None else jax.tree.map(lambda _: P(), lookup.dense(params))
+            dense = dense if specs is None else lookup.dense(specs)
+            specs = lookup.joined(dense, lookup.specs)
+        key = None if specs is None else specs_key(specs)
+        return Layout(axes, specs, key, inner, (*replicas, *inner))
 
 
 class Placing:
@@ -175,19 +150,13 @@ class Placing:
       mesh: of the step.
       axis_name: of its replicas.
       host_batch: what leaves of the host are.
-      layouts: of its states.
       lookup: of the step; ids of the host are looked at before they are used.
     """
 
     def __init__(
-        self,
-        mesh: AnyMesh,
-        axis_name: AxisName,
-        host_batch: HostBatch,
-        layouts: Layouts,
-        lookup: Lookup,
+        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, lookup: Lookup
     ) -> None:
-        self._mesh, self._axis_name, self._layouts = mesh, axis_name, layouts
+        self._mesh, self._axis_name = mesh, axis_name
         self._host_batch: HostBatch = host_batch
         self._compare = Comparison(mesh, host_batch)
         self._lookup, self._has_ids = lookup, lookup.embeddings is not None
@@ -199,14 +168,16 @@ class Placing:
     ) -> tuple[PyTree, jax.Array | None]:
         """A batch that is to run, when processes have compared what they give, and its weight."""
         if weight is None and not self._has_ids and isinstance(self._mesh, Mesh):
-            axes = self._layouts.data_axes(layout)
-            if all(lies_there(x, self._mesh, axes) for x in jax.tree.leaves(batch)):
+            leaves = jax.tree.leaves(batch)
+            if all(lies_there(x, self._mesh, layout.data_axes) for x in leaves):
                 return batch, None
         batch = as_arrays(batch)
-        self._compare(batch, self._layouts.data_axes(layout))
+        self._compare(batch, layout.data_axes)
         if not self._has_ids or not check_ids:
             return self.placed(batch, weight, layout)
-        is_known = self._refuse_ids(batch, layout)
+        # All of them, if any: of arrays of the host `inputs` may make some of a device.
+        host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
+        is_known = bool(host) and self._lookup.check(batch, self._parts(host[0], layout))
         placed, weight = self.placed(batch, weight, layout)
         self._note_known(batch, placed, of_host=is_known)
         return placed, weight
@@ -245,37 +216,25 @@ class Placing:
             counts = self._counts.popleft()
             self._lookup.refuse({name: count_here(x) for name, x in counts.items()})
 
-    def _refuse_ids(self, batch: PyTree, layout: Layout) -> bool:
-        """Raise `ValueError` for ids of the host that are in no table.
-
-        Returns:
-          Whether all ids were there to look at: also of arrays of the host `inputs` may make some
-          of a device.
-        """
-        host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-        if not host:
-            return False
-        axes = self._layouts.data_axes(layout)
-        parts = parts_given(host[0], self._mesh, axes, self._host_batch)
-        return self._lookup.check(batch, parts)
-
     def placed(self, batch: PyTree, weight: Any, layout: Layout) -> tuple[PyTree, jax.Array | None]:
         """A batch and its weight on the devices; shapes alone stay shapes."""
-        axes = self._layouts.data_axes(layout)
         return (
-            placed_batch(batch, self._mesh, axes, self._host_batch),
+            placed_batch(batch, self._mesh, layout.data_axes, self._host_batch),
             placed_weight(weight, self._mesh, self._axis_name, self._host_batch),
         )
 
     def share(self, batch: PyTree, layout: Layout) -> PyTree:
         """Types of what one device has of a batch of arrays."""
-        axes = self._layouts.data_axes(layout)
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
-            parts = parts_given(x, self._mesh, axes, self._host_batch)
-            return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), jnp.result_type(x))
+            rows = x.shape[0] // self._parts(x, layout)
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jnp.result_type(x))
 
         return jax.tree.map(share, batch)
+
+    def _parts(self, x: Any, layout: Layout) -> int:
+        """Of how many devices an array of a batch holds the rows."""
+        return parts_given(x, self._mesh, layout.data_axes, self._host_batch)
 
 
 def count_here(count: Any) -> int:

@@ -15,7 +15,6 @@ from ...embedding import Ahead
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
-from ._placing import Layouts
 from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
 
 Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
@@ -112,20 +111,14 @@ class Programs:
     Args:
       parts: of the step.
       mesh: of the step.
-      layouts: of its states.
       donate: whether programs reuse the buffers of their arguments.
       warn: issues each message once.
     """
 
     def __init__(
-        self,
-        parts: StepParts,
-        mesh: AnyMesh,
-        layouts: Layouts,
-        donate: bool,
-        warn: Callable[[str], None],
+        self, parts: StepParts, mesh: AnyMesh, donate: bool, warn: Callable[[str], None]
     ) -> None:
-        self._parts, self._mesh, self._layouts = parts, mesh, layouts
+        self._parts, self._mesh = parts, mesh
         self.donate, self._warn = donate, warn
         self._made: dict[Hashable, Any] = {}
 
@@ -200,7 +193,7 @@ class Programs:
         def places(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x.sharding, tree)
 
-        mesh, first = self._mesh, self._layouts.data_axes(layout)
+        mesh, first = self._mesh, layout.data_axes
         assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
         each = NamedSharding(mesh, P(first))
 
@@ -229,20 +222,28 @@ class Programs:
         Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
         of the state, and of its checkpoints.
         """
-        inner_axes = self._layouts.inner_axes(layout)
-        loss = dataclasses.replace(self._parts.differentiation, inner_axes=inner_axes)
+        differentiation = self._parts.differentiation
+        loss = dataclasses.replace(differentiation, inner_axes=layout.inner_axes)
         specs, sync = layout.specs, self._parts.sync
         own = self._parts.lookup.dense(specs)
         parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=own)
         if sync is None or specs is None:
             return parts
-        if sync.shards_whole_leaves and self._layouts.has_auto(layout):
+        if sync.shards_whole_leaves and _has_auto(self._mesh, layout.axes):
             self._warn(
                 f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
                 f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
                 "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
         return dataclasses.replace(parts, sync=sync.with_specs(specs))
+
+
+def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
+    """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""
+    if isinstance(mesh, VirtualMesh):
+        return False
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(types[axis] == AxisType.Auto for axis in axes)
 
 
 def abstract(mesh: VirtualMesh) -> AbstractMesh:

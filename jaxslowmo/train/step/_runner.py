@@ -134,8 +134,8 @@ class Runner:
         self.parts, self.mesh, self.mode = parts, mesh, mode
         self.embeddings, self._warn = parts.lookup.embeddings, warn_once()
         self.layouts = Layouts(mesh, parts.axis_name, parts.lookup, parts.sync)
-        self.placing = Placing(mesh, parts.axis_name, host_batch, self.layouts, parts.lookup)
-        self.programs = Programs(parts, mesh, self.layouts, donate, self._warn)
+        self.placing = Placing(mesh, parts.axis_name, host_batch, parts.lookup)
+        self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
         self._is_counting = False  # nobody has asked for a phase

@@ -11,13 +11,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..._typing import PyTree
-from ...mesh import AnyMesh, axis_names
+from ...mesh import AnyMesh
 from ...precision import loss_scale_of
 from ...transform import NoExchangeState
 from ...tree import leaf_names, not_floating
 from .._state import TrainState
 from ._probe import check_remembered
-from ._transforms import check_exchanges, check_transforms
+from ._transforms import check_transforms
 from .update import GradientWindow, StepParts
 
 
@@ -45,10 +45,7 @@ def check_state(
     """
     sync, lookup = parts.sync, parts.lookup
     refuse_untrainable(lookup.dense(state.params))
-    num_replicas = math.prod(mesh.shape[name] for name in axis_names(parts.axis_name))
-    if is_first:
-        check_exchanges(parts, state, mesh)
-    check_transforms(state, parts, mode, num_replicas)
+    check_transforms(state, parts, mesh, mode, is_first=is_first)
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
