@@ -158,32 +158,19 @@ def _next_update(pipeline: TrainPipeline) -> StepResult | None:
     for result in pipeline:
         seen.append(result.metrics)
         if result.is_update:
-            result.metrics = means_over_batches(seen)
+            result.metrics = seen[0] if len(seen) == 1 else _means(seen)
             return result
     return pipeline.partial_update
 
 
-Metrics = dict[str, jax.Array]
-
-
-def means_over_batches(batches: Sequence[Metrics]) -> Metrics:
-    """Each replica's means, weighted where the batches have weights.
-
-    Args:
-      batches: metrics of each, leaves (replicas, ...), as a step returns them.
-
-    Returns:
-      The same metrics, in at least float32 where they are of several batches; "weight" is the sum
-      of the weights, and a replica that was idle in all has zeros. What the last batch alone tells
-      is of the update that it made, such as the loss scale, and stays as it is.
-
-    Communication: none.
-    """
-    return batches[0] if len(batches) == 1 else _means(tuple(batches))
-
-
 @jax.jit
-def _means(batches: tuple[Metrics, ...]) -> Metrics:
+def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Return each replica's means of the metrics of batches, weighted where these have weights.
+
+    They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
+    all has zeros. What the last batch alone tells is of the update that it made, such as the loss
+    scale, and stays as it is.
+    """
     count = len(batches)
     weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
 

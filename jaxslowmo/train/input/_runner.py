@@ -2,38 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..._typing import Phase, PyTree
 from .._hooks import StepResult
 from ..step import bounded, count_here
-from ._stages import Prepared
+from ._stages import Prepared, of_step
 
 Partial = Literal["step", "discard", "error"]
-
-
-class Runner(Protocol):
-    """Takes the batches of a pipeline one after the other.
-
-    Attributes:
-      state: what the next batch meets.
-      position: of the iterator after the last batch that is in the state.
-    """
-
-    @property
-    def state(self) -> PyTree:
-        """What the next batch meets."""
-        ...
-
-    position: Any
-
-    def __call__(self, batch: Prepared) -> Any:
-        """The result of a batch."""
-        ...
-
-    def end(self) -> None:
-        """There are no more batches, until another iterator comes."""
-        ...
 
 
 class Training:
@@ -172,8 +148,7 @@ def _arguments(batch: Prepared) -> tuple[Any, ...]:
 
 def _of_few(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of which few are unfinished at once: those of `make_train_step` see to it."""
-    is_ours = hasattr(step, "place") or hasattr(getattr(step, "__self__", None), "place")
-    return step if is_ours else bounded(step)
+    return step if of_step(step, "place") else bounded(step)
 
 
 _KEPT = 32  # counts of so many steps are left on the devices
@@ -201,22 +176,21 @@ class Beside:
         return getattr(self._step, name)
 
     def __call__(
-        self, state: PyTree, batch: PyTree, weight: Any = None, *, window: Any = None
+        self, state: PyTree, batch: PyTree, weight: Any = None, **options: Any
     ) -> tuple[PyTree, Any]:
         """`step`, and beside it what the next batch asks for."""
-        return self._run(state, batch, weight, window)
+        asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
+        found = self._upcoming()
+        upcoming = None if found is None else found.batch
+        done, metrics, self._asked = self._ahead(state, batch, asked, upcoming, weight, **options)
+        self._asked_for = upcoming
+        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
+        self._read(_KEPT)
+        return done, metrics
 
-    def collect(
-        self,
-        state: PyTree,
-        batch: PyTree,
-        weight: Any = None,
-        window: Any = None,
-        *,
-        num_batches: int = 0,
-    ) -> tuple[PyTree, Any]:
+    def collect(self, *args: Any, **options: Any) -> tuple[PyTree, Any]:
         """`step.collect`, likewise."""
-        return self._run(state, batch, weight, window, collect=True, num_batches=num_batches)
+        return self(*args, collect=True, **options)
 
     @property
     def resent_share(self) -> float | None:
@@ -225,20 +199,6 @@ class Beside:
         if self._ahead.mode != "patched" or not self._needed:
             return None
         return self._resent / self._needed
-
-    def _run(
-        self, state: PyTree, batch: PyTree, weight: Any, window: Any, **collecting: Any
-    ) -> tuple[PyTree, Any]:
-        asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
-        found = self._upcoming()
-        upcoming = None if found is None else found.batch
-        done, metrics, self._asked = self._ahead(
-            state, batch, asked, upcoming, weight, window, **collecting
-        )
-        self._asked_for = upcoming
-        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
-        self._read(_KEPT)
-        return done, metrics
 
     def _read(self, kept: int) -> None:
         """Add up the counts of the oldest steps, which have ended or are waited for."""
