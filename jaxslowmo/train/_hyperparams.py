@@ -45,9 +45,9 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
         if not is_injected(x):
             return x
         given = {
-            name: _like(x, x.hyperparams[name], value)
+            name: spread(value, jnp.result_type(old), x.count, _shape(x, old))
             for name, value in values.items()
-            if name in x.hyperparams
+            if (old := x.hyperparams.get(name)) is not None
         }
         return x._replace(
             hyperparams={**x.hyperparams, **given}, inner_state=everywhere(x.inner_state)
@@ -112,10 +112,6 @@ def _check(state: PyTree, name: str, value: Any) -> None:
 def _shape(owner: Any, old: Any) -> tuple[int, ...]:
     """Of a hyperparameter of all replicas; `old` may be a number that was assigned."""
     return max(np.shape(old), np.shape(owner.count), key=len)
-
-
-def _like(owner: Any, old: Any, value: Any) -> jax.Array:
-    return spread(value, jnp.result_type(old), owner.count, _shape(owner, old))
 
 
 def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -1,7 +1,7 @@
 """What a step refuses of the states and windows that it is given, and warns of."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -141,16 +141,14 @@ def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
     What the optimizer keeps is not looked at, nor what has no class of its own.
     """
     sync, gradients = parts.sync, parts.gradients
-    wanted = {
-        "sync": NoExchangeState if sync is None else sync.state,
-        "gradients": optax.EmptyState if gradients is None else None,
-    }
     members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
-    for argument, kind in wanted.items():
-        if kind is None:
-            continue
-        held = state.opt_state[-1 if argument == "sync" else 0] if members else state.opt_state
-        if not isinstance(held, kind):
+    first, *_, last = state.opt_state if members else 2 * (state.opt_state,)
+    wanted = [
+        ("sync", last, NoExchangeState if sync is None else sync.state),
+        ("gradients", first, optax.EmptyState if gradients is None else None),
+    ]
+    for argument, held, kind in wanted:
+        if kind is not None and not isinstance(held, kind):
             raise ValueError(
                 f"`state` must come from a step with the same `{argument}`: this step keeps "
                 f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
@@ -196,7 +194,10 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
     pairs = zip(leaves, totals, strict=False)
     if structure == collected and all(x.shape[1:] == total.shape[1:] for x, total in pairs):
         return
-    own, given = ({n: x.shape[1:] for n, x in _by_name(t)} for t in (params, window.totals))
+    own, given = (
+        {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
+        for tree in (params, window.totals)
+    )
     name = next((n for n in {**own, **given} if own.get(n) != given.get(n)), None)
     if name is None:  # nodes of other types, of which jax tells
         return
@@ -207,10 +208,6 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
         "`window` must hold gradients of the parameters in `state`, of which it was collected: "
         f"of leaf {name!r} `state` has {has}, and the window {holds}."
     )
-
-
-def _by_name(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    return zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
 
 
 def forget(window: GradientWindow) -> None:
