@@ -10,5 +10,5 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
     """
     if value not in get_args(kind):
         *others, last = (f'"{name}"' for name in get_args(kind))
-        whose = f"{owner}: " if owner else ""
-        raise ValueError(f"{whose}`{argument}` must be {', '.join(others)} or {last}, got {value!r}.")
+        rule = f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}."
+        raise ValueError(f"{owner}: {rule}" if owner else rule)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from .._integers import as_int
 from .._typing import Phase, PyTree
+from ..transform import as_schedule
 from ..tree import at_least_float32
-from ._hooks import Hook, StepResult, is_hook_due
+from ._hooks import Hook, StepResult
 from ._state import TrainState
 from .input import Partial, TrainPipeline, at_most, check_accumulation
 
@@ -146,7 +147,7 @@ def _run(
             done += 1
             result.step = done
             for hook in hooks:
-                if is_hook_due(hook, done):
+                if as_schedule(hook.every, "every")(done):
                     result.reports.update(hook(result) or {})
             yield result
         results.refuse_ids()

@@ -152,10 +152,6 @@ class AheadStep:
         window: GradientWindow | None = None,
     ) -> jax.stages.Compiled:
         """What such a call runs for an update, compiled now if it was not; nothing runs."""
-        placing, layout = self._runner.placing, self._runner.layouts.of(state)
-        batch, weight = placing.placed(batch, weight, layout)
-        if next_batch is not None:
-            next_batch, _ = placing.placed(next_batch, None, layout)
         given = Given(batch, weight, window, asked.carry, next_batch)
         return self._runner.compiled(state, given, self.asks_for(next_batch))
 

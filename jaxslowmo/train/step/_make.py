@@ -176,7 +176,7 @@ def make_train_step(
         )
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
-    own_sync = None if apart else sync
+    own_sync = sync if isinstance(sync, ParameterTransform) else None
     if own_sync is not None:
         check_sync_axes(own_sync, mesh, axis_name)
     if embeddings is not None:

@@ -71,7 +71,7 @@ def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -
 def update_of_window(phase: Phase | None, share: Share) -> Task:
     """An update of a window alone; `share` is what a device had of each batch."""
 
-    def closed(step: ReplicaStep, state: TrainState, given: Given) -> Any:
+    def closed(step: ReplicaStep, state: TrainState, given: Any) -> Any:
         return step.of_window(state, given.window, jax.tree.unflatten(*share), phase)
 
     fn = partial(_telling, closed)

@@ -221,9 +221,13 @@ class Runner:
         self, state: TrainState, given: Given, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """The program of an update, compiled now if it was not; nothing runs."""
+        layout = self.layouts.of(state)
+        batch, weight = self.placing.placed(given.batch, given.weight, layout)
+        upcoming, _ = self.placing.placed(given.upcoming, None, layout)
+        given = given._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
         task = update(self._phase(state), windowed=given.window is not None, ahead=ahead)
-        program = self.program(task, self.layouts.of(state), state, given)
+        program = self.program(task, layout, state, given)
         return program.lower(state=state, **given._asdict()).compile()
 
     def program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:

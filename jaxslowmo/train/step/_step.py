@@ -288,9 +288,7 @@ class TrainStep:
         The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
         batch, here and wherever nothing runs; processes are not compared.
         """
-        runner = self._runner
-        placed = runner.placing.placed(batch, weight, runner.layouts.of(state))
-        return runner.compiled(state, Given(*placed, window))
+        return self._runner.compiled(state, Given(batch, weight, window))
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """This step with the next batch's tables asked beside it; see `AheadStep`."""
