@@ -13,3 +13,18 @@ def as_int(value: Any, least: int | None = None) -> int | None:
     except TypeError:
         return None
     return None if least is not None and number < least else number
+
+
+def checked_int(what: str, value: Any, least: int | None = None) -> int:
+    """Return `value` as an int, as `as_int` does, or raise `ValueError`.
+
+    Args:
+      what: begins the message, up to "must be": the argument, and what it counts.
+      value: of the argument.
+      least: the smallest that it may be.
+    """
+    number = as_int(value, least)
+    if number is None:
+        rule = "an int" if least is None else f"an int >= {least}"
+        raise ValueError(f"{what} must be {rule}, got {value!r}.")
+    return number

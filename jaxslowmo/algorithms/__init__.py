@@ -6,11 +6,11 @@ from ._local_sgd import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import local_sgd as local_sgd
 from ._only_finite import OnlyFiniteState as OnlyFiniteState
 from ._only_finite import only_finite as only_finite
+from ._push_sum import SGPState as SGPState
+from ._push_sum import shares_of_gossip as shares_of_gossip
 from ._sgp import sgp as sgp
 from ._slowmo import SlowMomentumState as SlowMomentumState
 from ._slowmo import slow_momentum as slow_momentum
 from ._slowmo import slowmo as slowmo
-from .gossip import SGPState as SGPState
-from .gossip import shares_of_gossip as shares_of_gossip
 from .outer import OuterState as OuterState
 from .outer import read_anchor as read_anchor

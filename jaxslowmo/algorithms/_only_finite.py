@@ -1,7 +1,7 @@
 """Exchanges that do not take place while a replica holds NaN or infinity."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ..transform import (
     run_if,
 )
 from ..tree import apply_exactly
-from .gossip import any_round
+from ._gossip import any_round
 
 _OWNER = "only_finite"
 
@@ -99,6 +99,15 @@ class _OnlyFinite:
 
     def transform(self) -> ParameterTransform:
         inner = self.inner
+
+        def asked(ask: Callable[..., Any]) -> Callable[..., Any]:
+            """What the state inside is asked for."""
+            return lambda state, *args: ask(state.inner, *args)
+
+        def changed(change: Callable[..., PyTree]) -> Callable[..., OnlyFiniteState]:
+            """The state with another one inside: it has counters alone besides."""
+            return lambda state, *args: state._replace(inner=change(state.inner, *args))
+
         return parameter_transform(
             _OWNER,
             self.init,
@@ -112,20 +121,17 @@ class _OnlyFinite:
             phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
             skipped=None,
             events=None,
-            numerator=lambda state, y: inner.numerator(state.inner, y),
-            reset=lambda state: state._replace(inner=inner.reset(state.inner)),
+            numerator=asked(inner.numerator),
+            reset=changed(inner.reset),
             permit=self.permit,
-            anchor=None if inner.anchor is None else self.anchor,
+            anchor=None if inner.anchor is None else asked(inner.anchor),
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
             with_specs=lambda specs, **options: only_finite(inner.with_specs(specs, **options)),
-            shards=lambda state: inner.shards(state.inner),
+            shards=asked(inner.shards),
             # Leaf by leaf, where that is right for what is inside.
             carry=carry_plainly if inner.carry is carry_plainly else self.carry,
-            # It has counters alone besides.
-            like_on=lambda state, params, at: state._replace(
-                inner=inner.like_on(state.inner, params, at)
-            ),
-            shares=lambda state: inner.shares(state.inner),
+            like_on=changed(inner.like_on),
+            shares=asked(inner.shares),
         )
 
     def init(self, params: PyTree) -> OnlyFiniteState:
@@ -150,7 +156,6 @@ class _OnlyFinite:
         params: PyTree,
         *,
         communicate: Communicate,
-        weight: jax.Array | None,
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OnlyFiniteState]:
@@ -162,24 +167,19 @@ class _OnlyFinite:
             with phase_scope(EVERY_PHASE):  # part of whichever exchange is due
                 return self.permit(state, apply_exactly(params, u), o, self.inner.axes)
 
-        def nobody_asks(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
-            del operand
-            return jnp.ones([], bool), state
-
         # Asked only where an exchange is due: other updates stay free of collectives.
         due = self.inner.due(state.count) if phase is None else bool(phase)
         due = decide(due, communicate)
         # The answer is the same on all replicas, so it may decide about an exchange.
-        allowed, state = run_if(due, ask, nobody_asks, (updates, others))
-        now = {"communicate": decide(due, allowed), "weight": weight, "phase": phase}
+        allowed, state = run_if(
+            due, ask, lambda operand: (jnp.ones([], bool), state), (updates, others)
+        )
+        extra |= {"communicate": decide(due, allowed), "phase": phase}
         with inside(self.inner.axes):
             updates, others, inner_state = self.inner.exchange(
-                updates, others, state.inner, params, **now, **extra
+                updates, others, state.inner, params, **extra
             )
         return updates, others, state._replace(inner=inner_state)
-
-    def anchor(self, state: OnlyFiniteState, params: PyTree) -> PyTree:
-        return self.inner.anchor(state.inner, params)
 
     def carry(
         self, state: OnlyFiniteState, params: PyTree, old: Placement, new: Placement

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._integers import checked_int
 from .._typing import AxisName, Phase, PyTree
 from .._warn import warn_once
 from ..codecs import Codec
@@ -31,18 +32,19 @@ from ..transform import (
     stacked,
 )
 from ..tree import landing, widen_updates
-from .gossip import (
+from ._gossip import (
     Arrival,
     Gossip,
     GossipPlan,
-    SGPState,
-    checked_overlap,
     gossip_plan,
+    round_event,
+    round_number,
+)
+from ._push_sum import (
+    SGPState,
     over,
     pulled,
     pulled_with_residual,
-    round_event,
-    round_number,
     shares_of_gossip,
     together,
     total_mass,
@@ -127,7 +129,8 @@ def sgp(
     check_mixing(mixing)
     if not isinstance(push_sum, bool):
         raise ValueError(f"sgp: `push_sum` must be True or False, got {push_sum!r}.")
-    return _SGP(exchange, graph, mixing, push_sum, checked_overlap("sgp", overlap)).transform()
+    overlap = checked_int("sgp: `overlap` counts exchanges and", overlap, 0)
+    return _SGP(exchange, graph, mixing, push_sum, overlap).transform()
 
 
 Operand = tuple[PyTree, Others, SGPState]  # updates, what travels along, state
@@ -212,9 +215,8 @@ class _SGP:
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
             return self.transform()  # which says at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
-        fixed = self
-        if not isinstance(self.graph, Graph):  # plans of other sizes are of other graphs
-            fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
+        # Plans of other sizes are of other graphs.
+        fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
         fixed.plan_for(num_nodes)  # refuses another size
         return fixed.transform()
 
@@ -258,12 +260,11 @@ class _SGP:
         params: PyTree,
         *,
         communicate: Communicate,
-        weight: jax.Array | None,
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
         """One update; see `ExchangeSpec.exchange`."""
-        del weight, extra  # an idle node passes on what it holds
+        del extra  # a weight, too: an idle node passes on what it holds
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
         number = round_number("sgp", phase, state.exchanges) if phase else state.exchanges
@@ -306,7 +307,12 @@ class _SGP:
         w = s.weight if moves else jnp.ones([], jnp.float32)
         arrival, kept = gossip.exchange(number, own, w, like=params)
         if o:
-            o = self.mixed(plan, number, o, w, kept)
+            # Weighted as this exchange, and never late. It is one of its own: with `overlap` the
+            # parameters' waits for no forward pass, of which these are results.
+            beside = Gossip(Exchange(self.over.axis_name, self.over.local_axis_name), plan)
+            came, _ = beside.exchange(number, o, w, like=o)
+            share = came.weight.astype(kept.dtype) / together(kept, w, came)
+            o = [new.astype(x.dtype) for new, x in zip(pulled(o, o, came, share), o, strict=True)]
         if self.overlap > 1:
             # Of weight too: what is under way is missing from w meanwhile, and comes with z.
             (arrival, *late), fresh = s.in_flight, arrival
@@ -323,27 +329,6 @@ class _SGP:
             u = pulled_with_residual(u, own, left, arrival, codec, share=share, given=given / after)
         s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
         return u, o, s
-
-    def mixed(
-        self,
-        plan: GossipPlan,
-        number: int | jax.Array,
-        others: Others,
-        weight: jax.Array,
-        kept: jax.Array,
-    ) -> Others:
-        """What travels with the parameters, mixed with the weights of this exchange, never later.
-
-        An exchange of its own: with `overlap` that of the parameters waits for no forward pass, of
-        which these are results.
-
-        Communication: as an exchange of the parameters.
-        """
-        over_all = Exchange(self.over.axis_name, self.over.local_axis_name)
-        arrival, _ = Gossip(over_all, plan).exchange(number, others, weight, like=others)
-        after = together(kept, weight, arrival)
-        moved = pulled(others, others, arrival, arrival.weight.astype(after.dtype) / after)
-        return [new.astype(old.dtype) for new, old in zip(moved, others, strict=True)]
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
         """See `ExchangeSpec.numerator`: x and w, with what is in flight."""

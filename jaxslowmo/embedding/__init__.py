@@ -15,10 +15,8 @@ from .lookup import Ahead as Ahead
 from .lookup import Carry as Carry
 from .lookup import Lookup as Lookup
 from .lookup import WithVectors as WithVectors
-from .lookup import added_in_place as added_in_place
+from .lookup import added_rows as added_rows
 from .lookup import all_finite as all_finite
-from .lookup import appended as appended
 from .lookup import empty_rows as empty_rows
 from .lookup import lookup_of as lookup_of
 from .lookup import summed as summed
-from .lookup import weighted_rows as weighted_rows

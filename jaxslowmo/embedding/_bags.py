@@ -123,12 +123,10 @@ def _lengths(lengths: Any, offsets: Any, values: np.ndarray) -> np.ndarray:
     given = np.asarray(lengths if offsets is None else offsets)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(f"bags: `{argument}` must be a sequence of integers, got {given!r}.")
-    if offsets is not None:
-        if given.size == 0 or given[0] != 0:
-            raise ValueError("bags: `offsets` must begin with 0 and end with the number of ids.")
-        found = np.diff(given.astype(np.int64))
-    else:
-        found = given.astype(np.int64)
+    if offsets is not None and (given.size == 0 or given[0] != 0):
+        raise ValueError("bags: `offsets` must begin with 0 and end with the number of ids.")
+    given = given.astype(np.int64)
+    found = given if offsets is None else np.diff(given)
     if values.ndim != 1 or (found < 0).any() or found.sum() != values.size:
         raise ValueError(
             f"bags: `{argument}` must be those of all {values.size} ids (in one flat sequence, "

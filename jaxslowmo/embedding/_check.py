@@ -10,7 +10,7 @@ from .._integers import as_int
 from ._bags import Bags
 from ._layout import Layout, Place
 from ._requests import BagsByTable, Requests
-from ._table import OWNER, Table
+from ._table import OWNER, Capacity, Table, Tables
 
 PREFIX = "embeddings/"
 _UNCHANGED = "An update with such a batch is skipped, so that training can go on."
@@ -23,26 +23,12 @@ def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
       ValueError: an id of the host that is not in the table.
     """
     ids = bags.ids
-    if not isinstance(ids, np.ndarray | np.generic):
+    if not isinstance(ids, np.ndarray):
         return bags
-    check_ids(table, feature, num_rows, ids)
-    return Bags(
-        np.maximum(ids, -1).astype(np.int32) if ids.dtype.kind == "i" else ids, bags.weights
-    )
-
-
-def check_ids(table: str, feature: str, num_rows: int, ids: Any) -> None:
-    """Raise `ValueError` naming the first id of the host that is not in the table.
-
-    Args:
-      table: its name.
-      feature: whose ids these are.
-      num_rows: of the table.
-      ids: NumPy integers, negative ones are padding.
-    """
     # One pass over all ids where all is well.
     if ids.size == 0 or int(ids.max()) < num_rows:
-        return
+        is_signed = ids.dtype.kind == "i"
+        return bags._replace(ids=np.maximum(ids, -1).astype(np.int32) if is_signed else ids)
     where = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
     place = f"row {where[0]}" + (f", place {where[1]}" if len(where) > 1 else "")
     count = int(np.sum(ids >= num_rows))
@@ -84,9 +70,7 @@ def slots_needed(layout: Layout, bags: BagsByTable, num_parts: int) -> dict[str,
     return found
 
 
-def check_capacities(
-    layout: Layout, bags: BagsByTable, capacity: Mapping[str, int | None], num_parts: int
-) -> None:
+def check_capacities(layout: Layout, bags: BagsByTable, capacity: Capacity, num_parts: int) -> None:
     """Raise `ValueError` where a part of the batch has more distinct ids than slots for them."""
     limited = {name: own for name, own in bags.items() if capacity[name] is not None}
     for name, needed in slots_needed(layout, limited, num_parts).items():
@@ -138,13 +122,7 @@ def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
     return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
 
 
-def refuse(
-    metrics: Mapping[str, Any],
-    tables: Mapping[str, Table],
-    capacity: Mapping[str, int | None],
-    *,
-    drop: bool,
-) -> None:
+def refuse(metrics: Mapping[str, Any], tables: Tables, capacity: Capacity, *, drop: bool) -> None:
     """See `Embeddings.refuse`."""
     for name, table in tables.items():
         invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))

@@ -76,18 +76,19 @@ class Embeddings:
     @property
     def specs(self) -> dict[str, P]:
         """How each stored array lies over the axis; (rows, columns)."""
+        layout, axis = self.layout(), self.axis_name
         return {
-            name: P(None, self.axis_name) if store.kind == "column" else P(self.axis_name, None)
-            for name, store in self.layout().stores.items()
+            store: P(None, axis) if layout.is_split(store) else P(axis, None)
+            for store in layout.stores
         }
 
     @property
     def optimizer_specs(self) -> RowwiseState:
         """How the optimizer's state lies over the axis; that of split columns is on all devices."""
-        by_name = {}
+        by_name, layout = {}, self.layout()
         if self.optimizer.initial is not None:
-            for name, store in self.layout().stores.items():
-                by_name[name] = P() if store.kind == "column" else P(self.axis_name)
+            for store in layout.stores:
+                by_name[store] = P() if layout.is_split(store) else P(self.axis_name)
         return RowwiseState._make((P(), by_name))
 
     def over(self, mesh: Any) -> "Embeddings":
@@ -116,14 +117,14 @@ class Embeddings:
         if self.axis_name is None:
             return layout_of(self.tables, 1)
         if is_bound(self.axis_name):
-            return layout_of(self.tables, num_devices(self.axis_name))
+            return layout_of(self.tables, num_devices(self.axis_name), self.axis_name)
         if self.num_shards is None and any(t.shard == "table" for t in self.tables.values()):
             raise ValueError(
                 f'{OWNER}: where tables with shard="table" lie depends on the number of devices: '
                 "say it with `over(mesh)`."
             )
         # Others are stored alike for 1, 2, 4, ... 64 devices.
-        return layout_of(self.tables, self.num_shards or 1)
+        return layout_of(self.tables, self.num_shards or 1, self.axis_name)
 
     def bags_of(self, batch: PyTree) -> dict[str, Bags]:
         """The bags of a batch by feature, as `inputs` finds them; see `js.embeddings`.
@@ -148,11 +149,11 @@ class Embeddings:
           with `shard="column"` one all-gather instead, of as many.
         """
         self._require_axis("exchange_ids")
-        return ask_for_rows(self.layout(), self._by_table(bags), self.capacity, self.axis_name)
+        return ask_for_rows(self.layout(), self._by_table(bags), self.capacity)
 
     def request_specs(self, bags: Mapping[str, Any]) -> Any:
         """The `PartitionSpec` of every array of the `Requests` for such bags, for shard_map."""
-        return specs_of_requests(self.layout(), self._by_table(bags), self.axis_name)
+        return specs_of_requests(self.layout(), self._by_table(bags))
 
     def metrics(self, requests: Requests) -> dict[str, jax.Array]:
         """What a step reports of this device's requests, each () int32, to be summed over devices.
@@ -224,7 +225,7 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
         """
         self._require_axis("lookup")
-        return send_rows(self.layout(), self.axis_name, read_rows(tables, requests.asked))
+        return send_rows(self.layout(), read_rows(tables, requests.asked))
 
     def pooled(
         self, vectors: Stored, requests: Requests, params: PyTree | None = None
@@ -247,10 +248,8 @@ class Embeddings:
         places, tables_of = self.layout().places, self.features
         found = {}
         for feature, slots in requests.slots.items():
-            name = tables_of[feature]
-            found[feature] = self._pool(
-                feature, vectors[places[name].store], slots, requests.weights.get(feature), params
-            )
+            own, weights = vectors[places[tables_of[feature]].store], requests.weights.get(feature)
+            found[feature] = self._pool(feature, own, slots, weights, params)
         return found
 
     def send_back(self, gradients: Stored, requests: Requests) -> dict[str, RowGradient]:
@@ -297,9 +296,7 @@ class Embeddings:
         Communication: as the optimizer states.
         """
         self._require_axis("apply")
-        return apply_row_gradients(
-            self.optimizer, self.layout(), self.axis_name, tables, state, gradients, active
-        )
+        return apply_row_gradients(self.optimizer, self.layout(), tables, state, gradients, active)
 
     def init(self, key: Any) -> Stored:
         """First values of all stored tables, whole; those of `init_local` on all devices.
@@ -318,7 +315,7 @@ class Embeddings:
         Communication: none.
         """
         self._require_axis("init_local")
-        return first_local_values(self.tables, self.layout(), key, self.axis_name)
+        return first_local_values(self.tables, self.layout(), key)
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
         """The optimizer's state before any update, for stored tables, whole or a device's part.

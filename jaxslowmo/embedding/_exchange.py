@@ -1,6 +1,5 @@
 """What travels between the devices that share tables: one collective each time for all tables."""
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -36,11 +35,9 @@ def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.
         chosen = [i for i, block in enumerate(blocks) if block.dtype == dtype]
         flat = jnp.concatenate([blocks[i].reshape(size, -1) for i in chosen], axis=1)
         flat = lax.all_to_all(flat, axis_name, split_axis=0, concat_axis=0, tiled=True)
-        begin = 0
-        for i in chosen:
-            width = math.prod(blocks[i].shape[1:])
-            arrived[i] = flat[:, begin : begin + width].reshape(blocks[i].shape)
-            begin += width
+        parts = lax.split(flat, [blocks[i].size // size for i in chosen], axis=1)
+        for i, part in zip(chosen, parts, strict=True):
+            arrived[i] = part.reshape(blocks[i].shape)
     return arrived
 
 
@@ -61,8 +58,4 @@ def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[ja
     if axis_size(axis_name) == 1:
         return [settle(block, axis_name)[None] for block in blocks]
     flat = gather_slices(jnp.concatenate(blocks)[None], axis_name, like=jnp.zeros([]))
-    found, begin = [], 0
-    for block in blocks:
-        found.append(flat[:, begin : begin + block.size])
-        begin += block.size
-    return found
+    return list(lax.split(flat, [block.size for block in blocks], axis=1))

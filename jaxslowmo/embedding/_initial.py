@@ -1,7 +1,6 @@
 """First values of tables: the same whichever devices hold them, made by each for its own part."""
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 
 from ..mesh import vary_over, varying_axes
 from ._layout import PARTS, Layout, Store, part_of_residue
-from ._table import OWNER, Table
+from ._table import OWNER, Table, Tables
 
 
 def table_key(key: Any, name: str) -> Any:
@@ -38,7 +37,7 @@ def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.A
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
-def first_values(tables: Mapping[str, Table], layout: Layout, key: Any) -> dict[str, jax.Array]:
+def first_values(tables: Tables, layout: Layout, key: Any) -> dict[str, jax.Array]:
     """First values of all stored arrays, whole.
 
     Communication: none.
@@ -51,22 +50,20 @@ def first_values(tables: Mapping[str, Table], layout: Layout, key: Any) -> dict[
     return made
 
 
-def first_local_values(
-    tables: Mapping[str, Table], layout: Layout, key: Any, axis_name: str | None
-) -> dict[str, jax.Array]:
+def first_local_values(tables: Tables, layout: Layout, key: Any) -> dict[str, jax.Array]:
     """What this device holds at first of each stored array; it makes nothing else of them.
 
     Communication: none.
     """
-    if axis_name is None:
+    if layout.axis_name is None:
         return first_values(tables, layout, key)
-    device = lax.axis_index(axis_name)
+    device = lax.axis_index(layout.axis_name)
     made = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
-    return vary_over(made, (axis_name,))
+    return vary_over(made, (layout.axis_name,))
 
 
 def _first_block(
-    tables: Mapping[str, Table], layout: Layout, store_name: str, key: Any, device: jax.Array
+    tables: Tables, layout: Layout, store_name: str, key: Any, device: jax.Array
 ) -> jax.Array:
     """What a device holds of a stored array at first."""
     store = layout.stores[store_name]
@@ -95,7 +92,7 @@ def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) ->
 
 
 def _own_tables(
-    tables: Mapping[str, Table], layout: Layout, store: Store, key: Any, device: jax.Array
+    tables: Tables, layout: Layout, store: Store, key: Any, device: jax.Array
 ) -> jax.Array:
     """The tables of a device, one behind the other; it makes no others."""
     block = jnp.zeros((store.local_rows, store.dim), store.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._table import MOST_ROWS, OWNER, Table
+from ._table import MOST_ROWS, OWNER, Table, Tables
 
 PARTS = 64
 """Rows are dealt out to so many parts, so that 1, 2, 4, ... 64 devices store one array alike."""
@@ -97,6 +97,10 @@ class Place:
         """Positions of all owners; this number itself stands for no row."""
         return self.owners * self.rows_per_owner
 
+    def first_in(self, store: Store) -> int:
+        """Where the table begins in the whole stored array."""
+        return self.first_owner * store.local_rows + self.first_row
+
     def positions(self, ids: jax.Array) -> jax.Array:
         """The number of each row as it lies on the owners, one behind the other.
 
@@ -118,14 +122,19 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """All stored arrays, and where the tables lie in them; static."""
+    """All stored arrays, where the tables lie in them, and the axis of the devices; static."""
 
     stores: Mapping[str, Store]
     places: Mapping[str, Place]
+    axis_name: str | None
+
+    def is_split(self, store: str) -> bool:
+        """Whether the devices share the columns of a stored array, so that all have its rows."""
+        return self.stores[store].kind == "column"
 
 
-def layout_of(tables: Mapping[str, Table], num_shards: int) -> Layout:
-    """Where the tables lie on so many devices.
+def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> Layout:
+    """Where the tables lie on so many devices along an axis.
 
     Raises:
       ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two
@@ -133,21 +142,25 @@ def layout_of(tables: Mapping[str, Table], num_shards: int) -> Layout:
     """
     stores: dict[str, Store] = {}
     places: dict[str, Place] = {}
+    groups: dict[str, dict[str, Table]] = {}
     for name, table in tables.items():
-        if table.shard == "row":
-            parts = math.lcm(PARTS, num_shards)
-            rows = parts * -(-table.num_rows // parts)
-            stores[name] = _store(name, table, rows, num_shards)
-            places[name] = Place(name, table.num_rows, num_shards, parts, rows // num_shards, 0, 0)
-        elif table.shard == "column":
-            if table.dim % num_shards:
-                raise ValueError(
-                    f'{OWNER}: table {name!r}: with shard="column" the number of devices '
-                    f"({num_shards}) must divide `dim`, got {table.dim}."
-                )
-            stores[name] = _store(name, table, table.num_rows, num_shards)
-            places[name] = Place(name, table.num_rows, 1, 1, table.num_rows, 0, 0)
-    for name, members in _groups(tables, num_shards).items():
+        if table.shard == "table":
+            # Arrays of one shape hold the tables in another order on another number of devices, and
+            # a checkpoint of these must not be taken for one of those.
+            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
+            groups.setdefault(group, {})[name] = table
+            continue
+        if table.shard == "column" and table.dim % num_shards:
+            raise ValueError(
+                f'{OWNER}: table {name!r}: with shard="column" the number of devices '
+                f"({num_shards}) must divide `dim`, got {table.dim}."
+            )
+        is_dealt = table.shard == "row"
+        owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
+        rows = parts * -(-table.num_rows // parts)
+        stores[name] = _store(name, table, rows, num_shards)
+        places[name] = Place(name, table.num_rows, owners, parts, rows // owners, 0, 0)
+    for name, members in groups.items():
         if name in stores:
             raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
         first = next(iter(members.values()))
@@ -160,30 +173,14 @@ def layout_of(tables: Mapping[str, Table], num_shards: int) -> Layout:
                 f"{OWNER}: array {store.name!r} has {store.num_rows} rows with padding, and can "
                 f"have at most {MOST_ROWS}."
             )
-    return Layout(stores, places)
+    return Layout(stores, places, axis_name)
 
 
 def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
     return Store(name, table.shard, num_rows, table.dim, jnp.dtype(table.dtype), num_shards)
 
 
-def _groups(tables: Mapping[str, Table], num_shards: int) -> dict[str, dict[str, Table]]:
-    """Tables that lie on one device each, by the array that those of one width and dtype share.
-
-    Its name has the number of devices: arrays of one shape hold the tables in another order on
-    another number, and a checkpoint of these must not be taken for one of those.
-    """
-    found: dict[str, dict[str, Table]] = {}
-    for name, table in tables.items():
-        if table.shard == "table":
-            group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
-            found.setdefault(group, {})[name] = table
-    return found
-
-
-def _spread(
-    store: str, tables: Mapping[str, Table], num_shards: int
-) -> tuple[dict[str, Place], int]:
+def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Place], int]:
     """The device of each table, and the rows that the fullest one holds.
 
     Tables of one array have one width, so rows are bytes. The largest first, each to the device
@@ -208,7 +205,7 @@ def read_tables(layout: Layout, stored: Mapping[str, jax.Array]) -> dict[str, ja
         if store.kind == "row":
             blocks = whole.reshape(place.parts, -1, store.dim)[part_of_residue(place.parts)]
             whole = blocks.transpose(1, 0, 2).reshape(-1, store.dim)
-        first = _first_row(place, store)
+        first = place.first_in(store)
         found[name] = whole[first : first + place.num_rows]
     return found
 
@@ -235,7 +232,7 @@ def write_tables(layout: Layout, tables: Mapping[str, Any]) -> dict[str, jax.Arr
             blocks = blocks[np.argsort(part_of_residue(place.parts))]
             stored[name] = blocks.reshape(store.num_rows, store.dim)
         else:
-            first = _first_row(place, store)
+            first = place.first_in(store)
             stored[place.store] = stored[place.store].at[first : first + place.num_rows].set(table)
     return stored
 
@@ -245,16 +242,10 @@ def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
     Others are left to the compiler, which knows how to index what is split.
     """
-    return {name: _whole_on_each(x) for name, x in arrays.items()}
 
+    def whole(x: Any) -> Any:
+        sharding = jax.typeof(x).sharding
+        is_whole = all(entry is None for entry in sharding.spec)
+        return x if is_whole else jax.sharding.reshard(x, NamedSharding(sharding.mesh, P()))
 
-def _whole_on_each(x: Any) -> Any:
-    sharding = jax.typeof(x).sharding
-    if all(entry is None for entry in sharding.spec):
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P()))
-
-
-def _first_row(place: Place, store: Store) -> int:
-    """Where a table begins in the whole stored array."""
-    return place.first_owner * store.local_rows + place.first_row
+    return {name: whole(x) for name, x in arrays.items()}

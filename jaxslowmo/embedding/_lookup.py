@@ -31,20 +31,18 @@ def read_rows(tables: Mapping[str, jax.Array], asked: Mapping[str, jax.Array]) -
     }
 
 
-def send_rows(layout: Layout, axis_name: str | None, rows: Mapping[str, jax.Array]) -> Stored:
+def send_rows(layout: Layout, rows: Mapping[str, jax.Array]) -> Stored:
     """The rows that this device asked for, in its slots, (slots, dim), from all that were read.
 
     Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
     """
-    arrived = swap_blocks(list(rows.values()), axis_name)
+    arrived = swap_blocks(list(rows.values()), layout.axis_name)
     return {
         name: in_slots(layout.stores[name], own) for name, own in zip(rows, arrived, strict=True)
     }
 
 
-def typed_as_equal(
-    layout: Layout, axis_name: str | None, rows: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def typed_as_equal(layout: Layout, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Row numbers that came from outside of the axis, typed as they are.
 
     Where columns are split all devices have the same rows, and what is kept of these, such as the
@@ -52,17 +50,15 @@ def typed_as_equal(
 
     Communication: for arrays whose columns are split one all-reduce of the numbers.
     """
-
-    def typed(name: str, x: jax.Array) -> jax.Array:
-        is_split = layout.stores[name].kind == "column" and axis_name in varying_axes(x)
-        return lax.pmax(x, axis_name) if is_split else x
-
-    return {name: typed(name, x) for name, x in rows.items()}
+    axis = layout.axis_name
+    return {
+        name: lax.pmax(x, axis) if layout.is_split(name) and axis in varying_axes(x) else x
+        for name, x in rows.items()
+    }
 
 
 def patched_rows(
     layout: Layout,
-    axis_name: str | None,
     tables: Mapping[str, jax.Array],
     requests: Requests,
     vectors: Stored,
@@ -78,7 +74,6 @@ def patched_rows(
 
     Args:
       layout: where the tables lie.
-      axis_name: axis of the devices; None: there is one.
       tables: this device's part, as it is now.
       requests: of `Embeddings.exchange_ids`.
       vectors: of `Embeddings.lookup`, in the tables as they were.
@@ -105,33 +100,29 @@ def patched_rows(
     def anew(vectors: Stored) -> tuple[Stored, Counts]:
         del vectors
         every = {n: jnp.ones_like(hit) for n, hit in hits.items()}
-        new = send_rows(layout, axis_name, read_rows(tables, requests.asked))
-        return new, _counts(layout, axis_name, requests, every)
+        new = send_rows(layout, read_rows(tables, requests.asked))
+        return new, _counts(layout, requests, every)
 
     def again(vectors: Stored) -> tuple[Stored, Counts]:
         places = {name: _first_hits(hit, rooms[name]) for name, hit in hits.items()}
-        asked = {
-            name: jnp.take_along_axis(rows, places[name], axis=1, mode="fill", fill_value=-1)
-            for name, rows in requests.asked.items()
-        }
         # What has no place is not read either.
         numbers = {
-            name: jnp.where(rows < 0, layout.stores[name].local_rows, rows)
-            for name, rows in asked.items()
+            name: _at(rows, places[name], layout.stores[name].local_rows)
+            for name, rows in requests.asked.items()
         }
-        told = swap_blocks(list(places.values()), axis_name)
-        rows = swap_blocks(list(read_rows(tables, numbers).values()), axis_name)
+        told = swap_blocks(list(places.values()), layout.axis_name)
+        rows = swap_blocks(list(read_rows(tables, numbers).values()), layout.axis_name)
         new = {
             name: _with_rows(layout, name, vectors[name], place, own)
             for name, place, own in zip(places, told, rows, strict=True)
         }
-        return new, _counts(layout, axis_name, requests, hits)
+        return new, _counts(layout, requests, hits)
 
     if everything is True:
         return anew(vectors)
     flag = too_many.astype(jnp.int32)
-    if axis_name is not None and num_devices(axis_name) > 1:
-        flag = lax.pmax(flag, axis_name)
+    if num_devices(layout.axis_name) > 1:
+        flag = lax.pmax(flag, layout.axis_name)
     fall_back = flag > 0
     if everything is not False:
         fall_back |= everything
@@ -163,16 +154,18 @@ def _with_rows(
     return in_slots(store, blocks.at[device, places].set(rows, mode="drop"))
 
 
-def _counts(
-    layout: Layout, axis_name: str | None, requests: Requests, hits: Mapping[str, jax.Array]
-) -> Counts:
+def _at(rows: jax.Array, places: jax.Array, padding: int) -> jax.Array:
+    """The entries of `rows` at some places of each of its rows; beyond its end padding."""
+    return jnp.take_along_axis(rows, places, axis=1, mode="fill", fill_value=padding)
+
+
+def _counts(layout: Layout, requests: Requests, hits: Mapping[str, jax.Array]) -> Counts:
     """By stored array, how many of the rows that a device was asked for are hit."""
     found = {}
     for name, hit in hits.items():
-        store = layout.stores[name]
-        real = hit & (requests.asked[name] < store.local_rows)
-        if store.kind == "column" and axis_name is not None:
+        real = hit & (requests.asked[name] < layout.stores[name].local_rows)
+        if layout.is_split(name) and layout.axis_name is not None:
             # All devices are asked for all rows, of which each sends some columns.
-            real = lax.dynamic_index_in_dim(real, lax.axis_index(axis_name))
+            real = lax.dynamic_index_in_dim(real, lax.axis_index(layout.axis_name))
         found[name] = jnp.sum(real, dtype=jnp.int32)
     return found

@@ -60,7 +60,7 @@ def position_weights_in(params: PyTree, leaf: str, feature: str, slots: jax.Arra
     Raises:
       ValueError: there is none of this name, or it has another shape.
     """
-    named = {} if params is None else _by_name(params)
+    named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     if leaf not in named:
         given = ", ".join(map(repr, named)) or "none (give `params`)"
         raise ValueError(
@@ -74,7 +74,3 @@ def position_weights_in(params: PyTree, leaf: str, feature: str, slots: jax.Arra
             f"{wanted}, one for each place of a bag, got {named[leaf].shape}."
         )
     return named[leaf]
-
-
-def _by_name(params: PyTree) -> dict[str, jax.Array]:
-    return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))

@@ -1,12 +1,12 @@
 """Which rows a device asks for: distinct ids, in a fixed number of slots per owner."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._typing import PyTree
@@ -14,6 +14,7 @@ from ..sparse import NOWHERE, distinct_rows, row_numbers
 from ._bags import Bags
 from ._exchange import gather_blocks, swap_blocks
 from ._layout import Layout, Place, Store
+from ._table import Capacity
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
 
@@ -43,9 +44,7 @@ class Requests(NamedTuple):
     invalid: dict[str, jax.Array]
 
 
-def ask_for_rows(
-    layout: Layout, bags: BagsByTable, capacity: Mapping[str, int | None], axis_name: str | None
-) -> Requests:
+def ask_for_rows(layout: Layout, bags: BagsByTable, capacity: Capacity) -> Requests:
     """Numbers the ids of a device and tells the owners of their rows; see `exchange_ids`."""
     num_ids = {name: sum(b.ids.size for b in own.values()) for name, own in bags.items()}
     plan = slot_plan(layout, num_ids, capacity)
@@ -53,7 +52,8 @@ def ask_for_rows(
     for name, own in bags.items():
         ids = [jnp.reshape(b.ids, -1) for b in own.values()]
         numbered[name] = number_ids(ids, layout.places[name], plan, name)
-        slots |= split_slots(numbered[name], own)
+        flat = lax.split(numbered[name].slots, [part.size for part in ids])
+        slots |= {f: x.reshape(b.ids.shape) for (f, b), x in zip(own.items(), flat, strict=True)}
     asking = {}
     for store, width in plan.width.items():
         members = [one for name, one in numbered.items() if layout.places[name].store == store]
@@ -62,33 +62,31 @@ def ask_for_rows(
     return Requests(
         slots=slots,
         weights={f: jnp.asarray(w) for f, w in weights.items() if w is not None},
-        asked=_tell_owners(layout, asking, axis_name),
+        asked=_tell_owners(layout, asking),
         asked_for={name: one.asked_for[None] for name, one in numbered.items()},
         overflow={name: one.overflow[None] for name, one in numbered.items()},
         invalid={name: one.invalid[None] for name, one in numbered.items()},
     )
 
 
-def _tell_owners(
-    layout: Layout, asking: Mapping[str, jax.Array], axis_name: str | None
-) -> dict[str, jax.Array]:
+def _tell_owners(layout: Layout, asking: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """What each device asked this one for. Rows whose columns are split are asked of all."""
-    split = [name for name in asking if layout.stores[name].kind == "column"]
+    split = [name for name in asking if layout.is_split(name)]
     sent = [name for name in asking if name not in split]
-    told = swap_blocks([asking[name] for name in sent], axis_name)
-    everywhere = gather_blocks([asking[name][0] for name in split], axis_name)
+    told = swap_blocks([asking[name] for name in sent], layout.axis_name)
+    everywhere = gather_blocks([asking[name][0] for name in split], layout.axis_name)
     known = dict(zip([*sent, *split], [*told, *everywhere], strict=True))
     return {name: known[name] for name in asking}
 
 
-def specs_of_requests(layout: Layout, bags: BagsByTable, axis_name: str | None) -> PyTree:
+def specs_of_requests(layout: Layout, bags: BagsByTable) -> PyTree:
     """A `PartitionSpec` for every array of `ask_for_rows`."""
-    split = P(axis_name)
+    split = P(layout.axis_name)
     found = {f: b for own in bags.values() for f, b in own.items()}
-    stores = {layout.places[name].store: layout.stores[layout.places[name].store] for name in bags}
+    stores = {layout.places[name].store for name in bags}
     each = dict.fromkeys(bags, split)
     weighted = [feature for feature, b in found.items() if b.weights is not None]
-    asked = {n: P() if s.kind == "column" else split for n, s in stores.items()}
+    asked = {store: P() if layout.is_split(store) else split for store in stores}
     slots, weights = dict.fromkeys(found, split), dict.fromkeys(weighted, split)
     return Requests._make((slots, weights, asked, each, each, each))
 
@@ -108,9 +106,7 @@ class SlotPlan:
     width: Mapping[str, int]
 
 
-def slot_plan(
-    layout: Layout, num_ids: Mapping[str, int], capacity: Mapping[str, int | None]
-) -> SlotPlan:
+def slot_plan(layout: Layout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
     """Slots for tables of which so many ids are looked up on a device.
 
     Args:
@@ -205,21 +201,10 @@ def rows_to_ask(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Arr
     return asked.reshape(store.num_senders, width)
 
 
-def split_slots(numbered: Numbered, features: Mapping[str, Bags]) -> dict[str, jax.Array]:
-    """The slots of a table's ids by feature, in the shape of its ids."""
-    found, begin = {}, 0
-    for feature, bags in features.items():
-        size = math.prod(bags.ids.shape)
-        found[feature] = numbered.slots[begin : begin + size].reshape(bags.ids.shape)
-        begin += size
-    return found
-
-
 def rows_as_slots(place: Place, store: Store, ids: jax.Array) -> jax.Array:
     """Slots of ids where the vectors are the whole stored array itself."""
     rows, padding, within = rows_of_ids(ids, place.num_rows)
-    first = place.first_owner * store.local_rows + place.first_row
-    return jnp.where(within, place.positions(rows) + first, _no_slot(padding))
+    return jnp.where(within, place.positions(rows) + place.first_in(store), _no_slot(padding))
 
 
 def in_slots(store: Store, arrived: jax.Array) -> jax.Array:

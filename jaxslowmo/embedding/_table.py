@@ -68,6 +68,12 @@ class Table:
         return named.get(feature) if isinstance(named, Mapping) else named
 
 
+Tables = Mapping[str, Table]
+"""Tables by name."""
+Capacity = Mapping[str, int | None]
+"""By table, slots per owner; None: as many as there can be distinct ids."""
+
+
 class WithTables(NamedTuple):
     """What belongs to the dense parameters beside what belongs to the tables.
 

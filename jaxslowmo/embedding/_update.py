@@ -17,22 +17,18 @@ Stored = dict[str, jax.Array]
 
 def first_state(optimizer: RowwiseOptimizer, tables: Mapping[str, jax.Array]) -> RowwiseState:
     """The optimizer's state before any update, for stored tables or a device's part of them."""
-    count = jnp.zeros([], jnp.int32)
-    if optimizer.initial is None:
-        return RowwiseState(count, {})
-    return RowwiseState(
-        count,
-        {
+    accumulators = {}
+    if optimizer.initial is not None:
+        accumulators = {
             name: jnp.full(table.shape[:1], optimizer.initial, jnp.float32)
             for name, table in tables.items()
-        },
-    )
+        }
+    return RowwiseState(jnp.zeros([], jnp.int32), accumulators)
 
 
 def apply_row_gradients(
     optimizer: RowwiseOptimizer,
     layout: Layout,
-    axis_name: str | None,
     tables: Stored,
     state: RowwiseState,
     gradients: Mapping[str, RowGradient],
@@ -42,7 +38,7 @@ def apply_row_gradients(
     rate = optimizer.rate(state.count)
     squares = {}
     if optimizer.initial is not None:
-        squares = _mean_squares(layout, axis_name, gradients)
+        squares = _mean_squares(layout, gradients)
     moved, accumulators = dict(tables), dict(state.accumulators)
     for name, gradient in gradients.items():
         table, rows = tables[name], gradient.rows
@@ -81,24 +77,18 @@ def _sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
     return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
 
 
-def _mean_squares(
-    layout: Layout, axis_name: str | None, gradients: Mapping[str, RowGradient]
-) -> dict[str, jax.Array]:
+def _mean_squares(layout: Layout, gradients: Mapping[str, RowGradient]) -> Stored:
     """The mean square of each row's gradient, over all of its columns; (k,) float32 by array.
 
     Communication: for arrays whose columns are split, one all-reduce of all their sums.
     """
-    sums = {
-        name: _sum_of_squares(gradient.rows, gradient.values)
-        for name, gradient in gradients.items()
-    }
-    split = [name for name in sums if layout.stores[name].kind == "column"]
-    if split and axis_name is not None:
-        flat = jnp.concatenate([sums[name] for name in split])
-        if axis_size(axis_name) > 1 or axis_name in varying_axes(flat):
-            flat = lax.psum(flat, axis_name)
-        begin = 0
-        for name in split:
-            size = sums[name].size
-            sums[name], begin = flat[begin : begin + size], begin + size
+    axis = layout.axis_name
+    sums = {name: _sum_of_squares(own.rows, own.values) for name, own in gradients.items()}
+    split = {name: x for name, x in sums.items() if layout.is_split(name)}
+    if split and axis is not None:
+        flat = jnp.concatenate(list(split.values()))
+        if axis_size(axis) > 1 or axis in varying_axes(flat):
+            flat = lax.psum(flat, axis)
+        parts = lax.split(flat, [x.size for x in split.values()])
+        sums |= dict(zip(split, parts, strict=True))
     return {name: total / layout.stores[name].dim for name, total in sums.items()}

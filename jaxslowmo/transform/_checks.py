@@ -1,11 +1,11 @@
 """What updates of transforms are checked for."""
 
-import contextlib
-import contextvars
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,92 +51,76 @@ def require_bound(owner: str, over: Exchange) -> None:
         )
 
 
-def warn_if_alone(owner: str, over: Exchange, warn: Callable[[str], None]) -> None:
-    """At trace time: warn about a replica axis of size 1."""
-    if axis_size(over.axis_name) == 1:
-        names = axis_names(over.axis_name)
-        axis = repr(names[0] if len(names) == 1 else names)
-        warn(f"{owner}: axis {axis} has size 1, so there is nothing to communicate.")
+_Value = TypeVar("_Value")
+_LAYOUTS_KNOWN: ContextVar[bool] = ContextVar("_LAYOUTS_KNOWN", default=False)
+_OUTER_AXES: ContextVar[frozenset[str] | None] = ContextVar("_OUTER_AXES", default=None)
 
 
-_layouts_known: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "layouts_known", default=False
-)
-
-
-@contextlib.contextmanager
-def layouts_known() -> Iterator[None]:
-    """Around what reads layouts off the arrays itself, and says itself what it cannot mend."""
-    token = _layouts_known.set(True)
+@contextmanager
+def setting(variable: ContextVar[Any], value: _Value) -> Iterator[_Value]:
+    """Set a context variable to a value, which is yielded, and back at the end."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _layouts_known.reset(token)
+        variable.reset(token)
 
 
+def layouts_known() -> AbstractContextManager[bool]:
+    """Around what reads layouts off the arrays itself, and says itself what it cannot mend."""
+    return setting(_LAYOUTS_KNOWN, True)
+
+
+def inside(axes: Iterable[str]) -> AbstractContextManager[frozenset[str]]:
+    """Around the exchange of a transform inside another one over `axes`.
+
+    What that one has checked and warned about is not for the inner one to say again.
+    """
+    return setting(_OUTER_AXES, (_OUTER_AXES.get() or frozenset()) | frozenset(axes))
+
+
+@dataclass
 class LayoutNotice:
     """A warning where exchanges gather leaves because nobody told how these are sharded.
 
     Types do not tell over Auto axes. `js.init` leaves those to the compiler over which leaves are
     sharded, and no others, so it shows; in a loop that made its state otherwise they may be whole.
 
-    Args:
+    Attributes:
       owner: public name, for messages.
       over: what is exchanged over.
       warn: issues a warning once.
     """
 
-    def __init__(self, owner: str, over: Exchange, warn: Callable[[str], None]) -> None:
-        self._owner, self._over, self._warn = owner, over, warn
-        self._seen_by_init = False
+    owner: str
+    over: Exchange
+    warn: Callable[[str], None]
+    _seen_by_init: bool = field(default=False, init=False)
 
     def at_init(self) -> None:
         """Called where a state is made."""
-        if not _layouts_known.get():
+        if not _LAYOUTS_KNOWN.get():
             self._seen_by_init |= bool(jax.sharding.get_abstract_mesh().manual_axes)
             self._look()
 
     def at_update(self) -> None:
         """Called where an update is traced."""
-        if not (self._seen_by_init or _layouts_known.get()):
+        if not (self._seen_by_init or _LAYOUTS_KNOWN.get()):
             self._look()
 
     def _look(self) -> None:
-        if self._over.param_specs is not None:
+        if self.over.param_specs is not None:
             return
         mesh = jax.sharding.get_abstract_mesh()
         types = zip(mesh.axis_names, mesh.axis_types, strict=True)
         # Outside of shard_map, as under vmap, nothing is a block of one device.
         automatic = [name for name, kind in types if kind == AxisType.Auto and mesh.manual_axes]
         if wide := [name for name in automatic if mesh.shape[name] > 1]:
-            self._warn(
-                f"{self._owner}: no `param_specs` were given, and leaves that are sharded over "
+            self.warn(
+                f"{self.owner}: no `param_specs` were given, and leaves that are sharded over "
                 f"{wide} inside a replica are gathered for each exchange, sharded anchors in local "
                 "steps too: pass `param_specs`, one PartitionSpec per leaf (P() for whole ones)."
             )
-
-
-def check_update_arguments(
-    owner: str,
-    params: PyTree | None,
-    phase: object,
-    events: tuple[str, ...] | None,
-) -> None:
-    """Raise `ValueError` for missing parameters, or a phase of something else.
-
-    `events` are the names that a phase may hold; None leaves that to a base transform.
-    """
-    if params is None:
-        raise ValueError(
-            f"{owner} moves parameters and needs them: call `update(updates, state, params)`."
-        )
-    if phase is None:
-        return
-    if not isinstance(phase, tuple) or (events is not None and not set(phase) <= set(events)):
-        raise ValueError(
-            f"{owner}: `phase` must come from `transform.phase(t)`, a tuple of event names"
-            f"{'' if events is None else f' out of {list(events)}'}, got {phase!r}."
-        )
 
 
 def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
@@ -150,14 +134,15 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         return
     # An update that varies is enough: the new parameters then do.
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
-    missing = [
-        (i, [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    missing = {
+        i: ", ".join(map(repr, axes))
         for i, (p, u) in enumerate(pairs)
-    ]
-    # Names of thousands of leaves take their time: only for a message.
-    names = leaf_names(params) if any(axes for _, axes in missing) else []
-    wrong = [f"{names[i]} (over {', '.join(map(repr, axes))})" for i, axes in missing if axes]
-    if wrong:
+        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    }
+    if missing:
+        # Names of thousands of leaves take their time: only for a message.
+        names = leaf_names(params)
+        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
             f"{owner}: parameters and updates must differ between replicas, and by their types "
             f"these do not, so jax has summed their gradients over the replicas already: "
@@ -165,55 +150,6 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
             "P(axis_name)), or mark them before differentiating: `jax.lax.pcast(params, axis_name, "
             'to="varying")`.'
         )
-
-
-class StateCheck:
-    """Whether a state is what `init` makes: each kind of parameters is looked at once.
-
-    Args:
-      owner: public name, for messages.
-      init: makes the state.
-      like_init: as `init`, of which only types matter, where that is sooner traced.
-      over: what is exchanged over.
-    """
-
-    def __init__(
-        self,
-        owner: str,
-        init: Callable[[PyTree], PyTree],
-        like_init: Callable[[PyTree], PyTree] | None,
-        over: Exchange,
-    ) -> None:
-        self._owner, self._init, self._like_init = owner, init, like_init or init
-        self._axes = (*axis_names(over.axis_name), *axis_names(over.local_axis_name or ()))
-        self._known: dict[Hashable, _Form] = {}
-
-    def init(self, params: PyTree) -> PyTree:
-        """`init(params)`, remembered where the axes are bound: an update need not ask again."""
-        state = self._init(params)
-        if all(map(is_bound, self._axes)):
-            self._known[self._kind(params)] = _form(state)
-        return state
-
-    def __call__(self, state: PyTree, params: PyTree) -> None:
-        """At trace time: raise `ValueError` for the state of another transform or configuration."""
-        kind = self._kind(params)
-        if kind not in self._known:
-            # A state that was restored, or made by another object: what it should be is traced.
-            self._known[kind] = _form(jax.eval_shape(self._like_init, params))
-        wanted, found = self._known[kind], _form(state)
-        if found != wanted:
-            raise ValueError(
-                f"{self._owner}: `state` must be what this transform's `init` makes for these "
-                f"parameters, {_described(wanted)}, got {_described(found)}: was it made by "
-                "another transform, or with other arguments?"
-            )
-
-    def _kind(self, params: PyTree) -> Hashable:
-        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
-        mesh = jax.sharding.get_abstract_mesh()
-        sizes = tuple(map(axis_size, self._axes))  # under vmap no mesh tells them
-        return _form(params), sizes, mesh, specs_key(typed_specs(params))
 
 
 _Form = tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]
@@ -230,11 +166,9 @@ _NUM_LISTED = 6
 
 def _described(form: _Form) -> str:
     treedef, types = form
-    tree = treedef.unflatten([f"{dtype}{list(shape)}" for shape, dtype in types])
-    lines = [
-        f"{name}: {what}"
-        for name, what in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    ]
+    leaves = [f"{dtype}{list(shape)}" for shape, dtype in types]
+    tree = treedef.unflatten(leaves)
+    lines = [f"{name}: {leaf}" for name, leaf in zip(leaf_names(tree), leaves, strict=True)]
     more = f", and {len(lines) - _NUM_LISTED} more" if len(lines) > _NUM_LISTED else ""
     return f"{type(tree).__name__}({', '.join(lines[:_NUM_LISTED])}{more})"
 
@@ -259,56 +193,46 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
     return jnp.asarray(weight).astype(jnp.float32)
 
 
-_outer_axes: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
-    "outer_axes", default=None
-)
-
-
-@contextlib.contextmanager
-def inside(axes: Iterable[str]) -> Iterator[None]:
-    """Around the exchange of a transform inside another one over `axes`.
-
-    What that one has checked and warned about is not for the inner one to say again.
-    """
-    token = _outer_axes.set((_outer_axes.get() or frozenset()) | frozenset(axes))
-    try:
-        yield
-    finally:
-        _outer_axes.reset(token)
-
-
 @dataclass(frozen=True, eq=False)
 class CheckedStep:
     """The functions of a parameter transform around its step.
 
     Attributes:
       owner: public name, for messages.
+      make: makes the state.
+      like_make: as `make`, of which only types matter, where that is sooner traced.
       step: see `js.parameter_transform`.
       over: likewise.
       events: the names that a phase may hold; None leaves that to a transform inside.
-      check_state: of its states.
       notice: where it packs leaves.
       warn: issues a warning once.
       widens: whether the step is given updates of half-precision leaves as float32. The package's
         own steps do that where nothing is due: done before the optimizer's arithmetic has ended,
         the compiler would leave its last rounding out.
+      forms: what `make` makes, for each kind of parameters that was looked at.
     """
 
     owner: str
+    make: Callable[[PyTree], PyTree]
+    like_make: Callable[[PyTree], PyTree]
     step: Callable[..., tuple[PyTree, list[jax.Array], PyTree]]
     over: Sequence[Exchange]
     events: tuple[str, ...] | None
-    check_state: StateCheck
     notice: LayoutNotice | None
     warn: Callable[[str], None]
     widens: bool
+    forms: dict[Hashable, _Form] = field(default_factory=dict)
 
     def init(self, params: PyTree) -> PyTree:
         """The state of given parameters."""
         check_floating(self.owner, params)
         if self.notice is not None:
             self.notice.at_init()
-        return self.check_state.init(params)
+        state = self.make(params)
+        # Where the axes are bound an update need not ask again what the state should be.
+        if all(map(is_bound, self._axes())):
+            self.forms[self._kind(params)] = _form(state)
+        return state
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
@@ -331,13 +255,17 @@ class CheckedStep:
     ) -> tuple[PyTree, list[jax.Array], PyTree]:
         """See `ExchangeSpec.exchange`."""
         # Cheap checks first, and none that needs the axis before it is known to be bound.
-        check_update_arguments(self.owner, params, phase, self.events)
-        check_floating(self.owner, params)
-        outer = _outer_axes.get()
+        self.check_arguments(params, phase)
+        outer = _OUTER_AXES.get()
         for group in self.over:
             require_bound(self.owner, group)
-            if not set(axis_names(group.axis_name)) <= (outer or frozenset()):  # which has warned
-                warn_if_alone(self.owner, group, self.warn)
+            names = axis_names(group.axis_name)
+            # An outer one over these axes has warned.
+            if axis_size(names) == 1 and not set(names) <= (outer or frozenset()):
+                axis = repr(names[0] if len(names) == 1 else names)
+                self.warn(
+                    f"{self.owner}: axis {axis} has size 1, so there is nothing to communicate."
+                )
         if self.notice is not None:
             self.notice.at_update()
         share = check_weight(self.owner, weight)
@@ -352,3 +280,43 @@ class CheckedStep:
         updates, others, after = self.step(updates, others, state, params, **now, **extra)
         # The types stay as they were, so that an update can be the body of a loop.
         return updates, others, match_varying(after, state)
+
+    def check_arguments(self, params: PyTree | None, phase: object) -> None:
+        """Raise `ValueError` for parameters that are missing or not floating, or another phase."""
+        if params is None:
+            raise ValueError(
+                f"{self.owner} moves parameters and needs them: call `update(updates, state, "
+                "params)`."
+            )
+        events = self.events
+        is_one = isinstance(phase, tuple) and (events is None or {*phase} <= {*events})
+        if phase is not None and not is_one:
+            raise ValueError(
+                f"{self.owner}: `phase` must come from `transform.phase(t)`, a tuple of event names"
+                f"{'' if events is None else f' out of {list(events)}'}, got {phase!r}."
+            )
+        check_floating(self.owner, params)
+
+    def check_state(self, state: PyTree, params: PyTree) -> None:
+        """At trace time: raise `ValueError` for the state of another transform or configuration."""
+        kind = self._kind(params)
+        if kind not in self.forms:
+            # A state that was restored, or made by another object: what it should be is traced.
+            self.forms[kind] = _form(jax.eval_shape(self.like_make, params))
+        wanted, found = self.forms[kind], _form(state)
+        if found != wanted:
+            raise ValueError(
+                f"{self.owner}: `state` must be what this transform's `init` makes for these "
+                f"parameters, {_described(wanted)}, got {_described(found)}: was it made by "
+                "another transform, or with other arguments?"
+            )
+
+    def _axes(self) -> tuple[str, ...]:
+        everyone = self.over[-1]
+        return (*axis_names(everyone.axis_name), *axis_names(everyone.local_axis_name or ()))
+
+    def _kind(self, params: PyTree) -> Hashable:
+        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = tuple(map(axis_size, self._axes()))  # under vmap no mesh tells them
+        return _form(params), sizes, mesh, specs_key(typed_specs(params))

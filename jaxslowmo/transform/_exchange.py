@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from .._integers import as_int
+from .._integers import checked_int
 from .._typing import AxisName, PyTree
 from ..codecs import Codec
 from ..mesh import axis_names
@@ -54,12 +54,7 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
 
 def checked_bytes(owner: str, argument: str, size: object) -> int:
     """Return a size in bytes as an int; raise `ValueError` unless it is an integer >= 0."""
-    number = as_int(size, 0)
-    if number is None:
-        raise ValueError(
-            f"{owner}: `{argument}` is a size in bytes and must be an int >= 0, got {size!r}."
-        )
-    return number
+    return checked_int(f"{owner}: `{argument}` is a size in bytes and", size, 0)
 
 
 def checked_exchange(

@@ -24,9 +24,8 @@ from ..mesh import (
     varying_axes,
 )
 from ..tree import leaf_names
-from ._order import check_order
-from ._registry import holds_state
-from .copies import moving_states, noting_followed
+from ._copies import moving_states, noting_followed
+from ._registry import check_order, holds_state
 
 
 def init(
@@ -64,13 +63,9 @@ def init(
 
     placed = on_mesh(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    layouts = layouts_of(placed) if automatic else ()
-
-    def made(tx_init: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-        return _init_fn(tx_init, mesh, axis_name, automatic, layouts)
-
+    over = (mesh, axis_name, automatic, layouts_of(placed) if automatic else ())
     tx_init = tx.init  # held while it runs: a bound method, as of optax.MultiSteps, is made anew
-    return kept_with(tx_init, (mesh, axis_name, automatic, layouts), made)(placed)
+    return kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
@@ -113,9 +108,9 @@ def _init_fn(
 def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
     """State is stacked over replicas: one copy for all devices of a replica."""
     wrong = {
-        name: sorted(varying_axes(leaf) - allowed)
+        name: axes
         for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)
-        if varying_axes(leaf) - allowed
+        if (axes := sorted(varying_axes(leaf) - allowed))
     }
     if wrong:
         listed = ", ".join(f"{name} (over {axes})" for name, axes in wrong.items())

@@ -1,7 +1,6 @@
 """Computations that give the same bits in whatever program they stand."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,8 @@ def isolated(fn: Callable[..., PyTree], known: jax.Array, *operands: PyTree) -> 
 
     def never(*operands: PyTree) -> PyTree:
         del operands
-        return jax.tree.map(_zeros, shapes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return match_varying(zeros, shapes)
 
     return lax.cond(unseen_zero(known) == 0, fn, never, *operands)
 
@@ -48,11 +48,3 @@ def unseen_zero(x: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x.reshape(-1)[-1], jnp.dtype(f"uint{bits}"))
     high = lax.shift_right_logical(words, jnp.full_like(words, bits - 1))
     return lax.shift_right_logical(high, jnp.ones_like(high)).astype(jnp.int32)
-
-
-def _zeros(like: Any) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, like)
-        zeros = match_varying(jnp.zeros(data.shape, data.dtype), like)
-        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(like))
-    return match_varying(jnp.zeros(like.shape, like.dtype), like)

@@ -89,13 +89,6 @@ LikeOn = Callable[[PyTree, PyTree, Placement], PyTree]
 """`like_on(state, params, at)`: see `CheckpointSpec.like_on`."""
 
 
-def as_it_is(state: PyTree, params: PyTree, at: Placement) -> PyTree:
-    """A state of which no leaf is a shard: the same leaves anywhere."""
-    # Counters, and what is like the parameters: only shards depend on who holds them.
-    del params, at
-    return state
-
-
 def stacked(one: Any, new: Placement) -> Any:
     """The same array for every replica, as a view."""
     # Nothing is copied: a model may be large, and each replica's part is read once.

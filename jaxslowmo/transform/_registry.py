@@ -1,8 +1,11 @@
-"""Which states belong to transforms that exchange: what a state in a chain tells of its owner."""
+"""What a state tells of its owners: which of them exchange, and their order in a chain."""
 
-from typing import Any, Literal, TypeVar
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
+import optax
 
 from .._typing import PyTree
 
@@ -75,3 +78,52 @@ def holds_state(tree: PyTree, moves: Moves, *, needs_owner: bool = False) -> boo
         return known is not None and known[0] == moves and (known[1] or not needs_owner)
 
     return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
+class NoExchangeState(NamedTuple):
+    """State of `no_exchange`: unlike `optax.EmptyState`, which steps of optimizers have, too."""
+
+
+def no_exchange() -> optax.GradientTransformation:
+    """What stands in the place of a parameter transform where there is none."""
+    return optax.GradientTransformation(
+        lambda params: NoExchangeState(), lambda updates, state, params=None: (updates, state)
+    )
+
+
+def check_order(owner: str, state: PyTree) -> None:
+    """Raise `ValueError` for a chain in which something follows a parameter transform.
+
+    A parameter transform returns the update that lands on the new parameters. What comes after
+    would take that for a step of the optimizer, such as a rate by which to scale it.
+
+    Args:
+      owner: who was given the chain, for the message.
+      state: of any optax transform. Chains are looked at wherever they are in it.
+    """
+    for chain in filter(_is_chain, jax.tree.leaves(state, is_leaf=_is_chain)):
+        members = [x for x in _members(chain) if not isinstance(x[1], NoExchangeState)]
+        moves = [holds_state(member, "parameters") for _, member in members]
+        if moves != sorted(moves):
+            first = moves.index(True)
+            before, late = members[first], members[moves.index(False, first)]
+            raise ValueError(
+                f"{owner}: `tx` is a chain in which something follows a parameter transform, "
+                f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
+                f"{late[0]}, {type(late[1]).__name__}. What it does to an update would be done to "
+                "the way to the synchronised parameters, and replicas would drift apart: put it "
+                "before."
+            )
+        for _, member in members:
+            check_order(owner, member)
+
+
+def _is_chain(x: PyTree) -> bool:
+    return type(x) is tuple or isinstance(x, OrderedDict)  # `optax.chain`, `optax.named_chain`
+
+
+def _members(chain: PyTree, name: str = "") -> Iterator[tuple[str, PyTree]]:
+    """The states of a chain, and of chains in it, as their transforms run, and where they stand."""
+    for key, x in chain.items() if isinstance(chain, OrderedDict) else enumerate(chain):
+        where = f"{name}[{key!r}]"
+        yield from _members(x, where) if _is_chain(x) else [(where, x)]

@@ -4,10 +4,8 @@ from ._asked import Ahead as Ahead
 from ._asked import Carry as Carry
 from ._asked import WithVectors as WithVectors
 from ._lookup import Lookup as Lookup
-from ._rows import added_in_place as added_in_place
+from ._make import lookup_of as lookup_of
+from ._rows import added_rows as added_rows
 from ._rows import all_finite as all_finite
-from ._rows import appended as appended
 from ._rows import empty_rows as empty_rows
 from ._rows import summed as summed
-from ._rows import weighted_rows as weighted_rows
-from ._tables import lookup_of as lookup_of

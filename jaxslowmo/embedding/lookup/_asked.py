@@ -37,22 +37,23 @@ class Carry(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """A device's part of a batch, and what it asked for.
+    """A device's part of a batch, and what it asked for; without tables the batch alone.
 
     Attributes:
       batch: is the batch as the step was given it.
       requests: what it asks the tables for, and is asked by others.
       vectors: holds by table the rows that it asked for.
       counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed;
-        zeros on a replica of weight 0, whose batch may hold anything.
-      refused: () int32, ids that `counts` counts because of which no update must be made.
+        zeros on a replica of weight 0, whose batch may hold anything. Nothing without tables.
+      refused: () int32, ids that `counts` counts because of which no update must be made; None
+        without tables.
     """
 
     batch: PyTree
     requests: Requests
     vectors: PyTree
     counts: dict[str, jax.Array]
-    refused: jax.Array
+    refused: jax.Array | None
 
 
 class WithVectors(NamedTuple):

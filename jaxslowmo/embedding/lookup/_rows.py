@@ -1,6 +1,7 @@
 """Row gradients of the tables between the devices that hold them, and what they change."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,18 +13,6 @@ from ...mesh import match_varying
 from ...sparse import RowGradient, Rows, coalesce
 from ...transform import unseen_zero
 from ...tree import at_least_float32, cast
-
-
-def only_if(counts: jax.Array | bool, rows: Rows) -> Rows:
-    """`rows`, or padding alone where `counts` is False: nothing is changed by that."""
-    if counts is True:
-        return rows
-
-    def kept(own: RowGradient) -> RowGradient:
-        nothing = jnp.full_like(own.rows, own.num_rows)
-        return RowGradient(jnp.where(counts, own.rows, nothing), own.values, own.num_rows)
-
-    return {name: kept(own) for name, own in rows.items()}
 
 
 def all_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
@@ -38,8 +27,8 @@ def all_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmin(found.astype(jnp.int32), axes) > 0 if axes else found
 
 
-def after(rows: Rows, read: PyTree) -> Rows:
-    """`rows` that are not known before all of `read` is.
+def after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
+    """Numbers of rows by table that are not known before all of `read` is.
 
     What changes them in a table then comes after what was read from it, which the compiler must
     know: it would keep a copy of the whole table otherwise, so that both could run in any order.
@@ -50,10 +39,7 @@ def after(rows: Rows, read: PyTree) -> Rows:
     zero = jnp.zeros([], jnp.int32)
     for x in jax.tree.leaves(read):
         zero = zero + unseen_zero(x)
-    return {
-        name: RowGradient(own.rows + match_varying(zero, own.rows), own.values, own.num_rows)
-        for name, own in rows.items()
-    }
+    return {name: x + match_varying(zero, x) for name, x in rows.items()}
 
 
 def empty_rows(like: Rows, num_batches: int) -> Rows:
@@ -73,38 +59,33 @@ def empty_rows(like: Rows, num_batches: int) -> Rows:
     return {name: empty(own) for name, own in like.items()}
 
 
-def weighted_rows(rows: Rows, weight: jax.Array | None) -> Rows:
-    """The gradients of a batch times its weight, in at least float32; padding for weight 0."""
-    if weight is not None:
-        rows = only_if(weight > 0, rows)
+def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
+    """The entries of `before`, and those of another batch in the room for them or behind all.
+
+    Args:
+      before: of the batches so far.
+      rows: of the other batch; in at least float32 times its weight, and padding for weight 0.
+      weight: () its weight; None: 1.
+      place: the number of its room, () int32; None: there is none.
+    """
 
     def weighted(own: RowGradient) -> RowGradient:
         wide = at_least_float32(own.values.dtype)
         values = cast(own.values, wide)
-        return RowGradient(
-            own.rows, values if weight is None else values * cast(weight, wide), own.num_rows
-        )
+        if weight is None:
+            return replace(own, values=values)
+        numbers = jnp.where(weight > 0, own.rows, jnp.full_like(own.rows, own.num_rows))
+        return replace(own, rows=numbers, values=values * cast(weight, wide))
 
-    return {name: weighted(own) for name, own in rows.items()}
-
-
-def appended(before: Rows, rows: Rows) -> Rows:
-    """The entries of `before`, and behind them those of another batch."""
-    return {name: before[name] + own for name, own in rows.items()}
-
-
-def added_in_place(before: Rows, rows: Rows, place: jax.Array) -> Rows:
-    """The entries of `before`, with those of another batch in the room at place 0, 1, ..."""
-
-    def written(room: RowGradient, own: RowGradient) -> RowGradient:
+    def added(room: RowGradient, own: RowGradient) -> RowGradient:
+        if place is None:
+            return room + own
         start = place * own.rows.shape[0]
-        return RowGradient(
-            lax.dynamic_update_slice_in_dim(room.rows, own.rows, start, 0),
-            lax.dynamic_update_slice_in_dim(room.values, own.values, start, 0),
-            room.num_rows,
+        return jax.tree.map(
+            lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, own
         )
 
-    return {name: written(before[name], own) for name, own in rows.items()}
+    return {name: added(before[name], weighted(own)) for name, own in rows.items()}
 
 
 def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
@@ -115,6 +96,6 @@ def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
 
     def one(own: RowGradient) -> RowGradient:
         once = coalesce(own).gradient
-        return RowGradient(once.rows, once.values / divisor(once.values.dtype), once.num_rows)
+        return replace(once, values=once.values / divisor(once.values.dtype))
 
     return {name: one(own) for name, own in rows.items()}

@@ -37,40 +37,30 @@ def on_shards(
     kinds = tuple("whole" if x is None else kind for x, kind in zip(args, kinds, strict=True))
 
     def on_one(*args: Any) -> Any:
-        return _each(_stacked, out, fn(*_each(_own, kinds, args)))
+        own = _reshaped(args, kinds, lambda x: x.shape[1:])
+        return _reshaped(fn(*own), out, lambda x: (1, *x.shape))
 
-    return jax.shard_map(
-        on_one,
-        in_specs=_specs(kinds, axis),
-        out_specs=_specs(out, axis),
-        axis_names={axis},
-    )(*args)
+    def specs(kinds: Kinds) -> Any:
+        known = {"whole": P(), "device": P(axis), "batch": P(axis)}
+        return jax.tree.map(
+            lambda kind: kind if isinstance(kind, P) else known[kind], kinds, is_leaf=_is_kind
+        )
+
+    return jax.shard_map(on_one, in_specs=specs(kinds), out_specs=specs(out), axis_names={axis})(
+        *args
+    )
 
 
 def _is_kind(x: Any) -> bool:
     return isinstance(x, str | P)
 
 
-def _each(change: Callable[[Any, Any], Any], kinds: Kinds, tree: Any) -> Any:
-    return jax.tree.map(lambda kind, part: change(part, kind), kinds, tree, is_leaf=_is_kind)
+def _reshaped(tree: Any, kinds: Kinds, shape: Callable[[jax.Array], tuple[int, ...]]) -> Any:
+    """`tree`, whose arrays of the kind `"device"` have another shape."""
 
+    def change(kind: str | P, part: Any) -> Any:
+        if kind != "device":
+            return part
+        return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
 
-def _specs(kinds: Kinds, axis: str) -> Any:
-    def spec(kind: str | P) -> P:
-        if isinstance(kind, P):
-            return kind
-        return P() if kind == "whole" else P(axis)
-
-    return jax.tree.map(spec, kinds, is_leaf=_is_kind)
-
-
-def _own(tree: Any, kind: str | P) -> Any:
-    if kind != "device":
-        return tree
-    return jax.tree.map(lambda x: reshaped(x, x.shape[1:]), tree)
-
-
-def _stacked(tree: Any, kind: str | P) -> Any:
-    if kind != "device":
-        return tree
-    return jax.tree.map(lambda x: reshaped(x, (1, *x.shape)), tree)
+    return jax.tree.map(change, kinds, tree, is_leaf=_is_kind)

@@ -24,35 +24,15 @@ from .._embeddings import Embeddings
 from ._shards import on_shards
 
 
-def new_tables(
-    embeddings: Embeddings,
-    nested: str | None,
-    key: jax.Array,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName,
-) -> PyTree:
-    """Tables of all replicas, equal on them: each device makes its own part.
-
-    Communication: none.
-    """
-    return _maker(embeddings, nested, mesh, axis_name)(jax.random.key_data(key))
-
-
 def given_tables(
-    embeddings: Embeddings,
-    nested: str | None,
-    stored: PyTree,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName,
+    stored: PyTree, embeddings: Embeddings, nested: str | None, mesh: AnyMesh, axis_name: AxisName
 ) -> PyTree:
     """The same stored tables for all replicas: each device is given its own part alone.
 
     Args:
+      stored: whole arrays by name, as `Embeddings.write` makes them.
       embeddings: of the step.
       nested: the axis between whose devices they are sharded, where there are several.
-      stored: whole arrays by name, as `Embeddings.write` makes them.
       mesh: of the step.
       axis_name: of its replicas.
 
@@ -92,15 +72,21 @@ def _shardings(embeddings: Embeddings, mesh: Any, axis_name: AxisName) -> dict[s
 
 
 @functools.lru_cache(maxsize=16)
-def _maker(
-    embeddings: Embeddings, axis: str | None, mesh: AnyMesh, axis_name: AxisName
+def table_maker(
+    embeddings: Embeddings, nested: str | None, mesh: AnyMesh, axis_name: AxisName
 ) -> Callable[[jax.Array], PyTree]:
+    """A function of the data of a key: new tables of all replicas, equal on them.
+
+    Each device makes its own part.
+
+    Communication: none.
+    """
 
     def per_replica(bits: jax.Array) -> PyTree:
         def made(bits: jax.Array) -> PyTree:
             return embeddings.init_local(jax.random.wrap_key_data(bits))
 
-        local = on_shards(axis, made, bits, kinds=("whole",), out=embeddings.specs)
+        local = on_shards(nested, made, bits, kinds=("whole",), out=embeddings.specs)
         return vary_over(local, axis_names(axis_name))
 
     mapped = map_replicas(
@@ -108,8 +94,8 @@ def _maker(
         mesh=mesh,
         axis_name=axis_name,
         in_roles=("shared",),
-        automatic=frozenset() if axis is None else frozenset({axis}),
+        automatic=frozenset() if nested is None else frozenset({nested}),
     )
-    if axis is None or isinstance(mesh, VirtualMesh):
+    if nested is None or isinstance(mesh, VirtualMesh):
         return jax.jit(mapped)
     return jax.jit(mapped, out_shardings=_shardings(embeddings, mesh, axis_name))

@@ -12,7 +12,7 @@ from ..._integers import as_int
 from ..._typing import PyTree
 from ...embedding import Ahead, Carry, Embeddings, Lookup
 from .._state import TrainState
-from ._programs import ANEW, Task, ask
+from ._programs import Task, ask
 from ._runner import Runner
 from .update import Given, GradientWindow, Metrics
 
@@ -134,7 +134,8 @@ class AheadStep:
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
         if not asked.is_of(state, runner.parts.lookup):
-            asked = self._asked(self._ask(ANEW, state, Given(carry=asked.carry)), batch, state)
+            anew = self._ask(ask(Ahead(vectors=True)), state, Given(carry=asked.carry))
+            asked = self._asked(anew, batch, state)
         given = Given(batch, weight, window, asked.carry, next_batch)
         if collect:
             done, metrics, carry = runner.collect(state, given, num_batches, ahead)

@@ -17,7 +17,7 @@ from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._runner import Mode
 from ._step import TrainStep
-from ._transforms import check_beside_tables, check_sync_axes, checked_gradients, told_apart
+from ._transforms import check_axes, check_beside_tables, checked_gradients, told_apart
 from .update import Differentiation, GradientOrder, ModelStateMode, StepParts, Validate
 
 
@@ -177,8 +177,7 @@ def make_train_step(
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     own_sync = sync if isinstance(sync, ParameterTransform) else None
-    if own_sync is not None:
-        check_sync_axes(own_sync, mesh, axis_name)
+    check_axes((gradients, optimizer, own_sync), mesh, axis_name)
     if embeddings is not None:
         check_beside_tables(gradients)
     lookup = lookup_of(embeddings, mesh, axis_name)

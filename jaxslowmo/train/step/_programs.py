@@ -96,12 +96,9 @@ def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
 EVALUATE = Task("evaluate", ReplicaStep.evaluated, "metrics")
 """The metrics of a batch."""
 
-ANEW = Task("anew", ReplicaStep.asked_anew, "carry")
-"""What was asked, with rows as this state has them."""
-
 
 def ask(ahead: Ahead) -> Task:
-    """What a batch asks for."""
+    """What a batch asks for; with `Given.carry` rows alone, as this state has them."""
     return Task("ask", ReplicaStep.asked, "carry", ahead=ahead)
 
 

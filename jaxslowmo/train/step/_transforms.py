@@ -46,6 +46,10 @@ def told_apart(
       ValueError: several parameter transforms, or one beside a `sync`; two that reduce gradients; a
         parameter transform as `gradients`.
     """
+    for name, given in (("optimizer", optimizer), ("gradients", gradients)):
+        is_transform = hasattr(given, "init") and hasattr(given, "update")
+        if not is_transform and (name, given) != ("gradients", None):
+            raise ValueError(f"`{name}` must be an optax transform, got {given!r}.")
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
@@ -105,19 +109,28 @@ def check_beside_tables(gradients: optax.GradientTransformation | None) -> None:
     )
 
 
-def check_sync_axes(sync: ParameterTransform, mesh: AnyMesh, axis_name: AxisName) -> None:
-    """Raise `ValueError` for axes that the mesh lacks, or among which no replica axis is."""
-    unknown = sorted({*sync.axes, *sync.local_axes} - set(mesh.axis_names))
-    if unknown:
-        raise ValueError(
-            f"`sync` exchanges over {unknown}, and `mesh` has the axes {list(mesh.axis_names)}: "
-            "name some of these where `sync` is made."
-        )
-    if sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
+def check_axes(transforms: Parts, mesh: AnyMesh, axis_name: AxisName) -> None:
+    """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
+    gradients, optimizer, sync = transforms
+    axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
+    if sync is not None:
+        axes["sync"] = {*sync.axes, *sync.local_axes}
+    for argument, over in axes.items():
+        if unknown := sorted(over - set(mesh.axis_names)):
+            raise ValueError(
+                f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
+                f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
+            )
+    if sync is not None and sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
         raise ValueError(
             f"`sync` exchanges over {list(sync.axes)}, and the replicas of this step lie along "
             f"`axis_name`={axis_name!r}: they would train apart. Name the same axis in both."
         )
+
+
+def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
+    """The axes over which a transform says that it reduces gradients."""
+    return set() if transform is None else set(spec_of(transform).axes)
 
 
 def checked_gradients(
@@ -194,15 +207,8 @@ def check_transforms(
         )
     if lookup.embeddings is not None:
         _check_optimizer_beside_tables(optimizer, unknown["optimizer"])
-    reduces, moves = (holds_state(optimizer, kind) for kind in ("gradients", "parameters"))
-    for x in _states_called({"ApplyIfFiniteState"}, optimizer):
-        inside = tuple(x)
-        if num_replicas > 1 and any(holds_state(inside, kind) for kind in _MOVES):
-            raise ValueError(
-                "`optimizer` holds an optax.apply_if_finite around a transform that exchanges: a "
-                "replica that drops an update would leave the others waiting for it. Put it around "
-                "the optimizer alone."
-            )
+    _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
+    moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
         raise ValueError(
             '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
@@ -216,15 +222,13 @@ def check_transforms(
             "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
             f'use model_state="local". {USE_CHAIN}'
         )
-    own = parts.gradients
-    # Nobody knows whether one without a spec averages.
-    averages = own is not None and (not isinstance(own, GradientTransform) or bool(own.spec.axes))
-    exchanges = parts.apart or parts.sync is not None or averages or moves or reduces
-    if num_replicas > 1 and not exchanges:
+    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(axes)
+    exchanges = parts.apart or parts.sync is not None or moves or averages
+    if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
-            "`sync` and `gradients` are both None and `optimizer` holds no transform of js, so the "
-            f"{num_replicas} replicas would train apart and never meet. Pass "
+            f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
+            f"the {num_replicas} replicas would train apart and never meet. Pass "
             f"gradients=js.all_reduce_gradients({axis!r}) to average gradients, "
             f"sync=js.local_sgd({axis!r}) or another parameter transform to average parameters, "
             "js.gradient_transform(...) of what averages gradients by itself, or "
@@ -257,6 +261,27 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
                 "js.dynamic_loss_scale, and would see gradients that are still scaled. "
                 f"{USE_CHAIN}"
             )
+
+
+def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
+    """Raise `ValueError` for an exchange where each replica decides by itself whether it runs."""
+    for argument, state in states.items():
+        for x in _states_called({"ApplyIfFiniteState", "MultiStepsState"}, state):
+            inside = tuple(x)
+            if not any(holds_state(inside, kind) for kind in _MOVES):
+                continue
+            if type(x).__name__ == "ApplyIfFiniteState" and num_replicas > 1:
+                raise ValueError(
+                    f"`{argument}` holds an optax.apply_if_finite around a transform that "
+                    "exchanges: a replica that drops an update would leave the others waiting for "
+                    "it. Put it around the optimizer alone."
+                )
+            if type(x).__name__ == "MultiStepsState" and argument == "gradients":
+                raise ValueError(
+                    "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
+                    "would give the optimizer zeros in calls that only collect: use `accumulate` "
+                    "of js.make_train_step or step.collect."
+                )
 
 
 def _check_late(

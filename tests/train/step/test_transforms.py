@@ -26,7 +26,8 @@ def step_of(optimizer=None, mesh=VIRTUAL, **options):
 def test_neither_sync_nor_gradients(mode):
     step = step_of(mode=mode)
     said = (
-        r"`sync` and `gradients` are both None .*the 2 replicas would train apart.*"
+        r"`sync` is None, and neither `gradients` nor `optimizer` averages over 'replica', so the "
+        r"2 replicas would train apart.*"
         r"gradients=js\.all_reduce_gradients\('replica'\).*sync=js\.local_sgd\('replica'\).*"
         r'js\.gradient_transform\(.*sync="none"'
     )
@@ -43,6 +44,43 @@ def test_the_message_names_all_axes():
     mesh = js.virtual_mesh({"node": 2, "device": 2})
     with pytest.raises(ValueError, match=r"the 4 .*all_reduce_gradients\(\('node', 'device'\)\)"):
         step_of(mesh=mesh, axis_name=("node", "device")).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "inner"),
+    [
+        (optax.identity(), {}),
+        (optax.clip(1.0), {}),
+        (js.clip_by_global_norm(1.0), {}),
+        (js.all_reduce_gradients("device"), {"device": 2}),
+    ],
+    ids=["identity", "clip", "clip by norm", "inner axis"],
+)
+def test_gradients_that_are_averaged_over_no_replicas(gradients, inner):
+    step = step_of(gradients=gradients, mesh=js.virtual_mesh({"replica": 2} | inner))
+    with pytest.raises(ValueError, match="the 2 replicas would train apart"):
+        step.init(PARAMS)
+
+
+@pytest.mark.parametrize("argument", ["gradients", "optimizer"])
+def test_axes_of_gradient_transforms_are_checked_at_construction(argument):
+    for tx in (js.all_reduce_gradients("node"), js.gradient_transform(optax.sgd(1.0), axes="node")):
+        options = {"optimizer": optax.sgd(0.1), argument: tx}
+        with pytest.raises(ValueError, match=r"over \['node'\], and `mesh` has .*\['replica'\]"):
+            js.make_train_step(loss, mesh=VIRTUAL, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": None}, "`optimizer` must be an optax transform, got None"),
+        ({"optimizer": optax.adam}, "`optimizer` must be an optax transform, got <function"),
+        ({"gradients": "mean"}, "`gradients` must be an optax transform, got 'mean'"),
+    ],
+)
+def test_what_is_no_transform(options, said):
+    with pytest.raises(ValueError, match=said):
+        js.make_train_step(loss, mesh=VIRTUAL, **{"optimizer": optax.sgd(0.1)} | options)
 
 
 def own_average(axis, by="pmean"):
@@ -120,6 +158,18 @@ def test_collectives_by_hand(kind, make, argument, by):
     )
     with pytest.raises(ValueError, match=said):
         step.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"),
+    [
+        (optax.apply_if_finite(average, 3), "`gradients` holds an optax.apply_if_finite around"),
+        (optax.MultiSteps(average, 2), "`gradients` holds an optax.MultiSteps around"),
+    ],
+)
+def test_wrappers_of_optax_as_gradients(gradients, said):
+    with pytest.raises(ValueError, match=said):
+        step_of(gradients=gradients).init(PARAMS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

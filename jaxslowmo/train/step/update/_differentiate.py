@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,11 @@ from ...._typing import AxisName, PyTree
 from ....embedding import Lookup
 from ....mesh import axis_names, match_varying, own_keys, vary_over
 from ....precision import loss_scale_of
-from ....sparse import Rows
 from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
-from ._given import Given
-from ._loss import value_and_gradients, with_loss
+from ._loss import as_value, split_batch, value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
     agree_inside,
@@ -26,44 +24,16 @@ from ._model_state import (
     mean_over,
     vary_statistics,
 )
-from ._window import Found, GradientWindow, Metrics, added_to, empty_window, means_of
-
-
-class Data(NamedTuple):
-    """What the loss function is given beside the parameters.
-
-    Attributes:
-      batch: of this device.
-      key: its own.
-      model_state: before the batch.
-    """
-
-    batch: PyTree
-    key: jax.Array
-    model_state: PyTree
-
-
-class Gathered(NamedTuple):
-    """What an update starts from, whether one batch gave it or a window.
-
-    Attributes:
-      grads: means over the examples of this device, in the dtypes of the parameters.
-      loss: () likewise, of all examples of the replica.
-      model_state: equal on all devices of the replica.
-      weight: () this replica's share in averages over replicas; None where all are alike.
-      rows: by table, mean gradients of the rows that this device holds, each row once.
-      data: what the loss saw; None for a window, whose batches are gone.
-      refused: () int32, ids of the replica because of which the update must not be made; None
-        without tables.
-    """
-
-    grads: PyTree
-    loss: jax.Array
-    model_state: PyTree
-    weight: jax.Array | None
-    rows: Rows
-    data: Data | None
-    refused: jax.Array | None = None
+from ._window import (
+    Data,
+    Given,
+    Gradients,
+    GradientWindow,
+    Metrics,
+    added_to,
+    empty_window,
+    means_of,
+)
 
 
 @dataclass(frozen=True)
@@ -91,20 +61,16 @@ class Differentiation:
     inner_axes: tuple[str, ...] = ()
     unscales: bool = True
 
-    def gathered(self, state: TrainState, given: Given) -> tuple[Gathered, Metrics]:
+    def gathered(self, state: TrainState, given: Given) -> tuple[Gradients, Metrics]:
         """What an update starts from, with this batch in it, and the batch's own metrics."""
         if given.window is not None:
             window, metrics = self.collected(state, given)
-            return self.closed(state, window)[0], metrics
+            return self.closed(state, window), metrics
         key = self._own_key(state)
         before, seen = self._seen(state)
-        data = Data(given.batch, key, seen)
-        found = self._differentiated(state, data)
-        model_state = self._agreed(found.model_state)
-        metrics, model_state = _counted(given.weight, found.metrics, model_state, before)
-        loss, data = metrics["loss"], data._replace(batch=found.batch)
-        grads, rows, refused = found.grads, found.rows, found.refused
-        return Gathered(grads, loss, model_state, given.weight, rows, data, refused), metrics
+        found = self._differentiated(state, Data(given.batch, key, seen), given.weight)
+        found = self._agreed(found, before)
+        return found, found.metrics
 
     def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
         """An empty window, for so many batches of the shapes of this one.
@@ -114,8 +80,8 @@ class Differentiation:
         _, seen = self._seen(state)
         data = Data(given.batch, self._own_key(state), seen)
         # For shapes and types alone: nothing of it is computed.
-        found = jax.eval_shape(self._differentiated, state, data)
-        return empty_window(found, seen, given.weight, num_batches)
+        found = jax.eval_shape(self._differentiated, state, data, given.weight)
+        return empty_window(found._replace(model_state=seen, weight=given.weight), num_batches)
 
     def collected(
         self, state: TrainState, given: Given, *, fits: bool = False
@@ -126,23 +92,21 @@ class Differentiation:
 
         Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
         """
-        window, weight = given.window, given.weight
+        window = given.window
         assert window is not None, "`opened` makes the first"
         key = jax.random.fold_in(self._own_key(state), window.count)
         seen = window.model_state
-        found = self._differentiated(state, Data(given.batch, key, seen))
-        metrics, model_state = _counted(weight, found.metrics, found.model_state, seen)
-        found = found._replace(model_state=model_state)
-        return added_to(window, found, weight, fits=fits), metrics
+        found = self._differentiated(state, Data(given.batch, key, seen), given.weight)
+        counted = _counted(found, seen)
+        # Sums of metrics are weighted as a whole.
+        window = added_to(window, counted._replace(metrics=found.metrics), fits=fits)
+        return window, counted.metrics
 
-    def closed(self, state: TrainState, window: GradientWindow) -> tuple[Gathered, Metrics]:
-        """What an update wants of a window, and the means of its metrics."""
-        grads, rows, metrics = means_of(window)
-        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), grads, state.params)
-        weight, model_state = window.weight, self._agreed(window.model_state)
-        metrics, model_state = _counted(weight, metrics, model_state, state.model_state)
-        loss, refused = metrics["loss"], window.refused
-        return Gathered(grads, loss, model_state, weight, rows, None, refused), metrics
+    def closed(self, state: TrainState, window: GradientWindow) -> Gradients:
+        """What an update wants of a window."""
+        found = means_of(window)
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), found.grads, state.params)
+        return self._agreed(found._replace(grads=grads), state.model_state)
 
     def evaluated(self, state: TrainState, given: Given) -> Metrics:
         """Metrics of one replica's batch, or of what one of its devices has of it.
@@ -155,14 +119,35 @@ class Differentiation:
         params, batch = vary_over(state.params, self._axes), given.batch
         batch = self.lookup.seen(batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
-        metrics = self._of_replica(with_loss(metrics, value))
-        return _counted(given.weight, metrics, (), ())[0]
+        return _with_weight(self._of_replica(with_loss(metrics, value)), given.weight)
+
+    def loss_at(self, params: PyTree, weight: Any = None, *, data: Data) -> jax.Array:
+        """The replica's own loss, of the same examples, at other parameters.
+
+        `weight` is not used: line searches pass on all that they were told.
+
+        Communication: none.
+        """
+        del weight
+        batch, key, model_state = data
+        if self.accumulate == 1:
+            return as_value(self.loss(params, batch, rng=key, model_state=model_state)[0])
+        parts = split_batch(batch, self.accumulate)
+
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            part, own_key = x
+            value, (_, state) = self.loss(params, part, rng=own_key, model_state=state)
+            return state, as_value(value)
+
+        keys = jax.random.split(key, self.accumulate)
+        return jax.lax.scan(one, model_state, (parts, keys))[1].mean()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """The order in which gradients become ready; found at trace time, from the types alone."""
         batch = jax.eval_shape(self.lookup.seen, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
-            _type_only, (state.params, batch, state.rng, state.model_state)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+            (state.params, batch, state.rng, state.model_state),
         )
         return ready_order(self.loss, params, batch, rng=key, model_state=model_state)
 
@@ -185,31 +170,28 @@ class Differentiation:
                 before = from_first_replica(before, self.axis_name)
         return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
 
-    def _differentiated(self, state: TrainState, data: Data) -> Found:
-        """What a batch gives."""
+    def _differentiated(self, state: TrainState, data: Data, weight: Any) -> Gradients:
+        """What a batch of a replica of this weight gives."""
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
         params, scale = state.params, loss_scale_of(state.opt_state)
         params = vary_over(params, self._axes)
         scale = None if scale is None else vary_over(scale, self._axes)
-        find = partial(
+        compute = partial(
             value_and_gradients, self.loss, accumulate=self.accumulate, divides=self.unscales
         )
-        batch, key, seen = data
-
-        def compute(params: PyTree, batch: PyTree, key: Any, seen: PyTree, scale: Any) -> Any:
-            *results, grads, own = find(params, batch, rng=key, model_state=seen, scale=scale)
-            return results, grads, own
-
-        refused = self.lookup.refused(batch)
+        requested, key, seen = data
         (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
-            batch, params, compute, key, seen, scale
+            requested, params, compute, key, seen, scale
         )
-        return Found(grads, self._of_replica(metrics), model_state, rows, batch, refused)
+        metrics, data = self._of_replica(metrics), Data(batch, key, seen)
+        return Gradients(grads, metrics, model_state, rows, requested.refused, weight, data)
 
-    def _agreed(self, model_state: PyTree) -> PyTree:
+    def _agreed(self, found: Gradients, before: PyTree) -> Gradients:
+        """With one model state for all devices of the replica, which had `before`."""
         with jax.named_scope(f"{MODEL_STATE}/inner"):
-            return agree_inside(model_state, self.inner_axes)
+            model_state = agree_inside(found.model_state, self.inner_axes)
+        return _counted(found._replace(model_state=model_state), before)
 
     def _of_replica(self, metrics: Metrics) -> Metrics:
         """Means over the devices of a replica."""
@@ -225,18 +207,16 @@ def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
 
-def _counted(
-    weight: jax.Array | None, metrics: Metrics, model_state: PyTree, before: PyTree
-) -> tuple[Metrics, PyTree]:
-    """Metrics and model state after a batch; on an idle replica zeros, and that before.
-
-    Metrics hold the weight, too, so that what reads them can weigh them.
-    """
-    if weight is None:
-        return metrics, model_state
-    metrics = {**unless_idle(metrics, weight), "weight": weight}
-    return metrics, kept_if_idle(weight, model_state, before)
+def _counted(found: Gradients, before: PyTree) -> Gradients:
+    """What a batch gives; on an idle replica metrics are zeros, and the model state that before."""
+    if found.weight is None:
+        return found
+    model_state = kept_if_idle(found.weight, found.model_state, before)
+    return found._replace(
+        metrics=_with_weight(found.metrics, found.weight), model_state=model_state
+    )
 
 
-def _type_only(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _with_weight(metrics: Metrics, weight: jax.Array | None) -> Metrics:
+    """Metrics with the weight, so that what reads them can weigh them; zeros for weight 0."""
+    return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}

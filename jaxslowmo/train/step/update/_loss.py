@@ -14,7 +14,9 @@ from ....tracing import FullLoss
 from ....tree import at_least_float32, zeros_like
 
 
-def _split(batch: PyTree, parts: int) -> PyTree:
+def split_batch(batch: PyTree, parts: int) -> PyTree:
+    """The batch in equal parts, stacked along a new leading axis."""
+
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % parts:
             raise ValueError(
@@ -31,6 +33,11 @@ def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.
     return {**{name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}, "loss": value}
 
 
+def as_value(loss: jax.Array) -> jax.Array:
+    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
+    return loss.astype(at_least_float32(loss.dtype))
+
+
 def wide_zeros(kind: Any) -> jax.Array:
     """Zeros to add values of a type to: at least float32, varying and laid out as it is."""
     wide = kind.update(dtype=at_least_float32(kind.dtype))
@@ -41,14 +48,14 @@ def value_and_gradients(
     loss: FullLoss,
     params: PyTree,
     batch: PyTree,
-    *,
     rng: jax.Array,
     model_state: PyTree,
-    accumulate: int,
     scale: jax.Array | None = None,
+    *,
+    accumulate: int,
     divides: bool = True,
-) -> tuple[dict[str, jax.Array], PyTree, PyTree, PyTree]:
-    """Metrics (loss included), model state and mean gradients over `accumulate` microbatches.
+) -> tuple[tuple[dict[str, jax.Array], PyTree], PyTree, PyTree]:
+    """Metrics (loss included) and model state, and mean gradients over `accumulate` microbatches.
 
     Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
     state is threaded through in order. With a `scale` it is that many times the loss of which
@@ -70,20 +77,20 @@ def value_and_gradients(
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None
         (value, (metrics, state)), (grads, own) = differentiate(both, part, key, state)
-        return with_loss(metrics, value), state, grads, own
+        return (with_loss(metrics, value), state), grads, own
 
     if accumulate == 1:
         return one(model_state, batch, rng)
-    parts, keys = _split(batch, accumulate), jax.random.split(rng, accumulate)
+    parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(one, model_state, first, keys[0])
-    kinds = (shapes[0], shapes[2])
+    (metrics, state), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
+    kinds = metrics, grads
     totals = jax.tree.map(wide_zeros, kinds)
-    carried = match_varying(model_state, shapes[1])
+    carried = match_varying(model_state, state)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
-        metrics, state, grads, own = one(state, *x)
+        (metrics, state), grads, own = one(state, *x)
         state = match_varying(state, carried)
         totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
         return (totals, state), own
@@ -92,4 +99,4 @@ def value_and_gradients(
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
     # Of an example only its own microbatch tells.
     own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
-    return metrics, model_state, grads, own
+    return (metrics, model_state), grads, own

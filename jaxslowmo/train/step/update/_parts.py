@@ -12,7 +12,7 @@ from ...._scopes import EVERY_PHASE
 from ...._typing import AxisName, Phase, PyTree
 from ....clipping import clip_state, scaled
 from ....embedding import Lookup, all_finite
-from ....mesh import axis_names, axis_size, laid_out, vary_over
+from ....mesh import axis_names, laid_out, vary_over
 from ....precision import (
     Policy,
     as_before_if,
@@ -37,19 +37,19 @@ from ....transform import (
 )
 from ....tree import apply_exactly
 from ..._state import TrainState
-from ._differentiate import Differentiation, Gathered, kept_if_idle
+from ._differentiate import Differentiation, kept_if_idle
+from ._loss import as_value
 from ._model_state import Statistics, statistics_before_if
 from ._told import (
-    Loss,
-    as_value,
+    averaging_of,
     check_reduced,
     heard_by,
     mean_where_due,
     optimizer_rate,
-    over_replicas,
     update_told,
 )
-from .ways import Made, validated
+from ._validated import Made, validated
+from ._window import Gradients
 
 GradientOrder = Literal["reverse", "ready"]
 Validate = Literal["before", "after"]
@@ -110,13 +110,15 @@ class StepParts:
         """Axes inside a replica over which the batch is split."""
         return self.differentiation.inner_axes
 
-    def moved(self, state: TrainState, gathered: Gathered, like: PyTree) -> Moved:
+    def moved(self, state: TrainState, gathered: Gradients, like: PyTree) -> Moved:
         """What an update comes to before parameters are exchanged; that part of `state` is used.
 
         `like` is a batch of this device, or types of one.
         """
         weight = gathered.weight
-        reduced = self._reduced(state, gathered, self._order_of(state, like))
+        is_ready_order = self.order == "ready"
+        order = self.differentiation.ready_order(state, like) if is_ready_order else None
+        reduced = self._reduced(state, gathered, order)
         alone = self._alone(state, reduced)
         updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
         check_reduced(updates, self.inner_axes)
@@ -140,26 +142,30 @@ class StepParts:
             active = ~skipped if active is None else active & ~skipped
             model_state = statistics_before_if(skipped, model_state, state.model_state)
         return Moved(
-            updates,
-            rows,
-            active,
-            gradients_state,
-            optimizer_state,
-            model_state,
-            weight,
-            rate,
+            updates, rows, active, gradients_state, optimizer_state, model_state, weight, rate
         )
 
-    def exchanged(
-        self,
-        state: TrainState,
-        moved: Moved,
-        phase: Phase | None,
-    ) -> TrainState:
+    def exchanged(self, state: TrainState, moved: Moved, phase: Phase | None) -> TrainState:
         """The state after the exchange of parameters; `state` has the key of the next update."""
-        dense = self.lookup.dense
-        updates, model_state, sync_state = self._exchanged(state, moved, phase)
-        optimizer_state = moved.optimizer_state
+        averaged, dense = self.differentiation.model_state == "sync_mean", self.lookup.dense
+        statistics = Statistics(moved.model_state, averaged=averaged)
+        updates, optimizer_state = moved.updates, moved.optimizer_state
+        sync_state = state.opt_state[-1]
+        if self.sync is None:
+            with phase_scope(EVERY_PHASE):
+                model_state = statistics.averaged_over(self.axis_name, moved.weight)
+        else:
+            known = {"weight": moved.weight, "learning_rate": moved.rate}
+            with layouts_known():
+                updates, means, sync_state = self.sync.exchange(
+                    moved.updates,
+                    statistics.leaves,
+                    sync_state,
+                    state.params,
+                    phase=phase,
+                    **{name: x for name, x in known.items() if x is not None},
+                )
+            model_state = statistics.replaced(means)
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
             own_updates = unless_idle(dense(moved.updates), moved.weight)
@@ -175,13 +181,14 @@ class StepParts:
         )
 
     def _reduced(
-        self, state: TrainState, gathered: Gathered, order: tuple[int, ...] | None
+        self, state: TrainState, gathered: Gradients, order: tuple[int, ...] | None
     ) -> Reduced:
-        """Gradients, those of rows and the loss, averaged alike."""
+        """Gradients, those of rows and the loss, averaged alike; `order` is that of the buckets."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
-        value: jax.Array | None = as_value(gathered.loss)
-        averaged = frozenset[str]()
+        loss = gathered.metrics["loss"]
+        value: jax.Array | None = as_value(loss)
+        averaged = set[str]()
         refused = None if gathered.refused is None else gathered.refused > 0
         if specs is not None:
             grads = laid_out(grads, specs)
@@ -191,19 +198,16 @@ class StepParts:
         nested = self.lookup.nested
         rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
-            spec = spec_of(self.gradients)
-            known = {
-                "weight": weight,
-                "ready_order": order,
-                "param_specs": specs,
-                "validation": Validation() if self.validate == "after" else None,
-            }
-            takes = heard_by(spec, after)
-            known = {n: x for n, x in known.items() if x is not None and n in takes}
-            reductions = over_replicas(spec.reductions_of(after), self.axis_name)
-            averaged = frozenset(name for each in reductions for name in each.axes)
-            if holds_state(spec.unknown(after), "gradients"):
-                value, averaged = None, frozenset(n for n in names if axis_size(n) > 1)
+            known = heard_by(
+                spec_of(self.gradients),
+                after,
+                weight=weight,
+                ready_order=order,
+                param_specs=specs,
+                validation=Validation() if self.validate == "after" else None,
+            )
+            reductions, averaged, hides = averaging_of(self.gradients, after, self.axis_name)
+            value = None if hides else value
             update: Any = partial(self.gradients.update, **known)
             if loss_scale_of(state.opt_state) is not None:
                 update = unless_overflow(update, {*averaged, *inner_axes}, weight)
@@ -213,7 +217,7 @@ class StepParts:
             if value is not None:
                 value = mean_where_due(value, weight, reductions, self.axis_name)
             if refused is not None:  # by one replica, the mean is of no use to any
-                told = refused.astype(gathered.loss.dtype)
+                told = refused.astype(loss.dtype)
                 refused = mean_where_due(told, None, reductions, self.axis_name) > 0
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
         # with conditionals (optax.apply_if_finite) need both alike.
@@ -234,7 +238,7 @@ class StepParts:
         return () if axis is None or axis in spec.axes else (axis,)
 
     def _optimized(
-        self, state: TrainState, reduced: Reduced, gathered: Gathered, alone: bool
+        self, state: TrainState, reduced: Reduced, gathered: Gradients, alone: bool
     ) -> Made:
         """What the optimizer makes of the gradients; validated when it is there, if that is so.
 
@@ -243,17 +247,14 @@ class StepParts:
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and loss_scale_of(before) is not None:
             finite = all_finite(reduced.rows, self.inner_axes)
-        spec, names = spec_of(self.optimizer), axis_names(self.axis_name)
-        reductions = over_replicas(spec.reductions_of(before), self.axis_name)
-        averaged = {*reduced.over, *(name for each in reductions for name in each.axes)}
-        value = reduced.loss
-        if holds_state(spec.unknown(before), "gradients"):
-            averaged |= {name for name in names if axis_size(name) > 1}
-            value = value if averaged.isdisjoint(names) else None
+        names, value = axis_names(self.axis_name), reduced.loss
+        reductions, averaged, hides = averaging_of(self.optimizer, before, self.axis_name)
+        averaged |= {*reduced.over}
+        if hides and not averaged.isdisjoint(names):
+            value = None
         if value is not None:
             value = mean_where_due(value, weight, reductions, self.axis_name)
         over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
-        loss = Loss(value, over, self.differentiation, gathered.data)
 
         def run(grads: PyTree, validation: Validation | None) -> Made:
             with jax.named_scope("optimizer"):
@@ -262,7 +263,10 @@ class StepParts:
                     grads,
                     before,
                     state.params,
-                    loss=loss,
+                    value=value,
+                    averaged=over,
+                    loss_at=self.differentiation.loss_at,
+                    data=gathered.data,
                     weight=weight,
                     finite=finite,
                     param_specs=self.param_specs,
@@ -288,33 +292,6 @@ class StepParts:
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
-
-    def _exchanged(
-        self, state: TrainState, moved: Moved, phase: Phase | None
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Updates and model state after the exchange of parameters, and its state."""
-        averaged = self.differentiation.model_state == "sync_mean"
-        statistics = Statistics(moved.model_state, averaged=averaged)
-        sync_state = state.opt_state[-1]
-        if self.sync is None:
-            with phase_scope(EVERY_PHASE):
-                means = statistics.averaged_over(self.axis_name, moved.weight)
-                return moved.updates, means, sync_state
-        known = {"weight": moved.weight, "learning_rate": moved.rate}
-        with layouts_known():
-            updates, means, sync_state = self.sync.exchange(
-                moved.updates,
-                statistics.leaves,
-                sync_state,
-                state.params,
-                phase=phase,
-                **{name: x for name, x in known.items() if x is not None},
-            )
-        return updates, statistics.replaced(means), sync_state
-
-    def _order_of(self, state: TrainState, like: PyTree) -> tuple[int, ...] | None:
-        """In which gradients go into buckets; None leaves it to what reduces them."""
-        return self.differentiation.ready_order(state, like) if self.order == "ready" else None
 
 
 def of_known_layout(transform: Any) -> Any:

@@ -6,6 +6,7 @@ exchange takes that as it takes other leaves that are sharded inside a replica.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,8 @@ from ...._typing import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._state import TrainState
-from ._given import GIVEN_ROLES, Given
 from ._parts import Moved, StepParts, of_known_layout
-from ._window import GradientWindow, Metrics
+from ._window import GIVEN_ROLES, Given, GradientWindow, Metrics
 
 # What is stacked over the replicas is, inside of one, the same on all devices.
 GIVEN_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, GIVEN_ROLES)
@@ -26,33 +26,17 @@ WINDOW_KINDS: Any = GIVEN_KINDS.window
 
 
 class Local(NamedTuple):
-    """The state as a device has it.
+    """The state as a device has it, or what its part of an update has made of it.
 
     Attributes:
-      dense: that of the dense parameters.
-      stored: the stored parameters; see `Lookup`.
+      dense: that of the dense parameters, or their update before they are exchanged.
+      stored: the stored parameters; see `Lookup`. An update has moved them already.
       stored_state: of their optimizer; None in an evaluation.
     """
 
-    dense: TrainState
+    dense: Any
     stored: PyTree
     stored_state: PyTree
-
-
-class Inside(NamedTuple):
-    """What a device has when its part of an update is done, and the parameters are to be exchanged.
-
-    Attributes:
-      moved: the dense parameters.
-      stored: the stored ones, as the update has left them.
-      stored_state: of their optimizer.
-      changed: which of them the update has changed.
-    """
-
-    moved: Moved
-    stored: PyTree
-    stored_state: PyTree
-    changed: Any
 
 
 @dataclass(frozen=True)
@@ -73,14 +57,14 @@ class ReplicaStep:
         """The transforms of the step as one, of whose states it keeps."""
         lookup, sync = self.parts.lookup, self.parts.sync
         last = no_exchange() if sync is None else of_known_layout(sync)
-        if lookup.embeddings is None:
+        if (embeddings := lookup.embeddings) is None:
             return chain(*self.parts.first_two(), last)
         optimizers = chain(*self.parts.first_two())
 
         def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
             states = optimizers.init(dense)
             note_followed(states)
-            return states, lookup.init_optimizer(stored)
+            return states, embeddings.init_optimizer(stored)
 
         def init(params: PyTree) -> Any:
             # The axis is bound for gradient transforms that average over it, too.
@@ -113,22 +97,22 @@ class ReplicaStep:
         now, then = keyed(state)
         lookup = self.parts.lookup
 
-        def inside(local: Local, given: Given) -> tuple[Inside, Metrics, Carry | None]:
+        def inside(local: Local, given: Given) -> tuple[Local, Any, Metrics, Carry | None]:
             given = self._requested(local, given)
             following, read = lookup.following(local.stored, given.upcoming, self.ahead)
             gathered, metrics = self.parts.differentiation.gathered(local.dense, given)
             moved = self.parts.moved(local.dense, gathered, given.batch)
-            metrics = {**metrics, **lookup.counts(given.batch)}
-            return self._applied(local, moved, read), metrics, following
+            metrics = {**metrics, **given.batch.counts}
+            return *self._applied(local, moved, read), metrics, following
 
-        kinds = self._inside_kinds, "whole", "device"
-        done, metrics, following = self._on_devices(inside, now, given, kinds)
+        kinds = self._local_kinds, "device", "whole", "device"
+        done, changed, metrics, following = self._on_devices(inside, now, given, kinds)
         new = self._exchanged(then, done, phase)
         if following is not None:
             following, resent = lookup.patched(
                 lookup.stored(new.params),
                 following,
-                done.changed,
+                changed,
                 self._moves_stored(state, phase),
                 self.ahead,
                 self.parts.inner_axes,
@@ -152,14 +136,13 @@ class ReplicaStep:
 
         Nothing that was looked up is changed by it, so there is nothing to send again.
         """
-        lookup = self.parts.lookup
+        collected = self.parts.differentiation.collected
 
         def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
             given = self._requested(local, given)
-            following, _ = lookup.following(local.stored, given.upcoming, self.ahead)
-            differentiation = self.parts.differentiation
-            window, metrics = differentiation.collected(local.dense, given, fits=fits)
-            return window, {**metrics, **lookup.counts(given.batch)}, following
+            following, _ = self.parts.lookup.following(local.stored, given.upcoming, self.ahead)
+            window, metrics = collected(local.dense, given, fits=fits)
+            return window, {**metrics, **given.batch.counts}, following
 
         kinds = WINDOW_KINDS, "whole", "device"
         return self._on_devices(inside, keyed(state)[0], given, kinds)
@@ -173,12 +156,13 @@ class ReplicaStep:
         """
         now, then = keyed(state)
 
-        def inside(local: Local, given: Any) -> tuple[Inside, Metrics]:
-            gathered, metrics = self.parts.differentiation.closed(local.dense, given.window)
+        def inside(local: Local, given: Any) -> tuple[Local, Metrics]:
+            gathered = self.parts.differentiation.closed(local.dense, given.window)
             seen = jax.eval_shape(self._requested, local, Given(like)).batch
-            return self._applied(local, self.parts.moved(local.dense, gathered, seen), ()), metrics
+            moved = self.parts.moved(local.dense, gathered, seen)
+            return self._applied(local, moved, ())[0], gathered.metrics
 
-        kinds = self._inside_kinds, "whole"
+        kinds = self._local_kinds, "whole"
         done, metrics = self._on_devices(inside, now, Given(window=window), kinds)
         return self._exchanged(then, done, phase), metrics, None
 
@@ -188,54 +172,41 @@ class ReplicaStep:
         def inside(local: Local, given: Given) -> Metrics:
             given = self._requested(local, given)
             metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], given)
-            return {**metrics, **self.parts.lookup.counts(given.batch)}
+            return {**metrics, **given.batch.counts}
 
         return self._on_devices(inside, state, given, "whole")
 
     def asked(self, state: TrainState, given: Given) -> Carry:
-        """What a batch asks for, before any step."""
+        """What a batch asks for, before any step; of a carry rows alone, as this state has them."""
 
         def inside(local: Local, given: Given) -> Carry | None:
-            return self.parts.lookup.following(local.stored, given.batch, self.ahead)[0]
-
-        return self._on_devices(inside, state, given, "device")
-
-    def asked_anew(self, state: TrainState, given: Given) -> Carry:
-        """What was asked for a batch, with rows as this state has them."""
-
-        def inside(local: Local, given: Given) -> Carry:
-            assert given.carry is not None, "it was asked for before"
-            return self.parts.lookup.asked_anew(local.stored, given.carry)
+            following = self.parts.lookup.following
+            return following(local.stored, given.batch, self.ahead, given.carry)[0]
 
         return self._on_devices(inside, state, given, "device")
 
     @property
-    def _inside_kinds(self) -> Any:
+    def _local_kinds(self) -> Local:
         lookup = self.parts.lookup
-        return Inside("whole", lookup.specs, lookup.optimizer_specs, "device")  # type: ignore[arg-type]
+        return Local("whole", lookup.specs, lookup.optimizer_specs)
 
     def _on_devices(
         self, fn: Callable[[Local, Given], Any], state: TrainState, given: Given, out: Any
     ) -> Any:
         """`fn` of each device's own part of a state and of what is given."""
+        lookup, stored_state = self.parts.lookup, None
+        dense = state._replace(params=lookup.dense(state.params))
+        if state.opt_state:  # an evaluation has none
+            gradients_state, optimizer_state, *_ = state.opt_state
+            dense = dense._replace(opt_state=(gradients_state, lookup.dense(optimizer_state)))
+            stored_state = lookup.stored(optimizer_state)
+        local = Local(dense, lookup.stored(state.params), stored_state)
 
         def inside(*parts: Any) -> Any:
             return fn(Local(*parts[:3]), Given(*parts[3:]))
 
-        lookup = self.parts.lookup
-        kinds = "whole", lookup.specs, lookup.optimizer_specs, *GIVEN_KINDS
-        return lookup.on_devices(inside, *self._local(state), *given, kinds=kinds, out=out)
-
-    def _local(self, state: TrainState) -> Local:
-        """The parts of a state, which in an evaluation has none of the optimizers."""
-        lookup = self.parts.lookup
-        dense = state._replace(params=lookup.dense(state.params))
-        stored_state = None
-        if state.opt_state:
-            gradients_state, optimizer_state, *_ = state.opt_state
-            dense = dense._replace(opt_state=(gradients_state, lookup.dense(optimizer_state)))
-            stored_state = lookup.stored(optimizer_state)
-        return Local(dense, lookup.stored(state.params), stored_state)
+        kinds = *self._local_kinds, *GIVEN_KINDS
+        return lookup.on_devices(inside, *local, *given, kinds=kinds, out=out)
 
     def _requested(self, local: Local, given: Given) -> Given:
         """What is given, with the batch and what it asked for."""
@@ -244,37 +215,32 @@ class ReplicaStep:
         asked = self.parts.lookup.requested(local.stored, batch, carry, weight, axes)
         return given._replace(batch=asked)
 
-    def _applied(self, local: Local, moved: Moved, read: PyTree) -> Inside:
-        """The stored parameters after an update."""
+    def _applied(self, local: Local, moved: Moved, read: PyTree) -> tuple[Local, Any]:
+        """The stored parameters after an update, too, and which of them have changed."""
         stored, stored_state, changed = self.parts.lookup.applied(
             local.stored, local.stored_state, moved.rows, moved.active, read
         )
-        return Inside(moved._replace(rows={}, active=None), stored, stored_state, changed)
+        return Local(moved._replace(rows={}, active=None), stored, stored_state), changed
 
-    def _exchanged(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
+    def _exchanged(self, state: TrainState, done: Local, phase: Phase | None) -> TrainState:
         """The state after the exchange.
 
         Where the program decides what is due, all of the exchange of stored parameters stands in
         one branch of a conditional and the other leaves them where they are, so that local steps
         cost nothing that grows with their number.
         """
-
-        def exchanged(operand: tuple[TrainState, Inside]) -> TrainState:
-            return self._exchanged_in(*operand, phase)
-
-        def alone(operand: tuple[TrainState, Inside]) -> TrainState:
-            return self._exchanged_in(*operand, ())
-
         if self.parts.lookup.embeddings is None:
-            return exchanged((state, done))
+            return self._exchanged_in((state, done), phase)
+        exchanged = partial(self._exchanged_in, phase=phase)
+        alone = partial(self._exchanged_in, phase=())
         return run_if(self._moves_stored(state, phase), exchanged, alone, (state, done))
 
-    def _exchanged_in(self, state: TrainState, done: Inside, phase: Phase | None) -> TrainState:
+    def _exchanged_in(self, both: tuple[TrainState, Local], phase: Phase | None) -> TrainState:
         """The state after an exchange, for which stored parameters have no update left."""
-        lookup = self.parts.lookup
+        (state, done), lookup = both, self.parts.lookup
         still = jax.tree.map(jnp.zeros_like, done.stored)
         whole = state._replace(params=lookup.joined(lookup.dense(state.params), done.stored))
-        moved = done.moved._replace(updates=lookup.joined(done.moved.updates, still))
+        moved = done.dense._replace(updates=lookup.joined(done.dense.updates, still))
         new = self.parts.exchanged(whole, moved, phase)
         gradients_state, optimizer_state, sync_state = new.opt_state
         if self.parts.sync is None or phase == ():

@@ -6,13 +6,11 @@ gradients were, over the axes and in the updates that their transforms say.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import jax
 import optax
-from jax import lax
 
 from ...._scopes import METRICS
 from ...._typing import AxisName, PyTree
@@ -20,8 +18,8 @@ from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, vary_over, varying_axes
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
-from ....tree import at_least_float32, leaf_names
-from ._differentiate import Data, Differentiation
+from ....tree import leaf_names
+from ._window import Data
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
@@ -29,21 +27,29 @@ USE_CHAIN = (
 )
 
 
-def over_replicas(reductions: Sequence[Reduction], axis_name: AxisName) -> list[Reduction]:
-    """What of `reductions` is over replica axes with several replicas, one for all that is static.
+def averaging_of(
+    transform: Any, state: PyTree, axis_name: AxisName
+) -> tuple[list[Reduction], set[str], bool]:
+    """How a transform of this state averages gradients over replica axes with several replicas.
 
-    Args:
-      reductions: of transforms, in the order in which they run.
-      axis_name: the replica axis.
+    Returns:
+      The reductions that it states, in the order in which they run, one for all that is static; all
+      axes over which there is one; and whether it holds transforms that state nothing, which may
+      average over each of them.
     """
+    spec = spec_of(transform)
+    stated = spec.reductions_of(state)
     names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
-    always = {name for axes, due in reductions if due is True for name in axes}
+    always = {name for axes, due in stated if due is True for name in axes}
     found = [Reduction(tuple(n for n in names if n in always), True)]
-    for axes, due in reductions:
+    for axes, due in stated:
         if not isinstance(due, bool):
             own = tuple(n for n in names if n in axes and n not in always)
             found.append(Reduction(own, due))
-    return [each for each in found if each.axes]
+    found = [each for each in found if each.axes]
+    hides = holds_state(spec.unknown(state), "gradients")
+    averaged = {*names} if hides else {name for each in found for name in each.axes}
+    return found, averaged, hides
 
 
 def mean_where_due(
@@ -54,7 +60,7 @@ def mean_where_due(
     Args:
       x: () float.
       weight: this replica's share; one of weight 0 does not count.
-      reductions: `over_replicas` of those of the gradients.
+      reductions: those of the gradients, of `averaging_of`.
       axis_name: the replica axis.
 
     Communication: one all-reduce of `x` over the axes of each reduction that is due, with a weight
@@ -73,47 +79,6 @@ def mean_where_due(
     for axes, due in reductions:
         x = run_if(due, partial(mean_over, axes), lambda x: x, x)
     return vary_over(x, axis_names(axis_name))
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What the optimizer is told of the loss.
-
-    Attributes:
-      value: () float, averaged as the gradients were; None where transforms that nobody knows
-        average them.
-      averaged: over which axes they were, in some update.
-      differentiation: the loss function, and the microbatches of a batch.
-      data: this replica's batch, key and model state before the update; None for a window, whose
-        batches are gone.
-    """
-
-    value: jax.Array | None
-    averaged: tuple[str, ...]
-    differentiation: Differentiation
-    data: Data | None
-
-    def at(self, params: PyTree, data: Data, weight: Any = None) -> jax.Array:
-        """The replica's own loss, of the same examples, at other parameters.
-
-        `weight` is not used: line searches pass on all that they were told.
-
-        Communication: none.
-        """
-        del weight
-        batch, key, model_state = data
-        fn, accumulate = self.differentiation.loss, self.differentiation.accumulate
-        if accumulate == 1:
-            return as_value(fn(params, batch, rng=key, model_state=model_state)[0])
-        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-
-        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
-            part, own_key = x
-            value, (_, state) = fn(params, part, rng=own_key, model_state=state)
-            return state, as_value(value)
-
-        keys = jax.random.split(key, accumulate)
-        return lax.scan(one, model_state, (parts, keys))[1].mean()
 
 
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
@@ -138,11 +103,6 @@ def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     return value_fn
 
 
-def as_value(loss: jax.Array) -> jax.Array:
-    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
-    return loss.astype(at_least_float32(loss.dtype))
-
-
 _NO_VALUE = (
     "`optimizer` asks for `value`, the loss averaged as gradients are, and they are averaged by "
     f"transforms that the step does not see. {USE_CHAIN}"
@@ -165,13 +125,14 @@ class Untold:
     __hash__ = object.__hash__
 
 
-def heard_by(spec: GradientSpec, state: PyTree) -> frozenset[str]:
-    """What of a step a transform of this spec and state is told: what it takes, and the weight.
+def heard_by(spec: GradientSpec, state: PyTree, **known: Any) -> dict[str, Any]:
+    """What of `known` a transform of this spec and state is told: what it takes, and the weight.
 
     One of ours inside of an optax.chain is told the layouts of leaves, too, which it would gather.
     """
     hidden = holds_state(spec.unknown(state), "gradients")
-    return spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
+    takes = spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
+    return {name: x for name, x in known.items() if x is not None and name in takes}
 
 
 def update_told(
@@ -180,7 +141,10 @@ def update_told(
     state: PyTree,
     params: PyTree,
     *,
-    loss: Loss,
+    value: jax.Array | None,
+    averaged: tuple[str, ...],
+    loss_at: Callable[..., jax.Array],
+    data: Data | None,
     weight: jax.Array | None,
     finite: jax.Array | None = None,
     param_specs: PyTree | None = None,
@@ -188,8 +152,10 @@ def update_told(
 ) -> tuple[PyTree, PyTree]:
     """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
-    Of `finite`, `param_specs`, `validation` and that gradients were divided by a loss scale it is
-    told what its spec says that it takes.
+    `value` is the loss, averaged as the gradients were, over the axes `averaged` in some update;
+    None where transforms that nobody knows average them. `loss_at(params, data=data)` is the
+    replica's own loss elsewhere; without `data` the batches are gone. Of `finite`, `param_specs`,
+    `validation` and that gradients were divided by a loss scale it is told what its spec takes.
 
     Raises:
       ValueError: it calls `value_fn` and gradients are averaged over some axis, or asks for a value
@@ -199,17 +165,13 @@ def update_told(
     """
     spec = spec_of(optimizer)
     exchanges = [moves for moves in ("gradients", "parameters") if holds_state(state, moves)]
-    takes = heard_by(spec, state)
-    static = {"unscaled": True, "param_specs": param_specs}
-    static = {name: x for name, x in static.items() if x is not None and name in takes}
-    given = {"weight": weight, "finite": finite, "validation": validation}
-    given = {name: x for name, x in given.items() if x is not None and name in takes}
+    static = heard_by(spec, state, unscaled=True, param_specs=param_specs)
+    given = heard_by(spec, state, weight=weight, finite=finite, validation=validation)
 
     def update(
         grads: PyTree, state: PyTree, params: PyTree, value: Any, given: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
-        is_refused = loss.averaged or loss.data is None
-        value_fn = _refusing(loss.averaged) if is_refused else partial(loss.at, data=data)
+        value_fn = _refusing(averaged) if data is None else partial(loss_at, data=data)
         told = {"value": Untold() if value is None else value, "grad": grads, "value_fn": value_fn}
         run = partial(optimizer.update, grads, state, params)
         try:
@@ -231,8 +193,7 @@ def update_told(
             "devices. Pass what exchanges apart from it, as `gradients` or `sync`, or all of it as "
             "a js.chain."
         )
-    data = None if loss.averaged else loss.data
-    operands = grads, state, params, loss.value, given, data
+    operands = grads, state, params, value, given, None if averaged else data
     return run_where_values_vary(update, *operands, refused=refused)
 
 

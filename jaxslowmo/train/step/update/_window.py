@@ -1,12 +1,12 @@
 """Gradients of several batches that become one update."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ...._typing import PyTree
-from ....embedding import added_in_place, appended, empty_rows, summed, weighted_rows
+from ....embedding import Carry, added_rows, empty_rows, summed
 from ....mesh import match_varying
 from ....sparse import Rows
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
@@ -52,43 +52,79 @@ ROLES = GradientWindow._make(
 )
 
 
-class Found(NamedTuple):
-    """What one batch gives.
+class Given(NamedTuple):
+    """What a program is given beside the state; in it the replica's, or a device's part of it.
 
     Attributes:
-      grads: of this device.
-      metrics: of the replica, "loss" among them.
+      batch: None for an update of a window alone.
+      weight: () the replica's share in averages; None where all are alike.
+      window: the batches of the same update so far; None where there are none.
+      carry: what was asked for the batch beside an earlier one; None for nothing.
+      upcoming: the batch that comes next; None where nothing is to be done for it.
+    """
+
+    batch: PyTree = None
+    weight: jax.Array | None = None
+    window: GradientWindow | None = None
+    carry: Carry | None = None
+    upcoming: PyTree = None
+
+
+# How each part relates to the replicas, as `map_replicas` wants to know.
+GIVEN_ROLES: Any = Given._make(("batch", "stacked", ROLES, "device", "batch"))
+
+
+class Data(NamedTuple):
+    """What the loss function is given beside the parameters.
+
+    Attributes:
+      batch: of this device.
+      key: its own.
+      model_state: before the batch.
+    """
+
+    batch: PyTree
+    key: jax.Array
+    model_state: PyTree
+
+
+class Gradients(NamedTuple):
+    """What one batch gives, or a window of several; an update starts from it.
+
+    Attributes:
+      grads: means over the examples of this device.
+      metrics: of the replica, means over all of its examples, "loss" among them.
       model_state: of this device, after the batch.
-      rows: by table, gradients of the rows that it holds; {} without tables.
-      batch: as the loss function saw it.
-      refused: the count in `Requested.refused`; None without tables.
+      rows: by table, mean gradients of the rows that it holds; {} without tables.
+      refused: () int32, ids of the replica because of which the update must not be made; None
+        without tables.
+      weight: () this replica's share in averages over replicas; None where all are alike.
+      data: what the loss saw; None for a window, whose batches are gone.
     """
 
     grads: PyTree
     metrics: Metrics
     model_state: PyTree
     rows: Rows
-    batch: PyTree
-    refused: jax.Array | None = None
+    refused: jax.Array | None
+    weight: jax.Array | None
+    data: Data | None
 
 
-def empty_window(
-    found: Found, model_state: PyTree, weight: jax.Array | None, num_batches: int
-) -> GradientWindow:
+def empty_window(found: Gradients, num_batches: int) -> GradientWindow:
     """A window before its first batch.
 
     Args:
-      found: of one batch; shapes, dtypes and varying axes are all that is looked at.
-      model_state: as the first batch will see it.
-      weight: of the first batch, as `found`; None where batches have none.
+      found: of one batch, with the model state before it; of the rest shapes, dtypes and varying
+        axes are all that is looked at.
       num_batches: for the rows of so many batches there is room; others make the window larger.
     """
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
         jax.tree.map(wide_zeros, found.grads),
         jax.tree.map(wide_zeros, found.metrics),
-        model_state,
-        None if weight is None else jnp.zeros_like(weight),
+        found.model_state,
+        None if found.weight is None else jnp.zeros_like(found.weight),
         count,
         empty_rows(found.rows, num_batches),
         jax.tree.map(lambda x: match_varying(zeros_like(x), x), found.refused),
@@ -96,29 +132,23 @@ def empty_window(
     )
 
 
-def added_to(
-    window: GradientWindow, found: Found, weight: jax.Array | None, *, fits: bool
-) -> GradientWindow:
+def added_to(window: GradientWindow, found: Gradients, *, fits: bool) -> GradientWindow:
     """The window with one batch more, of whose rows is known whether they fit into its room."""
-    rows, num_placed = weighted_rows(found.rows, weight), window.num_placed
-    if fits and num_placed is not None:
-        rows, num_placed = added_in_place(window.rows, rows, num_placed), num_placed + 1
-    else:
-        rows = appended(window.rows, rows)
+    weight, place = found.weight, window.num_placed if fits else None
     return GradientWindow(
         jax.tree.map(added, window.totals, _weighted(found.grads, weight)),
         jax.tree.map(added, window.metrics, _weighted(found.metrics, weight)),
         found.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
-        rows,
+        added_rows(window.rows, found.rows, weight, place),
         jax.tree.map(jnp.add, window.refused, found.refused),
-        num_placed,
+        window.num_placed if place is None else place + 1,
     )
 
 
-def means_of(window: GradientWindow) -> tuple[PyTree, Rows, Metrics]:
-    """Means of gradients, dense and of rows, and of metrics, in at least float32.
+def means_of(window: GradientWindow) -> Gradients:
+    """What the batches of a window give: means of gradients and metrics, in at least float32.
 
     They are zeros on a replica that was idle.
     """
@@ -129,7 +159,8 @@ def means_of(window: GradientWindow) -> tuple[PyTree, Rows, Metrics]:
         divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
     sums = window.totals, window.metrics
     totals, metrics = jax.tree.map(lambda x: x / divisor(x.dtype), sums)
-    return totals, summed(window.rows, divisor), metrics
+    rows, model_state = summed(window.rows, divisor), window.model_state
+    return Gradients(totals, metrics, model_state, rows, window.refused, window.weight, None)
 
 
 def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:

@@ -60,6 +60,16 @@ def test_memory_of_local_steps_does_not_depend_on_the_number_of_rows(way, num_sh
     assert temporaries(1 << 12) == temporaries(1 << 14)
 
 
+def test_memory_of_traced_steps_is_what_enters_and_leaves_the_exchange():
+    def temporaries(num_rows):
+        program = compiled(num_rows, 1, "traced", sync=local)
+        return program.memory_analysis().temp_size_in_bytes
+
+    few, many = 1 << 12, 1 << 14
+    more = (many - few) * DIM * 4
+    assert temporaries(many) - temporaries(few) <= 2 * more + more // 100
+
+
 def computations(text):
     """The instructions of each computation of a compiled program, by its name."""
     found, lines = {}, None

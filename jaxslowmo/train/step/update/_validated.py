@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from ....._typing import PyTree
-from .....clipping import clip_state, scaled
-from .....mesh import cast_varying, varying_axes
-from .....precision import was_skipped
-from .....transform import Validation
+from ...._typing import PyTree
+from ....clipping import clip_state, scaled
+from ....mesh import cast_varying, varying_axes
+from ....precision import was_skipped
+from ....transform import Validation
 
 
 class Made(NamedTuple):

@@ -1,15 +1,22 @@
-"""What a gradient transform says of itself, and what several say together."""
+"""Gradient transforms: optax's pair, and what one says of itself to others and to the step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
+import jax
 import optax
 
-from ..._typing import PyTree
-from .._due import Communicate, decide, either
+from .._scopes import GRADIENT_TRANSFORM
+from .._typing import AxisName, PyTree
+from ..mesh import axis_names
+from ._due import Communicate, decide, either
+from ._exchange import check_axis_argument
+from ._parameter_transform import ParameterTransform
+from ._registry import gradient_state
+from ._spec import WithSpec
 
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "validation", "finite", "unscaled"})
 
@@ -25,16 +32,6 @@ class Reduction(NamedTuple):
 
     axes: tuple[str, ...]
     due: Communicate
-
-
-def _always(state: PyTree) -> bool:
-    del state
-    return True
-
-
-def _nothing(state: PyTree) -> list[PyTree]:
-    del state
-    return []
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,14 +60,14 @@ class GradientSpec:
     """
 
     axes: tuple[str, ...] = ()
-    due: Callable[[PyTree], Communicate] = _always
+    due: Callable[[PyTree], Communicate] = lambda state: True
     takes: frozenset[str] = frozenset()
     clips: bool = False
     skips: bool = False
     returns_updates: bool = False
     of_rows: bool = False
     reductions: Callable[[PyTree], Sequence[Reduction]] | None = None
-    unknown: Callable[[PyTree], list[PyTree]] = _nothing
+    unknown: Callable[[PyTree], list[PyTree]] = lambda state: []
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for words that no step says."""
@@ -89,7 +86,7 @@ class GradientSpec:
     def around(
         self,
         inner: Callable[[Any], PyTree],
-        due: Callable[[Any], Communicate] = _always,
+        due: Callable[[Any], Communicate] = lambda state: True,
         **own: Any,
     ) -> "GradientSpec":
         """Return what a transform says that holds the one of this spec.
@@ -163,3 +160,131 @@ def is_identity(transform: optax.GradientTransformation) -> bool:
         return transform.update(leaf, transform.init(leaf), leaf)[0] is leaf
     except Exception:  # It computes with its gradients.
         return False
+
+
+class Validation(NamedTuple):
+    """Passed on as `validation=` to all transforms of an optimizer; None where nothing is late.
+
+    A transform that would hold up the update until something is known on all devices (the norm of
+    all gradients, whether one is infinite) does not. It makes the update as if all were well, and
+    its new state says what was found. The step then chooses.
+
+    Attributes:
+      clipped: the state of `js.clip_by_global_norm`, found by an earlier run of the same update,
+        for it to clip by without looking again; None: it looks, and does not clip.
+      skipped: () bool, whether that run found something that is not finite, for
+        `js.dynamic_loss_scale`; None: it looks.
+    """
+
+    clipped: Any = None
+    skipped: Any = None
+
+
+class GradientTransform(WithSpec):
+    """An optax transform of gradients that says what it does.
+
+    All gradient transforms of this package are such, and `js.gradient_transform` makes one of your
+    own. `js.make_train_step` reads the spec: over which axes the loss is averaged for optimizers
+    that ask for it, what `update` is told, which transforms of a `js.chain` are its `gradients`.
+
+    Args:
+      init: `init(params) -> state`.
+      update: `update(updates, state, params=None, **extra) -> (updates, state)`.
+      spec: what it does.
+
+    Attributes:
+      spec: a `js.GradientSpec`. With another `init`, by `_replace`, a transform keeps it; with
+        another `update` it is an `optax.GradientTransformationExtraArgs`, of which nobody knows.
+
+    Raises:
+      ValueError: `spec` that is none.
+    """
+
+    spec: GradientSpec
+
+    def __new__(
+        cls,
+        init: Callable[[PyTree], PyTree],
+        update: Callable[..., tuple[PyTree, PyTree]],
+        spec: GradientSpec,
+    ) -> Self:
+        """Make one from its functions and its spec."""
+        if not isinstance(spec, GradientSpec):
+            raise ValueError(f"GradientTransform: `spec` must be a js.GradientSpec, got {spec!r}.")
+        self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
+        self.spec = spec
+        return self
+
+    def _replace(self, **changed: Any) -> optax.GradientTransformationExtraArgs:
+        pair = {**self._asdict(), **changed}
+        if "update" in changed or len(pair) > 2:
+            return optax.GradientTransformationExtraArgs(**pair)
+        return GradientTransform(**pair, spec=self.spec)
+
+
+@gradient_state
+class OwnReductionState(NamedTuple):
+    """State of `gradient_transform`, by which it is known in chains of optax, too."""
+
+    inner: PyTree  # of the wrapped transform
+
+
+def gradient_transform(
+    tx: optax.GradientTransformation,
+    axes: AxisName = ("replica",),
+    *,
+    due: Callable[[PyTree], Communicate] | None = None,
+) -> GradientTransform:
+    """Says of an optax transform of your own that it reduces gradients, and over which axes.
+
+    A training step refuses transforms with collectives over its replicas (`jax.lax.pmean` by hand)
+    of which it does not know this. It averages the loss that optimizers ask for likewise.
+
+    Args:
+      tx: an optax transform whose `update` takes gradients and returns gradients.
+      axes: mapped axes over which it reduces, a name or a tuple.
+      due: `due(state)`: whether the coming update reduces, from the state of `tx`: a bool or a ()
+        bool array equal on all replicas; None: every one does.
+
+    Returns:
+      The same transform as a `js.GradientTransform`, with state `OwnReductionState`.
+
+    Raises:
+      ValueError: `tx` that is no optax transform, or moves parameters; axes that are no names;
+        `due` that is no function.
+
+    Example:
+      >>> import jax
+      >>> mean = optax.stateless(lambda grads, params: jax.lax.pmean(grads, "replica"))
+      >>> gradient_transform(mean).spec.axes
+      ('replica',)
+
+    Communication: that of `tx`.
+    """
+    if isinstance(tx, ParameterTransform) or not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(
+            f"gradient_transform: `tx` must be an optax transform of gradients, got {tx!r}."
+        )
+    check_axis_argument("gradient_transform", "axes", axes)
+    if due is not None and not callable(due):
+        raise ValueError(
+            f"gradient_transform: `due` must be a function of the state, or None, got {due!r}."
+        )
+    # Of what a step says, those of optax's transforms that take no more hear nothing.
+    transform = optax.with_extra_args_support(tx)
+
+    def init_fn(params: PyTree) -> OwnReductionState:
+        return OwnReductionState(transform.init(params))
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        # By this scope its collectives are known wherever the transform stands.
+        with jax.named_scope(GRADIENT_TRANSFORM):
+            updates, inner = transform.update(updates, state.inner, params, **extra)
+        return updates, OwnReductionState(inner)
+
+    spec = GradientSpec(axes=axis_names(axes), takes=frozenset({"weight"}))
+    if due is not None:
+        spec = dataclasses.replace(spec, due=lambda state: due(state.inner))
+    return GradientTransform(init_fn, update_fn, spec)

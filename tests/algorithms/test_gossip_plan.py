@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.gossip._plan import gossip_plan
+from jaxslowmo.algorithms._gossip import gossip_plan
 
 
 def plan(graph, mixing=None, overlap=0, push_sum=True):

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.gossip import Arrival, over, pulled, total_mass
+from jaxslowmo.algorithms._gossip import Arrival
+from jaxslowmo.algorithms._push_sum import over, pulled, total_mass
 from support.executions import gossip_state
 
 ACTIVE, QUIET = 10, 30  # updates with something to add, and then without

@@ -13,31 +13,30 @@ average cancel, the mean of the copies over the replicas stays what it was, with
 
 Other copies are *points to measure from*, such as the initial parameters of DoG, whose rate is the
 distance from there: they are the same on all replicas and stay where they are.
+
+`chain`, at the end, joins transforms so that copies follow, and keeps its parts.
 """
 
-from typing import Any, NamedTuple
+from collections import Counter
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..._typing import PyTree
-from ...tree import added, apply_exactly, cast, updates_to
+from .._typing import PyTree
+from ..tree import added, apply_exactly, cast, updates_to
+from ._checks import check_weight, setting, unless_idle
+from ._gradients import GradientTransform, joined, spec_of
+from ._parameter_transform import ParameterTransform
+from ._registry import holds_state
 
-
-class Copies(NamedTuple):
-    """Fields of a state class that hold copies of parameters.
-
-    Attributes:
-      moves: those that stand for the replica's own parameters, and move with them.
-      stays: those that something is measured from.
-    """
-
-    moves: tuple[str, ...]
-    stays: tuple[str, ...]
-
-
-_COPIES: dict[type, Copies] = {}
+# By the class of a state: its fields that stand for the replica's own parameters, and move with
+# them, and those that something is measured from.
+_MOVES: dict[type, tuple[str, ...]] = {}
+_STAYS: dict[type, tuple[str, ...]] = {}
 
 
 def remembers_parameters(
@@ -76,7 +75,7 @@ def remembers_parameters(
             "remembers_parameters: `moves` and `stays` must name fields of "
             f"{kind.__name__}, {list(known)}, each once; got moves={moves!r}, stays={stays!r}."
         )
-    _COPIES[kind] = Copies(tuple(moves), tuple(stays))
+    _MOVES[kind], _STAYS[kind] = tuple(moves), tuple(stays)
 
 
 def _know_optax() -> None:
@@ -110,7 +109,7 @@ _know_optax()
 
 def has_origin(kind: type) -> bool:
     """Whether a state class was said to hold a point to measure from, to which it may pull back."""
-    return kind in _COPIES and bool(_COPIES[kind].stays)
+    return bool(_STAYS.get(kind))
 
 
 def moving_states(state: PyTree) -> list[str]:
@@ -151,27 +150,20 @@ def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -
 
 def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
     """`state` with `shift`, a tree like the parameters, added to the copies that move."""
-    return jax.tree.map(lambda x: _shifted(x, shift), state, is_leaf=_moves)
+
+    def shifted(x: Any) -> Any:
+        if not _moves(x):
+            return x
+        fields, kind = x._asdict(), type(x)
+        moved = {n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _MOVES[kind]}
+        # Others may hold states of which copies move.
+        return x._replace(**moved, **{n: shifted_copies(y, shift) for n, y in fields.items()})
+
+    return jax.tree.map(shifted, state, is_leaf=_moves)
 
 
 def _moves(x: Any) -> bool:
-    copies = _COPIES.get(type(x))
-    return copies is not None and bool(copies.moves)
-
-
-def _shifted(x: Any, shift: PyTree) -> Any:
-    """A state that holds copies which move, with those moved, and those in its other fields."""
-    if not _moves(x):
-        return x
-    moves = _COPIES[type(x)].moves
-    return x._replace(
-        **{
-            name: _plus(f"{type(x).__name__}.{name}", value, shift)
-            if name in moves
-            else shifted_copies(value, shift)
-            for name, value in x._asdict().items()
-        }
-    )
+    return bool(_MOVES.get(type(x)))
 
 
 def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
@@ -194,3 +186,101 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
             "they are synchronised, and is no tree like the parameters. Leave out what brings it "
             "into another form, such as optax.flatten."
         ) from None
+
+
+# While somebody asks: states whose copies follow that chains of ours have made, by their classes.
+_FOLLOWED: ContextVar[Counter[str] | None] = ContextVar("_FOLLOWED", default=None)
+
+
+class Chain(GradientTransform):
+    """Several transforms, one after the other, that can be told apart again. Made by `js.chain`.
+
+    Attributes:
+      parts: the transforms; those of chains inside of it in their place.
+      spec: what those of them that say something of themselves say together.
+    """
+
+    parts: tuple[optax.GradientTransformation, ...]
+
+
+def chain(*transforms: optax.GradientTransformation) -> Chain:
+    """`optax.chain` that keeps its parts: of optax, gradient and parameter transforms of ours.
+
+        tx = js.chain(
+            js.all_reduce_gradients("replica"), optax.adamw(1e-3), js.local_sgd("replica")
+        )
+
+    `js.make_train_step(loss_fn, tx, mesh=mesh)` takes it apart into `gradients`, `optimizer` and
+    `sync`; of an `optax.chain` it would not know what is in it.
+
+    In a loop of one's own it is `optax.chain`, but for one thing. Optimizers that remember
+    parameters (`optax.contrib.cocob`, `madgrad`, `schedule_free`, `sam`) would take back what a
+    parameter transform behind them has moved. In this chain their copies move along, as with
+    `js.make_train_step(sync=...)`.
+
+    Args:
+      *transforms: gradient transforms, optimizer, and last any `js.ParameterTransform`, or several,
+        such as one per axis.
+
+    Returns:
+      An optax transform whose state is that of `optax.chain` of its parts; with a parameter
+      transform `update` needs `params`. It passes on what else it is given. It may stand in other
+      transforms, such as `optax.masked`.
+
+    Raises:
+      ValueError: something that is no optax transform.
+
+    Communication: that of the transforms.
+    """
+    if wrong := [x for x in transforms if not (hasattr(x, "init") and hasattr(x, "update"))]:
+        raise ValueError(f"chain: `transforms` must be optax transforms, got {wrong[0]!r}.")
+    parts = [part for x in transforms for part in (x.parts if isinstance(x, Chain) else (x,))]
+    # Copies follow what the parameter transforms at the end have done together.
+    count = len(parts)
+    while count and isinstance(parts[count - 1], ParameterTransform):
+        count -= 1
+    every = [optax.with_extra_args_support(part) for part in parts]
+    first, last = every[:count], every[count:]
+
+    def init_fn(params: PyTree) -> PyTree:
+        states = tuple(part.init(params) for part in parts)
+        if last:
+            note_followed(states[:count])
+        return states
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        def run(
+            transforms: list[optax.GradientTransformationExtraArgs], updates: PyTree, states: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            after = []
+            for transform, own in zip(transforms, states, strict=True):
+                updates, new = transform.update(updates, own, params, **extra)
+                after.append(new)
+            return updates, tuple(after)
+
+        own, states = run(first, updates, state[:count])
+        if not last:
+            return own, states
+        updates, after = run(last, own, state[count:])
+        own = unless_idle(own, check_weight("chain", extra.get("weight")))
+        return updates, (*moved_copies(states, params, own, updates), *after)
+
+    # The spec of each part reads its own part of the state, as `update` does.
+    made = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
+    made.parts = tuple(parts)
+    return made
+
+
+def noting_followed() -> AbstractContextManager[Counter[str]]:
+    """State classes whose copies follow, of the states that are made meanwhile."""
+    return setting(_FOLLOWED, Counter())
+
+
+def note_followed(states: PyTree) -> None:
+    """Take note of states that are being made, in which the copies of parameters will follow."""
+    found = _FOLLOWED.get()
+    # What an exchange among them has moved, they do not follow.
+    if found is not None and not holds_state(states, "parameters"):
+        found.update(moving_states(states))

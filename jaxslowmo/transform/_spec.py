@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
+import optax
 
-from ..._typing import Phase, PyTree
-from .._placement import Carry, LikeOn, Shares, as_it_is, carry_plainly
-from .._schedule import Every, as_schedule
+from .._typing import Phase, PyTree
+from ._due import Every, as_schedule
+from ._placement import Carry, LikeOn, Shares, carry_plainly
 
 Others = list[jax.Array]
 """Floating arrays that are no parameters and travel with them, such as batch statistics."""
@@ -18,27 +19,23 @@ Step = Callable[..., tuple[PyTree, Others, PyTree]]
 """`step(updates, others, state, params, ...)`: see `ExchangeSpec.exchange`."""
 
 
+Numerator = tuple[PyTree, jax.Array | None]
+"""Weighted parameters and their weight; None where it is always 1."""
+
 _UNKNOWN: Any = None  # until there is a transform, which is made with `update`
 
 
-def _only_parameters(state: PyTree, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-    del state
-    return y, None
+class WithSpec(optax.GradientTransformationExtraArgs):
+    """An optax transform that has a spec beside its functions, and copies that have it too."""
 
+    # Tuples are copied from their items alone, without what they have beside these. What is here
+    # are functions, which copies of any depth share.
 
-def _unchanged(state: PyTree) -> PyTree:
-    return state
+    def __copy__(self) -> Self:
+        return self
 
-
-def _own_parameters(state: PyTree) -> list[tuple[Any, PyTree | None]]:
-    del state
-    return [(1.0, None)]
-
-
-def no_shards(state: PyTree) -> list[Any]:
-    """The shards in a state that has none."""
-    del state
-    return []
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,12 +77,12 @@ class ScheduleSpec:
         Communication: none.
         """
         due = as_schedule(sync_every)
-
-        def phase(t: int, skipped: int = 0) -> Phase:
-            del skipped  # it counts updates
-            return (event,) if due(t) else ()
-
-        return cls(phase=phase, due=due, schedules=(due,), events=(event,))
+        return cls(
+            phase=lambda t, skipped=0: (event,) if due(t) else (),  # `due` counts updates
+            due=due,
+            schedules=(due,),
+            events=(event,),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,8 +108,8 @@ class ExchangeSpec:
     axes: tuple[str, ...] = ()
     local_axes: tuple[str, ...] = ()
     exchange: Step = _UNKNOWN
-    numerator: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array | None]] = _only_parameters
-    reset: Callable[[PyTree], PyTree] = _unchanged
+    numerator: Callable[[PyTree, PyTree], Numerator] = lambda state, y: (y, None)
+    reset: Callable[[PyTree], PyTree] = lambda state: state
     permit: Callable[[PyTree, PyTree, Others, Sequence[str]], tuple[Any, PyTree]] | None = None
     wants_learning_rate: bool = False
 
@@ -138,10 +135,10 @@ class CheckpointSpec:
     """
 
     state: type | None = None
-    shards: Callable[[PyTree], list[Any]] = no_shards
+    shards: Callable[[PyTree], list[Any]] = lambda state: []
     carry: Carry = carry_plainly
-    like_on: LikeOn = as_it_is
-    shares: Shares = _own_parameters
+    like_on: LikeOn = lambda state, params, at: state
+    shares: Shares = lambda state: [(1.0, None)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -214,11 +211,8 @@ class TransformSpec:
                 )
 
 
-_GROUPS = {
-    "schedule": ScheduleSpec,
-    "exchange": ExchangeSpec,
-    "checkpoint": CheckpointSpec,
-    "layout": LayoutSpec,
+_GROUPS: dict[str, Any] = {
+    f.name: f.type for f in dataclasses.fields(TransformSpec) if f.name != "origin"
 }
 # Names differ between groups, so that each value is known by its name alone.
 DEFAULTS = {f.name: f.default for kind in _GROUPS.values() for f in dataclasses.fields(kind)}
@@ -228,6 +222,11 @@ _GROUP_OF = {f.name: group for group, kind in _GROUPS.items() for f in dataclass
 def value_of(spec: TransformSpec, name: str) -> Any:
     """A value by its name alone, as `tx.phase` reads it."""
     return getattr(getattr(spec, _GROUP_OF[name]), name)
+
+
+def values_of(spec: TransformSpec) -> dict[str, Any]:
+    """The values of all groups by their names."""
+    return {name: value_of(spec, name) for name in DEFAULTS}
 
 
 def with_values(
@@ -246,7 +245,7 @@ def with_values(
     """
     if unknown := sorted(set(named) - set(DEFAULTS)):
         raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
-    before = DEFAULTS if spec is None else {name: value_of(spec, name) for name in DEFAULTS}
+    before = DEFAULTS if spec is None else values_of(spec)
     values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
     if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
         raise ValueError(

@@ -1,4 +1,0 @@
-"""Ways to run the update of an optimizer."""
-
-from ._validated import Made as Made
-from ._validated import validated as validated
