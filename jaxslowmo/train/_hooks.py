@@ -58,11 +58,6 @@ class Hook(Protocol):
         ...
 
 
-def is_hook_due(hook: Hook, step: int) -> bool:
-    """Whether `hook` runs after step 1, 2, ...; `ValueError` for a period below 1."""
-    return bool(as_schedule(hook.every, "every")(step))
-
-
 def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]:
     """Metrics averaged over replicas on the host; waits for them.
 

@@ -45,9 +45,9 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
         if not is_injected(x):
             return x
         given = {
-            name: _like(x, x.hyperparams[name], value)
+            name: spread(value, jnp.result_type(old), x.count, _shape(x, old))
             for name, value in values.items()
-            if name in x.hyperparams
+            if (old := x.hyperparams.get(name)) is not None
         }
         return x._replace(
             hyperparams={**x.hyperparams, **given}, inner_state=everywhere(x.inner_state)
@@ -114,10 +114,6 @@ def _shape(owner: Any, old: Any) -> tuple[int, ...]:
     return max(np.shape(old), np.shape(owner.count), key=len)
 
 
-def _like(owner: Any, old: Any, value: Any) -> jax.Array:
-    return spread(value, jnp.result_type(old), owner.count, _shape(owner, old))
-
-
 def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A hyperparameter of all replicas, placed like their counters.
 
@@ -138,32 +134,29 @@ def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> 
     return jax.make_array_from_callback(shape, count.sharding, lambda index: full[index])
 
 
-class Numbers:
-    """Plain numbers that someone has assigned to hyperparameters of a state, made arrays.
+NumberPlaces = list[tuple[_Path, dict[str, Any]]]
+"""Where hyperparameters stand in a state, with their dtypes by name."""
 
-    A step notes once where they stand and of which dtype they are, and then looks at these alone.
 
-    Args:
-      state: the optimizer states of a step.
+def number_places(state: PyTree) -> NumberPlaces:
+    """Return where someone may assign plain numbers to hyperparameters of a state.
 
-    Attributes:
-      places: where they stand, with the dtypes of all hyperparameters there.
+    A step notes that once, and then looks at these places alone.
     """
+    return [
+        (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
+        for path, x in _places(state)
+    ]
 
-    def __init__(self, state: PyTree) -> None:
-        self.places = [
-            (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
-            for path, x in _places(state)
-        ]
 
-    def replace(self, state: PyTree) -> None:
-        """Spread numbers in `state` over the replicas, where they stand."""
-        for path, dtypes in self.places:
-            owner = _at(state, path)
-            for name, value in owner.hyperparams.items():
-                if np.ndim(value) < np.ndim(owner.count):
-                    shape = np.shape(owner.count)
-                    owner.hyperparams[name] = spread(value, dtypes[name], owner.count, shape)
+def replace_numbers(state: PyTree, places: NumberPlaces) -> None:
+    """Spread plain numbers in `state` over the replicas, where they stand."""
+    for path, dtypes in places:
+        owner = _at(state, path)
+        for name, value in owner.hyperparams.items():
+            if np.ndim(value) < np.ndim(owner.count):
+                shape = np.shape(owner.count)
+                owner.hyperparams[name] = spread(value, dtypes[name], owner.count, shape)
 
 
 def _at(tree: PyTree, path: _Path) -> Any:

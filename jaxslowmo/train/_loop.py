@@ -5,12 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from .._integers import as_int
 from .._typing import Phase, PyTree
-from ._hooks import Hook, StepResult, is_hook_due
+from ..transform import as_schedule
+from ..tree import at_least_float32
+from ._hooks import Hook, StepResult
 from ._state import TrainState
-from .input import Partial, TrainPipeline, at_most, check_accumulation, means_over_batches
+from .input import Partial, TrainPipeline, at_most, check_accumulation
 
 _PREFETCH = 2  # where nobody can tell
 
@@ -144,7 +147,7 @@ def _run(
             done += 1
             result.step = done
             for hook in hooks:
-                if is_hook_due(hook, done):
+                if as_schedule(hook.every, "every")(done):
                     result.reports.update(hook(result) or {})
             yield result
         results.refuse_ids()
@@ -156,6 +159,34 @@ def _next_update(pipeline: TrainPipeline) -> StepResult | None:
     for result in pipeline:
         seen.append(result.metrics)
         if result.is_update:
-            result.metrics = means_over_batches(seen)
+            result.metrics = seen[0] if len(seen) == 1 else _means(seen)
             return result
     return pipeline.partial_update
+
+
+@jax.jit
+def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Return each replica's means of the metrics of batches, weighted where these have weights.
+
+    They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
+    all has zeros. What the last batch alone tells is of the update that it made, such as the loss
+    scale, and stays as it is.
+    """
+    count = len(batches)
+    weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
+
+    def mean(name: str) -> jax.Array:
+        values = [batch[name].astype(at_least_float32(batch[name].dtype)) for batch in batches]
+        if weights is None:
+            return sum(values[1:], values[0]) / count
+        # An idle replica's metrics are zeros.
+        shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
+        total, *rest = (w * x for w, x in zip(shares, values, strict=True))
+        whole = sum(shares[1:], shares[0])
+        return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
+
+    means = {name: mean(name) for name in batches[0] if name != "weight"}
+    means = {**batches[-1], **means}
+    if weights is None:
+        return means
+    return {**means, "weight": sum(weights[1:], weights[0])}

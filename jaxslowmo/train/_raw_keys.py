@@ -4,6 +4,7 @@ In a state they are typed keys: the type tells that each replica and device must
 none is averaged, and what a checkpoint hands to other replicas.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -26,14 +27,18 @@ def typed_keys(model_state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _typed(x) if looks_like_raw_key(x) else x, model_state)
 
 
+def stacked_raw_keys(model_state: PyTree) -> list[str]:
+    """Return the names of raw keys in a train state's model state, one for each replica."""
+    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
+    return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
+
+
 def refuse_raw_keys(model_state: PyTree) -> None:
     """Raise `ValueError` where a train state's stacked model state still holds a raw key."""
-    is_raw = [x.shape[1:] == (2,) and x.dtype == jnp.uint32 for x in jax.tree.leaves(model_state)]
-    if any(is_raw):
-        name = leaf_names(model_state)[is_raw.index(True)]
+    if names := stacked_raw_keys(model_state):
         raise ValueError(
             "`state`: with `raw_keys`=True keys in its `model_state` must be typed, and "
-            f"{name} is uint32[2] for each replica, with which all replicas draw alike: make "
+            f"{names[0]} is uint32[2] for each replica, with which all replicas draw alike: make "
             "the state with step.init of this step."
         )
 

@@ -12,7 +12,7 @@ from .._typing import AxisName, PyTree
 from .._warn import warn_user
 from ..mesh import AnyMesh, map_replicas, own_keys, replicate
 from ..transform import init
-from ..tree import leaf_names
+from ._raw_keys import stacked_raw_keys
 
 
 class Layout(NamedTuple):
@@ -22,11 +22,15 @@ class Layout(NamedTuple):
       axes: those over which some leaf is sharded; the compiler handles them.
       specs: a `PartitionSpec` per leaf over these axes; None where there are none.
       key: what tells layouts apart.
+      inner_axes: axes inside a replica between whose devices its batch is split.
+      data_axes: all axes over which a batch is split, replicas first.
     """
 
-    axes: frozenset[str] = frozenset()
-    specs: PyTree | None = None
-    key: Hashable = None
+    axes: frozenset[str]
+    specs: PyTree | None
+    key: Hashable
+    inner_axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
 
 
 class KnownLayout(NamedTuple):
@@ -140,7 +144,16 @@ def started(
 def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Keys in stacked model state as each replica's own: else all would drop the same units."""
     leaves, structure = jax.tree.flatten(stacked)
-    _warn_of_bits(stacked, leaves)
+    # What `jax.random.PRNGKey` makes has no type that tells.
+    raw = stacked_raw_keys(stacked)
+    if raw and leaves[0].shape[0] > 1:
+        warn_user(
+            f"`model_state`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
+            "the same on all replicas, so that all draw alike. With "
+            "js.make_train_step(raw_keys=True), or as keys of jax.random.key or "
+            "jax.random.wrap_key_data, they become each replica's own. If it is none, nothing is "
+            "wrong."
+        )
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if places:
         own = map_replicas(
@@ -152,20 +165,6 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
         for i, keys in zip(places, jax.jit(own)([leaves[i] for i in places]), strict=True):
             leaves[i] = keys
     return structure.unflatten(leaves)
-
-
-def _warn_of_bits(stacked: PyTree, leaves: list[jax.Array]) -> None:
-    """Warn of what looks like a key as `jax.random.PRNGKey` makes it, whose type does not tell."""
-    named = zip(leaf_names(stacked), leaves, strict=True)
-    found = [name for name, x in named if x.dtype == jnp.uint32 and x.shape[1:] == (2,)]
-    if found and leaves[0].shape[0] > 1:
-        warn_user(
-            f"`model_state`: {', '.join(found)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw alike. With "
-            "js.make_train_step(raw_keys=True), or as keys of jax.random.key or "
-            "jax.random.wrap_key_data, they become each replica's own. If it is none, nothing is "
-            "wrong."
-        )
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:

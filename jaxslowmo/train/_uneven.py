@@ -1,20 +1,26 @@
 """Batches of replicas that have different amounts of data."""
 
-import functools
+import contextlib
+import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from .._choices import check_choice
+from .._coordinator import NoNoteError, forget, gather_notes
 from .._typing import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from ._uneven_notes import Others
-from .batches import from_parts, is_of_processes, own_parts
+from .batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
 
+OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
+# A loader may take its time before a first batch.
+PATIENCE_SECONDS = 1800.0
 _ELSEWHERE = -1  # what a process gathers for replicas of which it has no device
 
 
@@ -31,12 +37,71 @@ class WeightedBatch(NamedTuple):
     weight: Any
 
 
+class Others:
+    """The processes of a mesh, asked before every batch.
+
+    By notes: an exchange of devices would wait for all steps that were started before.
+
+    Args:
+      mesh: of several processes, which make these objects in one order.
+      axes: those of the replicas.
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
+        self._mesh, self._axes, self._processes = mesh, axes, processes_of(mesh)
+        self._topic = topic_of("uneven", mesh)
+        self._batches = 0
+
+    def known(self, own: np.ndarray) -> np.ndarray:
+        """(processes, *s) int32: what each process knows of its batch, (*s).
+
+        Raises:
+          RuntimeError: another process could not give its batch, or does not answer.
+
+        Communication: that of `gather_notes`.
+        """
+        notes = [json.loads(note) for note in self._gather(json.dumps(own.tolist()))]
+        for process, note in zip(self._processes, notes, strict=True):
+            if isinstance(note, str):
+                raise RuntimeError(
+                    f"{_OWNER}: `shares` of process {process} ended in an error: {note}"
+                )
+        return np.array(notes, np.int32)
+
+    def placed(self, x: Any) -> jax.Array:
+        """The array over all processes of which this one gives its replicas' part."""
+        return from_parts(x, self._mesh, self._axes)
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the others that this process has no batch to give, as soon as they ask.
+
+        Communication: that of `gather_notes`.
+        """
+        with contextlib.suppress(RuntimeError):  # `error` is what will be raised
+            self._gather(json.dumps(f"{type(error).__name__}: {error}"[:300]))
+
+    def _gather(self, text: str) -> list[str]:
+        self._batches += 1
+        topic = f"{self._topic}/{self._batches}"
+        try:
+            notes = gather_notes(topic, text, self._processes, PATIENCE_SECONDS)
+        except NoNoteError as error:
+            raise RuntimeError(
+                f"{_OWNER}: another process has not given batch {self._batches} for "
+                f"{PATIENCE_SECONDS:g} s."
+            ) from error
+        if jax.process_index() == self._processes[0]:
+            # Who has told of this batch has read what was told of the last one.
+            forget(f"{self._topic}/{self._batches - 1}")
+        return notes
+
+
 def uneven_batches(
     shares: Sequence[Iterable[PyTree]],
     *,
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
-    on_exhausted: Literal["follow", "raise"] = "follow",
+    on_exhausted: OnExhausted = "follow",
 ) -> Iterator[WeightedBatch]:
     """Join the batches of replicas of which some have fewer than others.
 
@@ -72,10 +137,7 @@ def uneven_batches(
 
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
-    if on_exhausted not in ("follow", "raise"):
-        raise ValueError(
-            f'{_OWNER}: `on_exhausted` must be "follow" or "raise", got {on_exhausted!r}.'
-        )
+    check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replicas = replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
     here = list(own_parts(mesh, axes))
@@ -84,10 +146,8 @@ def uneven_batches(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(here)} of {replicas}, got {len(shares)} shares."
         )
-    place, others = None, None
-    if is_of_processes(mesh):
-        place, others = functools.partial(from_parts, mesh=mesh, axes=axes), Others(_OWNER, mesh)
-    return _joined([iter(share) for share in shares], here, replicas, place, others, on_exhausted)
+    others = Others(mesh, axes) if is_of_processes(mesh) else None
+    return _joined([iter(share) for share in shares], here, replicas, others, on_exhausted)
 
 
 def _next(shares: list[Iterator[PyTree]], others: Others | None) -> list[PyTree | None]:
@@ -104,7 +164,6 @@ def _joined(
     shares: list[Iterator[PyTree]],
     here: list[int],
     replicas: int,
-    place: Callable[[Any], jax.Array] | None,
     others: Others | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
@@ -116,7 +175,10 @@ def _joined(
         reference = reference or _describe(next((b for b in last if b is not None), {}))
         problem = _problem(last, here, reference)
         samples, marks = np.full((2, replicas), _ELSEWHERE, np.int32)
-        samples[here] = [0 if b is None or problem else _samples(b) for b in fresh]
+        samples[here] = [
+            0 if batch is None or problem else np.shape(jax.tree.leaves(batch)[0])[0]
+            for batch in fresh
+        ]
         marks[here] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
         own = np.stack([samples, marks])
         known = own[None] if others is None else others.known(own)
@@ -136,10 +198,10 @@ def _joined(
         whole = [template if batch is None else batch for batch in last]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts), *whole)
         weight = samples.astype(np.float32)
-        if place is None:
+        if others is None:
             yield WeightedBatch(batch, weight)
         else:
-            yield WeightedBatch(jax.tree.map(place, batch), place(weight[here]))
+            yield WeightedBatch(jax.tree.map(others.placed, batch), others.placed(weight[here]))
 
 
 def _problem_between(known: np.ndarray) -> str | None:
@@ -161,10 +223,6 @@ def _problem_between(known: np.ndarray) -> str | None:
             f"{least[differ].tolist()} samples and {samples.max(axis=0)[differ].tolist()}"
         )
     return None
-
-
-def _samples(batch: PyTree) -> int:
-    return np.shape(jax.tree.leaves(batch)[0])[0]
 
 
 def _problem(batches: list[PyTree | None], here: list[int], reference: list[str]) -> str | None:

@@ -12,6 +12,7 @@ TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
 FLOORS = {
     "_warn": -1,
     "_integers": -1,
+    "_choices": -1,
     "_typing": -1,
     "_scopes": -1,
     "_coordinator": -1,

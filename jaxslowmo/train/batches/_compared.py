@@ -18,7 +18,7 @@ from ...mesh import (
     is_of_host,
     name_processes,
 )
-from ._parts import (
+from ._placed import (
     HostBatch,
     is_of_processes,
     num_parts,
@@ -26,8 +26,8 @@ from ._parts import (
     parts_given,
     processes_of,
     topic_of,
+    uneven,
 )
-from ._placed import uneven
 
 # A process may be late for good reason, and later exchanges wait for it anyway.
 PATIENCE_SECONDS = 120.0

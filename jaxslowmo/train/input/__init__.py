@@ -1,7 +1,6 @@
 """Batches loaded and put on the devices ahead of the steps that use them."""
 
-from ._iterator import at_most as at_most
-from ._means import means_over_batches as means_over_batches
+from ._loader import at_most as at_most
 from ._pipeline import TrainPipeline as TrainPipeline
 from ._pipeline import check_accumulation as check_accumulation
 from ._report import PipelineReport as PipelineReport

@@ -73,10 +73,8 @@ def refuse_changed(batch: PyTree, sample: Sample) -> None:
 
 def _memory_of(leaf: Any) -> np.ndarray | None:
     """Return a NumPy array that shares the memory of a leaf; None where there is none to share."""
-    if isinstance(leaf, jax.Array | np.generic):
-        return None
     shares = isinstance(leaf, _BUFFERS) or any(hasattr(leaf, name) for name in _INTERFACES)
-    if not isinstance(leaf, np.ndarray) and not shares:
+    if not shares or isinstance(leaf, jax.Array | np.generic):
         return None
     try:
         return np.asarray(leaf)

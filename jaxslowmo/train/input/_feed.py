@@ -2,24 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import NamedTuple
 
 import jax
 
 from ..._typing import PyTree
 from ._changed import refuse_changed
-from ._clock import Clock
-from ._iterator import Loaded, SharedIterator, shared
-from ._loader import Direct, Ended, Loader
+from ._loader import Direct, Ended, Loaded, Loader, SharedIterator, shared
+from ._report import Clock
 from ._stages import Prepared, Stages
-
-
-class _Failed(NamedTuple):
-    """An error that stands where a batch would."""
-
-    error: BaseException
-    traceback: TracebackType | None
 
 
 class Feed:
@@ -53,7 +43,7 @@ class Feed:
         # Several processes must prepare the same batches between the same two steps.
         self._waits = jax.process_count() > 1
         self._ahead = min(depth, 1) if self._waits else depth
-        self._held: deque[Prepared | _Failed] = deque()
+        self._held: deque[Prepared | Ended] = deque()  # errors stand where a batch would
         self._given: SharedIterator | None = None
         self._is_open = False  # nobody was told yet that the iterator given has ended
         self._loaders: deque[Loader | Direct] = deque()  # those before the last only end
@@ -98,6 +88,7 @@ class Feed:
             return first
         if not self._loaders:
             self._is_open = False
+        assert first.error is not None, "it stands where a batch would"
         raise first.error.with_traceback(first.traceback)
 
     def peek(self) -> Prepared | None:
@@ -139,7 +130,7 @@ class Feed:
 
     @property
     def _has_failed(self) -> bool:
-        return bool(self._held) and isinstance(self._held[-1], _Failed)
+        return bool(self._held) and isinstance(self._held[-1], Ended)
 
     def _pull(self, most: int, *, wait: bool) -> bool:
         """Prepare one more batch, of at most so many; False where there is none, or none yet."""
@@ -154,7 +145,7 @@ class Feed:
                 return True
             self._loaders.popleft()
             if found.error is not None:
-                self._held.append(_Failed(found.error, found.traceback))
+                self._held.append(found)
                 return True
         return False
 
@@ -167,8 +158,8 @@ class Feed:
             )
         return found
 
-    def _prepared(self, loaded: Loaded) -> Prepared | _Failed:
+    def _prepared(self, loaded: Loaded) -> Prepared | Ended:
         try:
             return self._stages(loaded, self._state())
         except Exception as error:  # in the turn of this batch: those before it can be used
-            return _Failed(error, error.__traceback__)
+            return Ended(error, error.__traceback__)

@@ -4,20 +4,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
+from ..._choices import check_choice
 from ..._integers import as_int
 from ..._typing import PyTree
 from .._hooks import StepResult
 from .._state import TrainState
 from ..step import AheadMode
-from ._beside import Beside
-from ._clock import Clock
 from ._feed import Feed
-from ._report import PipelineReport, StageTimes
-from ._runner import Evaluation, Partial, Runner, Training
+from ._report import Clock, PipelineReport, StageTimes
+from ._runner import Beside, Evaluation, Partial, Training
 from ._stages import Prepared, Stage, Stages, of_step
 
 
@@ -111,8 +110,19 @@ class TrainPipeline(Iterator[Any]):
         depth, accumulate = int(depth), int(accumulate)  # whatever integers they are
         self._refuse_ids = of_step(step, "refuse_ids")
         prepare = Stages(step, stages)
-        step = self._beside(step, state, depth, mode, num_exact=num_exact, room=room)
-        runner = _runner(step, state, accumulate, partial)
+        read = _reads(state)
+        knows_next = depth > 0 and read is None
+        step = self._beside(step, knows_next, mode, num_exact=num_exact, room=room)
+        runner: Training | Evaluation
+        if read is None:
+            runner = Training(step, state, accumulate, partial)
+        elif accumulate > 1:
+            raise ValueError(
+                f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
+                "makes none: leave it out."
+            )
+        else:
+            runner = Evaluation(step, read)
         self._runner = runner  # whose own state the feed reads: what is left alone should end
         self._feed = Feed(
             prepare,
@@ -230,18 +240,16 @@ class TrainPipeline(Iterator[Any]):
         """Of the batches that were left when their iterator ended."""
         return self._runner.partial_update if isinstance(self._runner, Training) else None
 
-    def _beside(self, step: Any, state: Any, depth: int, mode: Any, **options: Any) -> Any:
+    def _beside(self, step: Any, knows_next: bool, mode: Any, **options: Any) -> Any:
         """The step with the next batch's tables asked beside it, where there are any."""
         self._tables: Beside | None = None
         asked_for = mode != "exact" or bool(options["num_exact"])
-        if asked_for and (depth == 0 or _reads(state) is not None):
+        if asked_for and not knows_next:
             raise ValueError(
                 f"`mode`={mode!r} and its {options} are of a pipeline that trains with "
                 "`depth` > 0: without a batch ahead there is nothing to ask the tables for."
             )
-        if getattr(step, "embeddings", None) is None and not asked_for:
-            return step
-        if depth == 0 or _reads(state) is not None:
+        if not asked_for and not (knows_next and getattr(step, "embeddings", None) is not None):
             return step
         if not hasattr(step, "ahead"):
             raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
@@ -302,18 +310,6 @@ def _reads(state: Any) -> Callable[[], Any] | None:
     return state if is_function else None
 
 
-def _runner(step: Callable[..., Any], state: Any, accumulate: int, partial: Partial) -> Runner:
-    read = _reads(state)
-    if read is None:
-        return Training(step, state, accumulate, partial)
-    if accumulate > 1:
-        raise ValueError(
-            f"`accumulate`={accumulate} batches make one update, and a pipeline that evaluates "
-            "makes none: leave it out."
-        )
-    return Evaluation(step, read)
-
-
 def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise ValueError(
@@ -328,9 +324,7 @@ def check_accumulation(accumulate: Any, partial: Any) -> None:
         raise ValueError(
             f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."
         )
-    if partial not in get_args(Partial):
-        names = ", ".join(f'"{name}"' for name in get_args(Partial))
-        raise ValueError(f"`partial` must be one of {names}, got {partial!r}.")
+    check_choice("partial", partial, Partial)
 
 
 def _check(step: Any, stages: Any, depth: Any, timeout: Any) -> None:

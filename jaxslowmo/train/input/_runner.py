@@ -1,38 +1,15 @@
 """What a pipeline does with a batch whose turn it is: an update, or an evaluation."""
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..._typing import Phase, PyTree
 from .._hooks import StepResult
-from ..step import bounded
-from ._stages import Prepared
+from ..step import bounded, count_here
+from ._stages import Prepared, of_step
 
 Partial = Literal["step", "discard", "error"]
-
-
-class Runner(Protocol):
-    """Takes the batches of a pipeline one after the other.
-
-    Attributes:
-      state: what the next batch meets.
-      position: of the iterator after the last batch that is in the state.
-    """
-
-    @property
-    def state(self) -> PyTree:
-        """What the next batch meets."""
-        ...
-
-    position: Any
-
-    def __call__(self, batch: Prepared) -> Any:
-        """The result of a batch."""
-        ...
-
-    def end(self) -> None:
-        """There are no more batches, until another iterator comes."""
-        ...
 
 
 class Training:
@@ -171,5 +148,63 @@ def _arguments(batch: Prepared) -> tuple[Any, ...]:
 
 def _of_few(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of which few are unfinished at once: those of `make_train_step` see to it."""
-    is_ours = hasattr(step, "place") or hasattr(getattr(step, "__self__", None), "place")
-    return step if is_ours else bounded(step)
+    return step if of_step(step, "place") else bounded(step)
+
+
+_KEPT = 32  # counts of so many steps are left on the devices
+
+
+class Beside:
+    """Calls a step and hands it the batch that comes next; has the step's attributes.
+
+    Args:
+      ahead: `step.ahead(...)`.
+      step: of `js.make_train_step`, with tables.
+      upcoming: returns the batch after the one that is used, None where there is none.
+    """
+
+    def __init__(self, ahead: Any, step: Any, upcoming: Callable[[], Prepared | None]) -> None:
+        self._ahead, self._step, self._upcoming = ahead, step, upcoming
+        self._asked: Any = None
+        self._asked_for: PyTree = None
+        self._counts: deque[dict[str, Any]] = deque()
+        self._resent = self._needed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_step" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def __call__(
+        self, state: PyTree, batch: PyTree, weight: Any = None, **options: Any
+    ) -> tuple[PyTree, Any]:
+        """`step`, and beside it what the next batch asks for."""
+        asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
+        found = self._upcoming()
+        upcoming = None if found is None else found.batch
+        done, metrics, self._asked = self._ahead(state, batch, asked, upcoming, weight, **options)
+        self._asked_for = upcoming
+        self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
+        self._read(_KEPT)
+        return done, metrics
+
+    def collect(self, *args: Any, **options: Any) -> tuple[PyTree, Any]:
+        """`step.collect`, likewise."""
+        return self(*args, collect=True, **options)
+
+    @property
+    def resent_share(self) -> float | None:
+        """Of the rows that were asked for, the part that was sent again; None where none can be."""
+        self._read(0)
+        if self._ahead.mode != "patched" or not self._needed:
+            return None
+        return self._resent / self._needed
+
+    def _read(self, kept: int) -> None:
+        """Add up the counts of the oldest steps, which have ended or are waited for."""
+        while len(self._counts) > kept:
+            for name, count in self._counts.popleft().items():
+                if name.endswith("/resent"):
+                    self._resent += count_here(count)
+                elif name.endswith("/asked"):
+                    self._needed += count_here(count)

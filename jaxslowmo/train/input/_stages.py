@@ -10,8 +10,8 @@ import numpy as np
 from ..._typing import PyTree
 from .._uneven import WeightedBatch
 from ..step import bounded
-from ._clock import Clock
-from ._iterator import Loaded
+from ._loader import Loaded
+from ._report import Clock
 
 Stage = Callable[[PyTree], PyTree]
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from ..._choices import check_choice
 from ..._integers import as_int
 from ..._typing import PyTree
 from ...embedding import Ahead, Carry, Embeddings, Lookup
@@ -16,7 +17,6 @@ from ._runner import Runner
 from .update import Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
-MODES = ("exact", "stale", "patched")
 
 
 class Asked(NamedTuple):
@@ -153,10 +153,6 @@ class AheadStep:
         window: GradientWindow | None = None,
     ) -> jax.stages.Compiled:
         """What such a call runs for an update, compiled now if it was not; nothing runs."""
-        placing, layout = self._runner.placing, self._runner.layouts.of(state)
-        batch, weight = placing.placed(batch, weight, layout)
-        if next_batch is not None:
-            next_batch, _ = placing.placed(next_batch, None, layout)
         given = Given(batch, weight, window, asked.carry, next_batch)
         return self._runner.compiled(state, given, self.asks_for(next_batch))
 
@@ -217,8 +213,7 @@ def _content(tree: PyTree) -> list[Any]:
 
 def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
     """The tables of a step that asks ahead of it; `ValueError` for arguments that cannot be."""
-    if mode not in MODES:
-        raise ValueError(f'`mode` must be "exact", "stale" or "patched", got {mode!r}.')
+    check_choice("mode", mode, AheadMode)
     if runner.embeddings is None:
         raise ValueError(
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import optax
 
+from ..._choices import check_choice
 from ..._integers import as_int
 from ..._typing import AxisName
 from ...embedding import Embeddings, lookup_of
@@ -16,14 +17,8 @@ from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._runner import Mode
 from ._step import TrainStep
-from ._transforms import Parts, check_axes, check_beside_tables, checked_gradients, told_apart
-from .update import (
-    Differentiation,
-    GradientOrder,
-    ModelStateMode,
-    StepParts,
-    Validate,
-)
+from ._transforms import check_axes, check_beside_tables, checked_gradients, told_apart
+from .update import Differentiation, GradientOrder, ModelStateMode, StepParts, Validate
 
 
 def make_train_step(
@@ -150,16 +145,15 @@ def make_train_step(
       ids that are in no table.
     """
     replica_count("make_train_step", mesh, axis_name)
-    if mode not in ("traced", "host"):
-        raise ValueError(f'`mode` must be "traced" or "host", got {mode!r}.')
-    if model_state not in ("sync_mean", "broadcast", "local"):
-        raise ValueError(
-            f'`model_state` must be "sync_mean", "broadcast" or "local", got {model_state!r}.'
-        )
-    if host_batch not in ("local", "global"):
-        raise ValueError(f'`host_batch` must be "local" or "global", got {host_batch!r}.')
-    if order not in ("reverse", "ready"):
-        raise ValueError(f'`order` must be "reverse" or "ready", got {order!r}.')
+    choices = {
+        "mode": (mode, Mode),
+        "model_state": (model_state, ModelStateMode),
+        "host_batch": (host_batch, HostBatch),
+        "order": (order, GradientOrder),
+        "validate": (validate, Validate),
+    }
+    for argument, (value, kind) in choices.items():
+        check_choice(argument, value, kind)
     num_microbatches = as_int(accumulate, 1)
     if num_microbatches is None:
         raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
@@ -180,12 +174,10 @@ def make_train_step(
         raise ValueError(
             f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
         )
-    if validate not in ("before", "after"):
-        raise ValueError(f'`validate` must be "before" or "after", got {validate!r}.')
     if not isinstance(raw_keys, bool):
         raise ValueError(f"`raw_keys` must be True or False, got {raw_keys!r}.")
     own_sync = sync if isinstance(sync, ParameterTransform) else None
-    check_axes(Parts(gradients, optimizer, own_sync), mesh, axis_name)
+    check_axes((gradients, optimizer, own_sync), mesh, axis_name)
     if embeddings is not None:
         check_beside_tables(gradients)
     lookup = lookup_of(embeddings, mesh, axis_name)

@@ -98,16 +98,31 @@ def _is_foreign(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("optax", "jaxslowmo")
 
 
-def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> float | None:
+def _unless_it_fails(trial: Callable[..., Any]) -> Callable[..., Any]:
+    """What a trial finds; None where the optimizer cannot be tried.
+
+    It may want arguments, shapes or values that a trial does not have and training has: that it
+    fails here says nothing of it, and whatever is really wrong the first step raises.
+    """
+
+    def tried(*args: Any) -> Any:
+        try:
+            with jax.ensure_compile_time_eval():
+                return trial(*args)
+        except Exception:
+            return None
+
+    return tried
+
+
+@_unless_it_fails
+def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> float:
     """What is left of a displacement, at least; None for an optimizer that cannot be tried."""
-
-    def tried() -> float:
-        trial = _Trial(optimizer, params)  # one, so that its program is compiled once
-        return min(map(trial.left, _BEFORE))
-
-    return _unless_it_fails(tried)
+    trial = _Trial(optimizer, params)  # one, so that its program is compiled once
+    return min(map(trial.left, _BEFORE))
 
 
+@_unless_it_fails
 def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> int | None:
     """After how many updates SAM is back from its steps up the slope."""
 
@@ -118,29 +133,13 @@ def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree
         states = jax.tree.leaves(state, is_leaf=is_sam)
         return [int(x.steps_since_sync) for x in states if is_sam(x)]
 
-    def tried() -> int | None:
-        trial = _Trial(optimizer, params)
-        now = trial.start()
-        for t in range(1, _MAX_PERIOD + 1):
-            now = trial.updated(*now, trial.gradients(t))
-            if not any(steps(now[1])):
-                return t
-        return None
-
-    return _unless_it_fails(tried)
-
-
-def _unless_it_fails(trial: Callable[[], Any]) -> Any:
-    """What a trial finds; None where the optimizer cannot be tried.
-
-    It may want arguments, shapes or values that a trial does not have and training has: that it
-    fails here says nothing of it, and whatever is really wrong the first step raises.
-    """
-    try:
-        with jax.ensure_compile_time_eval():
-            return trial()
-    except Exception:
-        return None
+    trial = _Trial(optimizer, params)
+    now = trial.start()
+    for t in range(1, _MAX_PERIOD + 1):
+        now = trial.updated(*now, trial.gradients(t))
+        if not any(steps(now[1])):
+            return t
+    return None
 
 
 def _falls_between(sync: ParameterTransform, period: int) -> bool:

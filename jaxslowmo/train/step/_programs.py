@@ -15,11 +15,10 @@ from ...embedding import Ahead
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from ...precision import scale_metrics
 from .._state import Layout, TrainState
-from ._layouts import Layouts
 from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
 
-ReplicaFn = Callable[..., Any]
-"""`(state, given)` of one replica."""
+Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
+"""Structure and types of what one device has of a batch."""
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
 # How results relate to the replicas, as `map_replicas` wants to know.
 _ROLES: Any = {"state": "stacked", "metrics": "stacked", "carry": "device", "window": ROLES}
@@ -30,7 +29,7 @@ class Task(NamedTuple):
 
     Attributes:
       name: tells it from others of the step.
-      fn: of the parts, the function of one replica.
+      fn: `fn(replica_step, state, given)` of one replica.
       results: what it returns: "state", "metrics", "carry", "window", or a tuple of these.
       donated: the argument whose buffers it may reuse, where the step does so.
       windowed: whether there is a window.
@@ -39,7 +38,7 @@ class Task(NamedTuple):
     """
 
     name: str
-    fn: Callable[[Any], ReplicaFn]
+    fn: Callable[[ReplicaStep, TrainState, Given], Any]
     results: str | tuple[str, ...]
     donated: str | None = None
     windowed: bool = False
@@ -52,70 +51,55 @@ class Task(NamedTuple):
         return self.results not in ("metrics", "carry")
 
 
-def _telling(fn: ReplicaFn) -> ReplicaFn:
-    """`fn`, `-> (state, metrics, carry)`, whose metrics tell of the loss scale, too."""
-
-    def told(state: TrainState, given: Given) -> tuple[TrainState, Any, Any]:
-        new, metrics, carry = fn(state, given)
-        return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
-
-    return told
+def _telling(
+    fn: Callable[..., Any], step: ReplicaStep, state: TrainState, given: Given, **static: Any
+) -> tuple[TrainState, Any, Any]:
+    """An update by `fn`, whose metrics tell of the loss scale, too."""
+    new, metrics, carry = fn(step, state, given, **static)
+    return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
 
 
-def _update(name: str, fn: Callable[[Any], ReplicaFn], **which: Any) -> Task:
-    results = "state", "metrics", "carry"
-    return Task(name, lambda parts: _telling(fn(parts)), results, "state", **which)
+_UPDATED = "state", "metrics", "carry"
 
 
 def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -> Task:
     """An update of a batch, after those in a window."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.updated, phase=phase)
-
-    return _update("update", fn, windowed=windowed, ahead=ahead or _NUMBERS, static=phase)
+    fn = partial(_telling, ReplicaStep.updated, phase=phase)
+    return Task("update", fn, _UPDATED, "state", windowed, ahead or _NUMBERS, phase)
 
 
-def update_of_window(phase: Phase | None, like: PyTree) -> Task:
-    """An update of a window alone; `like` are types of a device's part of a batch."""
+def update_of_window(phase: Phase | None, share: Share) -> Task:
+    """An update of a window alone; `share` is what a device had of each batch."""
 
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return lambda state, given: parts.of_window(state, given.window, like, phase)
+    def closed(step: ReplicaStep, state: TrainState, given: Any) -> Any:
+        return step.of_window(state, given.window, jax.tree.unflatten(*share), phase)
 
-    leaves, structure = jax.tree.flatten(like)
-    static = phase, structure, tuple((x.shape, x.dtype) for x in leaves)
-    return _update("of_window", fn, windowed=True, static=static)
+    fn = partial(_telling, closed)
+    return Task("of_window", fn, _UPDATED, "state", windowed=True, static=(phase, share))
 
 
 def open_window(num_batches: int) -> Task:
     """An empty window for so many batches like the one that is given."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.opened, num_batches=num_batches)
-
+    fn = partial(ReplicaStep.opened, num_batches=num_batches)
     return Task("open", fn, "window", static=num_batches)
 
 
 def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
     """A batch more in a window, in the room that it has or behind it."""
-
-    def fn(parts: ReplicaStep) -> ReplicaFn:
-        return partial(parts.collected, fits=fits)
-
+    fn = partial(ReplicaStep.collected, fits=fits)
     # Nothing of a window that grows has the size of the new one, of which jax would warn.
     donated = "window" if fits else None
     results = "window", "metrics", "carry"
-    return Task("collect", fn, results, donated, True, ahead or _NUMBERS, static=fits)
+    return Task("collect", fn, results, donated, True, ahead or _NUMBERS, fits)
 
 
-def evaluate() -> Task:
-    """The metrics of a batch."""
-    return Task("evaluate", lambda parts: parts.evaluated, "metrics")
+EVALUATE = Task("evaluate", ReplicaStep.evaluated, "metrics")
+"""The metrics of a batch."""
 
 
 def ask(ahead: Ahead) -> Task:
     """What a batch asks for; with `Given.carry` rows alone, as this state has them."""
-    return Task("ask", lambda parts: parts.asked, "carry", ahead=ahead)
+    return Task("ask", ReplicaStep.asked, "carry", ahead=ahead)
 
 
 class Programs:
@@ -124,20 +108,14 @@ class Programs:
     Args:
       parts: of the step.
       mesh: of the step.
-      layouts: of its states.
       donate: whether programs reuse the buffers of their arguments.
       warn: issues each message once.
     """
 
     def __init__(
-        self,
-        parts: StepParts,
-        mesh: AnyMesh,
-        layouts: Layouts,
-        donate: bool,
-        warn: Callable[[str], None],
+        self, parts: StepParts, mesh: AnyMesh, donate: bool, warn: Callable[[str], None]
     ) -> None:
-        self._parts, self._mesh, self._layouts = parts, mesh, layouts
+        self._parts, self._mesh = parts, mesh
         self.donate, self._warn = donate, warn
         self._made: dict[Hashable, Any] = {}
 
@@ -177,12 +155,12 @@ class Programs:
         out_shardings: Any = None,
     ) -> Any:
         """A program that is not kept: `program(state=, batch=, ...)`, of the fields of `Given`."""
-        fn = task.fn(ReplicaStep(self._parts_for(layout), task.ahead))
+        step = ReplicaStep(self._parts_for(layout), task.ahead)
 
         def per_replica(state: TrainState, *given: Any) -> Any:
             if layout.specs is not None:
                 state = state._replace(params=laid_out(state.params, layout.specs))
-            return fn(state, Given(*given))
+            return task.fn(step, state, Given(*given))
 
         given_roles = GIVEN_ROLES if task.windowed else GIVEN_ROLES._replace(window="shared")
         mapped = map_replicas(
@@ -197,12 +175,8 @@ class Programs:
         def program(*, state: TrainState, **given: Any) -> Any:
             return mapped(state, *Given(**given))
 
-        donated = task.donated if self.donate else None
-        return jax.jit(
-            program,
-            donate_argnames=() if donated is None else donated,
-            out_shardings=out_shardings,
-        )
+        donated = task.donated if self.donate and task.donated else ()
+        return jax.jit(program, donate_argnames=donated, out_shardings=out_shardings)
 
     def _roles(self, roles: Any) -> Any:
         """Roles outside of the axis that is bound around what is looked up."""
@@ -216,7 +190,7 @@ class Programs:
         def places(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x.sharding, tree)
 
-        mesh, first = self._mesh, self._layouts.data_axes(layout)
+        mesh, first = self._mesh, layout.data_axes
         assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
         each = NamedSharding(mesh, P(first))
 
@@ -245,20 +219,28 @@ class Programs:
         Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
         of the state, and of its checkpoints.
         """
-        inner_axes = self._layouts.inner_axes(layout)
-        loss = dataclasses.replace(self._parts.differentiation, inner_axes=inner_axes)
+        differentiation = self._parts.differentiation
+        loss = dataclasses.replace(differentiation, inner_axes=layout.inner_axes)
         specs, sync = layout.specs, self._parts.sync
         own = self._parts.lookup.dense(specs)
         parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=own)
         if sync is None or specs is None:
             return parts
-        if sync.shards_whole_leaves and self._layouts.has_auto(layout):
+        if sync.shards_whole_leaves and _has_auto(self._mesh, layout.axes):
             self._warn(
                 f"`sync` keeps shards of the parameters and was given no `param_specs`, and leaves "
                 f"are sharded over {sorted(layout.axes)} inside a replica: slow steps gather them "
                 "first. Pass `param_specs`, one PartitionSpec per leaf, or shard_state=False."
             )
         return dataclasses.replace(parts, sync=sync.with_specs(specs))
+
+
+def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
+    """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""
+    if isinstance(mesh, VirtualMesh):
+        return False
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return any(types[axis] == AxisType.Auto for axis in axes)
 
 
 def abstract(mesh: VirtualMesh) -> AbstractMesh:

@@ -1,34 +1,115 @@
 """The programs of a step, run, and what is known of their results without reading them."""
 
 import weakref
-from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
 from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh
-from .._hyperparams import Numbers
+from ...transform import ParameterTransform
+from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._raw_keys import refuse_raw_keys
 from .._state import Layout, TrainState
 from ..batches import HostBatch
-from ._host import HostCounts, Room, counter_of
 from ._in_flight import StepsInFlight
-from ._layouts import Layouts
-from ._placing import Placing
-from ._programs import Programs, Task, add_to_window, open_window, update, update_of_window
-from ._state_checks import StateChecks
-from ._usable import (
+from ._placing import Layouts, Placing
+from ._programs import Programs, Share, Task, add_to_window, open_window, update, update_of_window
+from ._state_checks import (
+    check_state,
     forget,
     refuse_donated,
+    refuse_others,
     refuse_state_of_others,
-    refuse_unusable,
     refuse_unusable_window,
 )
 from .update import Given, GradientWindow, Metrics, StepParts
+
+
+class Counted(NamedTuple):
+    """What the counters of a state say.
+
+    Attributes:
+      updates: so far.
+      skipped: those of them whose exchange did not take place, as `sync.phase` wants to know.
+    """
+
+    updates: int
+    skipped: int
+
+
+def counter_of(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
+    """Return the counter of the parameter transform, that of the steps without one."""
+    return state.step if sync is None else state.opt_state[-1].count
+
+
+def _of_one_replica(x: Any) -> Any:
+    """A counter, equal on all replicas, as a NumPy scalar; other leaves as they are."""
+    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
+        return x
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.asarray(local)[0]
+
+
+class Room(NamedTuple):
+    """How many batches more the rows of a window have room for.
+
+    Attributes:
+      num_batches: so many.
+      share: what one device has of each of them.
+    """
+
+    num_batches: int
+    share: Share | None
+
+
+class HostCounts:
+    """What counters hold, by the array that holds them.
+
+    Reading one from the device waits for the step that computes it. Here each is read at most once,
+    and the counters of later states follow from it. An entry belongs to one array and lives as
+    long, so several states, in several threads too, do not take each other's.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, array: Any) -> Any:
+        """What belongs to `array`, None where it was neither read nor noted."""
+        found = self._known.get(id(array))
+        return found[1] if found is not None and found[0]() is array else None
+
+    def of(self, state: TrainState, sync: ParameterTransform | None) -> Counted:
+        """Return the counts of a state; from the device where they are not known.
+
+        Raises:
+          ValueError: a traced state, whose counter has no value.
+        """
+        counter = counter_of(state, sync)
+        if isinstance(counter, Tracer):
+            raise ValueError(
+                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
+                "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
+                'outside, or use mode="traced", whose one program decides by itself.'
+            )
+        known = self.get(counter)
+        if known is None:
+            skipped = 0
+            if sync is not None and sync.skipped is not None:
+                skipped = int(sync.skipped(jax.tree.map(_of_one_replica, state.opt_state[-1])))
+            known = Counted(int(_of_one_replica(counter)), skipped)
+            self.note(counter, known)
+        return known
+
+    def note(self, array: Any, value: Counted | Room) -> None:
+        """Take note of what is known without reading it."""
+        key = id(array)
+        self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value
+
 
 Mode = Literal["traced", "host"]
 
@@ -41,7 +122,6 @@ class Runner:
       mesh: the mesh it runs on.
       mode: `"traced"` or `"host"`.
       embeddings: the tables; None without.
-      checks: of the states that it is given.
       layouts: of these states.
       placing: puts batches on the devices.
       programs: what was compiled.
@@ -52,17 +132,16 @@ class Runner:
         self, parts: StepParts, mesh: AnyMesh, mode: Mode, host_batch: HostBatch, donate: bool
     ) -> None:
         self.parts, self.mesh, self.mode = parts, mesh, mode
-        self.embeddings = parts.lookup.embeddings
-        warn = warn_once()
-        self.checks = StateChecks(parts, mesh, mode, warn)
+        self.embeddings, self._warn = parts.lookup.embeddings, warn_once()
         self.layouts = Layouts(mesh, parts.axis_name, parts.lookup, parts.sync)
-        self.placing = Placing(mesh, parts.axis_name, host_batch, self.layouts, parts.lookup)
-        self.programs = Programs(parts, mesh, self.layouts, donate, warn)
+        self.placing = Placing(mesh, parts.axis_name, host_batch, parts.lookup)
+        self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
         self._is_counting = False  # nobody has asked for a phase
-        self._numbers: Numbers | None = None  # of its states, once there is one
-        self._collected: PyTree | None = None  # types of a device's part of the last such batch
+        self._numbers: NumberPlaces | None = None  # of its states, once there is one
+        self._is_checked = False  # no state yet
+        self._collected: Share | None = None  # of the last batch that went into a window
         self._mark = weakref.ref(self)
 
     def next_phase(self, state: TrainState) -> Phase:
@@ -114,16 +193,18 @@ class Runner:
         self, state: TrainState, given: Given, num_batches: int, ahead: Ahead | None = None
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Add a batch to a window, which begins here where there is none."""
-        if self.embeddings is not None:
-            self.placing.refuse_counted()
+        self.placing.refuse_counted()
         layout = self.layouts.of(state)
-        self._collected = self.placing.share(given.batch, layout)
-        room = self._room_of(given.window, num_batches)
-        if given.window is None:
+        leaves, structure = jax.tree.flatten(self.placing.share(given.batch, layout))
+        self._collected = share = structure, tuple(leaves)
+        if given.window is not None:
+            room = self._counts.get(given.window.count) or Room(0, None)
+        else:
+            room = Room(0 if self.embeddings is None else num_batches, share)
             first = Given(given.batch, given.weight)
             window = self.run(open_window(room.num_batches), layout, state, first)
             given = given._replace(window=window)
-        fits = self.embeddings is None or (room.num_batches > 0 and room.share == self._share())
+        fits = self.embeddings is None or (room.num_batches > 0 and room.share == share)
         task = add_to_window(ahead, fits=fits)
         window, metrics, carry = self.run(task, layout, state, given)
         if room.num_batches and not isinstance(window.count, Tracer):
@@ -140,22 +221,33 @@ class Runner:
         self, state: TrainState, given: Given, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """The program of an update, compiled now if it was not; nothing runs."""
-        self.checks.numbers(state).replace(state.opt_state)
+        layout = self.layouts.of(state)
+        batch, weight = self.placing.placed(given.batch, given.weight, layout)
+        upcoming, _ = self.placing.placed(given.upcoming, None, layout)
+        given = given._replace(batch=batch, weight=weight, upcoming=upcoming)
+        self._replace_numbers(state)
         task = update(self._phase(state), windowed=given.window is not None, ahead=ahead)
-        program = self.program(task, self.layouts.of(state), state, given)
+        program = self.program(task, layout, state, given)
         return program.lower(state=state, **given._asdict()).compile()
 
     def program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
         """The jitted program of a task, made at its first use."""
         if self.parts.raw_keys:
             refuse_raw_keys(state.model_state)
-        return self.programs.get(task, layout, state, given, self.checks.before_first_use)
+        return self.programs.get(task, layout, state, given, self.check)
+
+    def check(self, state: TrainState) -> None:
+        """Refuse what could not be seen before there was a state; asked once for every program."""
+        if self._numbers is None:
+            self._numbers = number_places(state.opt_state)
+        parts, warn, is_first = self.parts, self._warn, not self._is_checked
+        check_state(state, parts, self.mesh, self.mode, warn, is_first=is_first)
+        self._is_checked = True
 
     def ran(self, given: Given, metrics: Metrics) -> None:
         """Take note of a program that was started with a batch."""
         self.in_flight.admit(metrics["loss"])
-        if self.embeddings is not None:
-            self.placing.ran(given.batch, metrics)
+        self.placing.ran(given.batch, metrics)
 
     def note(self, state: TrainState, layout: Layout) -> None:
         """Let a state that was made here know it, so that less of it is looked at again."""
@@ -166,12 +258,8 @@ class Runner:
         self, task: Task, state: TrainState, given: Given
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """Run an update, and know of its result what is known without reading it."""
-        if self._numbers is None:
-            self._numbers = self.checks.numbers(state)
-        if self._numbers.places:
-            self._numbers.replace(state.opt_state)
-        if self.embeddings is not None:
-            self.placing.refuse_counted()
+        self._replace_numbers(state)
+        self.placing.refuse_counted()
         layout = self.layouts.of(state)
         program = self.program(task, layout, state, given)
         so_far = None
@@ -187,29 +275,25 @@ class Runner:
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics, carry
 
+    def _replace_numbers(self, state: TrainState) -> None:
+        """Spread hyperparameters that were assigned as plain numbers over the replicas."""
+        if self._numbers is None:
+            self._numbers = number_places(state.opt_state)
+        if self._numbers:
+            replace_numbers(state.opt_state, self._numbers)
+
     def _phase(self, state: TrainState) -> Phase | None:
         """Of the program of the next update; None where one program does for all."""
         return self.next_phase(state) if self.mode == "host" else None
 
     def refuse(self, state: TrainState) -> None:
         """Raise `ValueError` for what is no state of this step, or one whose buffers are gone."""
-        if getattr(state, "made_by", None) is self._mark:
-            refuse_donated(state)
-            return
-        refuse_unusable(state)
-        refuse_state_of_others(state, self.parts)
+        if getattr(state, "made_by", None) is not self._mark:
+            refuse_others(state)
+            refuse_state_of_others(state, self.parts)
+        refuse_donated(state)
 
     def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` for what is no window of this state, or one that was used."""
         dense = state._replace(params=self.parts.lookup.dense(state.params))
         refuse_unusable_window(window, dense, weight)
-
-    def _room_of(self, window: GradientWindow | None, num_batches: int) -> Room:
-        """What the host knows of the room in a window, or plans for one that begins."""
-        if window is not None:
-            return self._counts.get(window.count) or Room(0, None)
-        return Room(num_batches if self.embeddings is not None else 0, self._share())
-
-    def _share(self) -> Hashable:
-        leaves, structure = jax.tree.flatten(self._collected)
-        return structure, tuple((x.shape, x.dtype) for x in leaves)

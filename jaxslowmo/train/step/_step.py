@@ -15,13 +15,12 @@ from .._raw_keys import typed_keys
 from .._state import TrainState, started
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._programs import abstract, evaluate, update
+from ._programs import EVALUATE, abstract, update
 from ._runner import Mode, Runner
-from ._usable import (
+from ._state_checks import (
+    refuse_donated,
     refuse_others,
-    refuse_state_of_others,
     refuse_untrainable,
-    refuse_unusable,
     tells_where_it_lies,
 )
 from .update import Given, GradientWindow, Metrics, ReplicaStep, StepParts
@@ -65,7 +64,7 @@ class TrainStep:
         stacked = lookup.stacked(params, seed, **lies)
         refuse_untrainable(lookup.dense(stacked))
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
-        runner.checks.transforms(state)
+        runner.check(state)
         runner.note(state, runner.layouts.of(state))
         return state
 
@@ -82,8 +81,7 @@ class TrainStep:
 
         It raises `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
-        refuse_unusable(state)
-        refuse_state_of_others(state, self._runner.parts)
+        self._runner.refuse(state)
         if self.sync is not None:
             return self.sync.shares(state.opt_state[-1])
         return shares_of_gossip(state.opt_state)
@@ -267,12 +265,13 @@ class TrainStep:
         Communication: over inner axes one all-reduce of the metrics; with
           `model_state="broadcast"` one of the model state over the replicas.
         """
-        refuse_unusable(state)
+        refuse_others(state)
+        refuse_donated(state)
         layout = self._runner.layouts.of(state)
         given = Given(*self.place(batch, weight, state=state))
         state = state._replace(opt_state=())  # at which an evaluation does not look
         self._runner.placing.refuse_counted()
-        metrics = self._runner.run(evaluate(), layout, state, given)
+        metrics = self._runner.run(EVALUATE, layout, state, given)
         self._runner.ran(given, metrics)
         return metrics
 
@@ -289,9 +288,7 @@ class TrainStep:
         The batch is as `step` takes it. Shapes without values (`ShapeDtypeStruct`) are of the whole
         batch, here and wherever nothing runs; processes are not compared.
         """
-        runner = self._runner
-        placed = runner.placing.placed(batch, weight, runner.layouts.of(state))
-        return runner.compiled(state, Given(*placed, window))
+        return self._runner.compiled(state, Given(batch, weight, window))
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """This step with the next batch's tables asked beside it; see `AheadStep`."""
@@ -325,7 +322,7 @@ class TrainStep:
         as the step takes it, one of shapes is whole, also in several processes.
         """
         runner = self._runner
-        runner.checks.transforms(state)
+        runner.check(state)
         layout = runner.layouts.of(state)
         mesh = abstract(self.mesh) if isinstance(self.mesh, VirtualMesh) else self.mesh
         given = Given(*runner.placing.placed(batch, None, layout))

@@ -1,6 +1,8 @@
 """What a step is told of its transforms, and what it refuses to do with those that exchange."""
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +26,9 @@ from ...transform import (
 from .._state import TrainState
 from .update import USE_CHAIN, StepParts
 
-
-class Parts(NamedTuple):
-    """What a step is made of, told apart."""
-
-    gradients: optax.GradientTransformation | None
-    optimizer: optax.GradientTransformation
-    sync: Any
+_MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
+Parts = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
+"""`gradients`, `optimizer` and `sync` of a step."""
 
 
 def told_apart(
@@ -55,7 +53,7 @@ def told_apart(
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
-        return Parts(gradients, optimizer, sync)
+        return gradients, optimizer, sync
     parts = list(optimizer.parts)
     moving = []
     while parts and isinstance(parts[-1], ParameterTransform):
@@ -84,7 +82,7 @@ def told_apart(
         )
     if gradients is not None:
         first = [gradients, *first]
-    return Parts(_joined(first) if first else None, _joined(last), moving[0] if moving else sync)
+    return _joined(first) if first else None, _joined(last), moving[0] if moving else sync
 
 
 def _returns_gradients(part: optax.GradientTransformation) -> bool:
@@ -138,9 +136,9 @@ def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
 def checked_gradients(
     gradients: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """With extra arguments, and an `init` that refuses what `check_gradients` cannot see.
+    """With extra arguments, and an `init` that refuses a chain that holds a parameter transform.
 
-    That is a chain that holds a parameter transform, known by its state.
+    Such a chain is known by its state alone.
     """
     gradients = optax.with_extra_args_support(gradients)
 
@@ -152,42 +150,63 @@ def checked_gradients(
     return gradients._replace(init=init)
 
 
-def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replicas: int) -> None:
+def check_transforms(
+    state: TrainState, parts: StepParts, mesh: AnyMesh, mode: str, *, is_first: bool
+) -> None:
     """Check what only the states of `gradients` and `optimizer` tell about them.
 
     Args:
       state: of the step; its states of gradient transform and optimizer are looked at.
       parts: of the step.
+      mesh: of the step.
       mode: of the step.
-      num_replicas: along its replica axis.
+      is_first: whether no state of the step was checked before; transforms that tell nothing of
+        themselves are then traced for collectives.
 
     Raises:
-      ValueError: a parameter transform in `gradients`, or, host-scheduled or with model state that
-        follows it, in `optimizer`; a loss scale in `gradients`, several in `optimizer`, or one
-        where it does not work; several replicas that would train apart without anyone having said
-        so; nothing that an update could be validated by afterwards, or in a place where that
-        cannot be; an order of gradients that no transform would be told; beside tables an
-        `optimizer` that does what rows would need, too; an exchange in updates of which each
-        replica decides by itself.
+      ValueError: a collective over replicas in a transform that does not tell of it; a parameter
+        transform in `gradients`, or, host-scheduled or with model state that follows it, in
+        `optimizer`; a loss scale in `gradients`, several in `optimizer`, or one where it does not
+        work; several replicas that would train apart without anyone having said so; nothing that an
+        update could be validated by afterwards, or in a place where that cannot be; an order of
+        gradients that no transform would be told; beside tables an `optimizer` that does what rows
+        would need, too; an exchange in updates of which each replica decides by itself.
+
+    Communication: none.
     """
-    gradients, optimizer = state.opt_state[:2]
-    if parts.lookup.embeddings is not None:
-        optimizer = optimizer.dense
+    axes, lookup = axis_names(parts.axis_name), parts.lookup
+    num_replicas = math.prod(mesh.shape[name] for name in axes)
+    gradients, optimizer = state.opt_state[0], lookup.dense(state.opt_state[1])
+    members = {
+        "gradients": (parts.gradients or optax.identity(), gradients),
+        "optimizer": (parts.optimizer, optimizer),
+    }
+    # States of what says nothing of itself, and perhaps holds a transform of ours.
+    unknown = {name: spec_of(tx).unknown(own) for name, (tx, own) in members.items()}
+    for name, (tx, own) in members.items():
+        if not is_first or not unknown[name]:
+            continue
+        over = unnamed_exchanges(
+            tx, lookup.dense(state.params), own, mesh=mesh, axis_name=parts.axis_name
+        )
+        if found := sorted(over & set(axes)):
+            raise ValueError(
+                f"`{name}` holds a transform with collectives over {found} of which the step "
+                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(found)!r}), and "
+                "join it with others by js.chain."
+            )
     _check_gradients_state(gradients)
     check_place(optimizer)
-    specs = spec_of(parts.gradients or optax.identity()), spec_of(parts.optimizer)
-    # States of what says nothing of itself, and perhaps holds a transform of ours.
-    unknown = [specs[0].unknown(gradients), specs[1].unknown(optimizer)]
-    _check_hidden_scale(unknown[1])
+    _check_hidden_scale(unknown["optimizer"])
     if parts.validate == "after":
-        _check_late(gradients, optimizer, unknown, specs[1])
+        _check_late(gradients, optimizer, list(unknown.values()), spec_of(parts.optimizer))
     if parts.order == "ready" and holds_state(unknown, "gradients"):
         raise ValueError(
             '`order`="ready": the transform that reduces gradients would not be told their order. '
             f"{USE_CHAIN}"
         )
-    if parts.lookup.embeddings is not None:
-        _check_optimizer_beside_tables(optimizer, unknown[1])
+    if lookup.embeddings is not None:
+        _check_optimizer_beside_tables(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
@@ -195,18 +214,18 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
             '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
             f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
         )
+    dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
     means = parts.differentiation.model_state == "sync_mean"
-    if moves and means and any(map(_is_floating, jax.tree.leaves(state.model_state))):
+    if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise ValueError(
             '`model_state`="sync_mean" averages model state in updates that average parameters, '
             "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
             f'use model_state="local". {USE_CHAIN}'
         )
-    names = axis_names(parts.axis_name)
-    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(names)
+    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(axes)
     exchanges = parts.apart or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
-        axis = names[0] if len(names) == 1 else names
+        axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
             f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
             f"the {num_replicas} replicas would train apart and never meet. Pass "
@@ -217,26 +236,13 @@ def check_transforms(state: TrainState, parts: StepParts, mode: str, num_replica
         )
 
 
-def check_exchanges(parts: StepParts, state: TrainState, mesh: AnyMesh) -> None:
-    """Raise `ValueError` for a collective over replicas in a transform that does not tell of it.
+def _states_called(names: Collection[str], tree: PyTree) -> Iterator[Any]:
+    """The states in a tree whose classes have one of these names."""
 
-    Communication: none; what is not known is traced for shapes.
-    """
-    params, (gradients, optimizer) = state.params, state.opt_state[:2]
-    if parts.lookup.embeddings is not None:
-        params, optimizer = params.dense, optimizer.dense
-    replicas = set(axis_names(parts.axis_name))
-    pairs = {"gradients": (parts.gradients, gradients), "optimizer": (parts.optimizer, optimizer)}
-    for argument, (transform, own) in pairs.items():
-        if transform is None or not spec_of(transform).unknown(own):
-            continue
-        axes = unnamed_exchanges(transform, params, own, mesh=mesh, axis_name=parts.axis_name)
-        if found := sorted(axes & replicas):
-            raise ValueError(
-                f"`{argument}` holds a transform with collectives over {found} of which the step "
-                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(found)!r}), and "
-                "join it with others by js.chain."
-            )
+    def is_one(x: object) -> bool:
+        return type(x).__name__ in names
+
+    return filter(is_one, jax.tree.leaves(tree, is_leaf=is_one))
 
 
 def _check_hidden_scale(unknown: list[PyTree]) -> None:
@@ -257,19 +263,12 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
             )
 
 
-def _is_floating(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
     """Raise `ValueError` for an exchange where each replica decides by itself whether it runs."""
-
-    def is_one(x: object) -> bool:
-        return type(x).__name__ in ("ApplyIfFiniteState", "MultiStepsState")
-
     for argument, state in states.items():
-        for x in filter(is_one, jax.tree.leaves(state, is_leaf=is_one)):
-            if not (holds_state(tuple(x), "gradients") or holds_state(tuple(x), "parameters")):
+        for x in _states_called({"ApplyIfFiniteState", "MultiStepsState"}, state):
+            inside = tuple(x)
+            if not any(holds_state(inside, kind) for kind in _MOVES):
                 continue
             if type(x).__name__ == "ApplyIfFiniteState" and num_replicas > 1:
                 raise ValueError(
@@ -308,15 +307,14 @@ def _check_late(
             "js.dynamic_loss_scale, and the step has neither (optax.clip_by_global_norm cannot be "
             'late): use one of them, or leave `validate`="before".'
         )
-    axes = sorted(spec.axes)
-    for moves in ("gradients", "parameters"):
-        if (own or inside) is not None and (axes or holds_state(optimizer, moves)):
-            over = f"over {axes}" if axes else f"{moves}"
-            raise ValueError(
-                '`validate`="after" runs the optimizer again where gradients are clipped, and here '
-                f"it exchanges {over} by itself: pass what averages gradients as `gradients`, what "
-                f"averages parameters as `sync`. {USE_CHAIN}"
-            )
+    what = [f"over {sorted(spec.axes)}"] if spec.axes else []
+    what += [kind for kind in _MOVES if holds_state(optimizer, kind)]
+    if what and (own or inside) is not None:
+        raise ValueError(
+            '`validate`="after" runs the optimizer again where gradients are clipped, and here '
+            f"it exchanges {what[0]} by itself: pass what averages gradients as `gradients`, what "
+            f"averages parameters as `sync`. {USE_CHAIN}"
+        )
 
 
 def _is_last(state: PyTree) -> bool:
@@ -326,6 +324,10 @@ def _is_last(state: PyTree) -> bool:
     return isinstance(state, ClipByGlobalNormState)
 
 
+_ONLY_COLLECTS = (
+    "and rows would move in calls that only collect: use `accumulate` of js.make_train_step or "
+    "step.collect"
+)
 # States of transforms that act on a whole update, of which they see dense parameters alone.
 _SEE_DENSE_ALONE = {
     "ClipByGlobalNormState": "js.clip_by_global_norm, whose norm is that of the whole model, and "
@@ -333,24 +335,21 @@ _SEE_DENSE_ALONE = {
     "front of the optimizer, or clip dense gradients alone by optax.clip_by_global_norm",
     "ApplyIfFiniteState": "optax.apply_if_finite, and rows would move in updates that it drops: "
     "use js.dynamic_loss_scale, which tables follow",
-    "MultiStepsState": "optax.MultiSteps, and rows would move in calls that only collect: use "
-    "`accumulate` of js.make_train_step or step.collect",
-    "ApplyEvery": "optax.apply_every, and rows would move in calls that only collect: use "
-    "`accumulate` of js.make_train_step or step.collect",
-    "AccumulateAvgUpdatesState": "optax.experimental.aggregating.accumulate_avg_updates, and rows "
-    "would move in calls that only collect: use `accumulate` of js.make_train_step or step.collect",
+    "MultiStepsState": f"optax.MultiSteps, {_ONLY_COLLECTS}",
+    "ApplyEvery": f"optax.apply_every, {_ONLY_COLLECTS}",
+    "AccumulateAvgUpdatesState": "optax.experimental.aggregating.accumulate_avg_updates, "
+    f"{_ONLY_COLLECTS}",
+    "AccumulateState": f"js.accumulate, {_ONLY_COLLECTS}",
     "ConditionallyMaskState": "optax.conditionally_mask, and rows would move in updates that it "
     "drops: leave these calls out, or freeze dense parameters alone by a learning rate of 0",
     "SAMState": "optax.contrib.sam, and rows would move in its adversarial calls, too: pass "
     "the optimizer inside of it alone",
-    "AccumulateState": "js.accumulate, and rows would move in calls that only collect: use "
-    "`accumulate` of js.make_train_step or step.collect",
 }
 
 
 def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` that does what rows of tables would need, too."""
-    for moves in ("gradients", "parameters"):
+    for moves in _MOVES:
         if holds_state(optimizer, moves):
             raise ValueError(
                 f"`optimizer` beside `embeddings` holds a transform of js that exchanges {moves}, "
@@ -364,16 +363,11 @@ def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
             "`optimizer` beside `embeddings` holds a js.dynamic_loss_scale that the step does not "
             f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
         )
-
-    def sees_dense_alone(x: object) -> bool:
-        return type(x).__name__ in _SEE_DENSE_ALONE
-
-    for x in jax.tree.leaves(optimizer, is_leaf=sees_dense_alone):
-        if sees_dense_alone(x):
-            raise ValueError(
-                "`optimizer` beside `embeddings` updates dense parameters alone, and must not hold "
-                f"{_SEE_DENSE_ALONE[type(x).__name__]}."
-            )
+    for x in _states_called(_SEE_DENSE_ALONE, optimizer):
+        raise ValueError(
+            "`optimizer` beside `embeddings` updates dense parameters alone, and must not hold "
+            f"{_SEE_DENSE_ALONE[type(x).__name__]}."
+        )
 
 
 def _check_gradients_state(state: PyTree) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.batches._parts import own_parts, parts_given
+from jaxslowmo.train.batches._placed import own_parts, parts_given
 from support.pairs import two_processes
 
 pytestmark = pytest.mark.xdist_group("parts")  # they share two processes
@@ -31,7 +31,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo._coordinator import tell, wait_for
-from jaxslowmo.train.batches._parts import own_parts
+from jaxslowmo.train.batches._placed import own_parts
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
 rng = np.random.default_rng(0)

@@ -356,7 +356,7 @@ def test_wrong_arguments_are_named():
             js.TrainPipeline(step, state, accumulate=wrong)
         with pytest.raises(ValueError, match="`accumulate` counts batches"):
             js.train_loop(step, state, BATCHES, num_steps=3, accumulate=wrong)
-    with pytest.raises(ValueError, match=r'`partial` must be one of "step", "discard", "error"'):
+    with pytest.raises(ValueError, match=r'`partial` must be "step", "discard" or "error"'):
         js.TrainPipeline(step, state, partial="drop")
     with pytest.raises(ValueError, match=r"needs a step of js\.make_train_step"):
         js.TrainPipeline(lambda state, batch: (state, {}), state, accumulate=2)

@@ -253,7 +253,6 @@ def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
         "js.gradient_transform": js.gradient_transform(by_hand(jax.lax.pmean)),
         "optax.trace": average()._replace(update=optax.trace(0.5).update),
         r"\w+\.by_hand": by_hand(jax.lax.pmean),
-        "str": "mean",
     }.items(),
 )
 def test_gradients_that_rows_cannot_pass_through(name, gradients):

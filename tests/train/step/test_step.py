@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _layouts
+from jaxslowmo.train.step import _placing
 from train.step.problem import (
     BATCHES,
     KINDS,
@@ -128,7 +128,7 @@ def interleaved(fn, other):
     def on_call(frame, event, arg):
         return (
             on_line
-            if frame.f_code.co_filename.endswith(("_step.py", "_host.py", "_layouts.py"))
+            if frame.f_code.co_filename.endswith(("_step.py", "_runner.py", "_placing.py"))
             else None
         )
 
@@ -217,8 +217,8 @@ def test_shapes_of_a_state_that_was_given_away():
 def looks(monkeypatch):
     """What a step saw each time that it looked at all leaves of a part of the state."""
     seen = []
-    real = _layouts.model_axes
-    monkeypatch.setattr(_layouts, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = _placing.model_axes
+    monkeypatch.setattr(_placing, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
     return seen
 
 
