@@ -76,16 +76,13 @@ def accumulate(
     schedule = as_schedule(every, "every")
     transform = checked_optax(_OWNER, "inner", inner)
 
-    def zeros(p: jax.Array) -> jax.Array:
-        return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
-
     def init_fn(params: PyTree) -> AccumulateState:
         check_floating(_OWNER, params)
         state = transform.init(params)
         reduced = _reduced_axes(transform, state, params)
         return AccumulateState(
             count=jnp.zeros([], jnp.int32),
-            total=vary_over(jax.tree.map(zeros, params), reduced),
+            total=vary_over(jax.tree.map(_wide_zeros, params), reduced),
             weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
             inner=state,
         )
@@ -103,11 +100,10 @@ def accumulate(
         share = check_weight(_OWNER, weight)
         if share is not None and not average:
             raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
-        weighted = _weighted(widen_updates(updates), share)
         count = increment(state.count)
         state = AccumulateState(
             count,
-            jax.tree.map(added, state.total, weighted),
+            jax.tree.map(added, state.total, _weighted(widen_updates(updates), share)),
             state.weight + (1 if share is None else share),
             state.inner,
         )
@@ -134,6 +130,10 @@ def accumulate(
         of_rows=False,
     )
     return GradientTransform(init_fn, update_fn, spec)
+
+
+def _wide_zeros(p: jax.Array) -> jax.Array:
+    return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
 def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
