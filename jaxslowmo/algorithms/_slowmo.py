@@ -236,8 +236,8 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     is_number = not isinstance(value, bool) and isinstance(
         value, int | float | np.number | np.ndarray | jax.Array
     )
-    is_real = is_number and jnp.isrealobj(value) and jnp.result_type(value) != jnp.bool_
-    if not is_real or np.shape(value):
+    is_scalar = is_number and not np.shape(value)
+    if not is_scalar or not jnp.isrealobj(value) or jnp.result_type(value) == jnp.bool_:
         shape = f" of shape {list(np.shape(value))}" if is_number else ""
         raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
     if isinstance(value, Tracer):

@@ -71,9 +71,10 @@ class GradBucket:
 
     def split(self, flat: jax.Array) -> list[jax.Array]:
         """`flat` as arrays in the shapes of the gradients, 1-D for parts of a split one."""
-        ends = np.cumsum([piece.stop - piece.start for piece in self.pieces])
-        parts = zip(jnp.split(flat, ends[:-1]), self.pieces, strict=True)
-        return [part.reshape(piece.part_shape) for part, piece in parts]
+        # Slices, so that what stands behind the last gradient, such as padding, is left out.
+        ends = np.cumsum([0, *(piece.stop - piece.start for piece in self.pieces)])
+        parts = zip(ends[:-1], ends[1:], self.pieces, strict=True)
+        return [flat[a:b].reshape(piece.part_shape) for a, b, piece in parts]
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The inverse of `split`."""

@@ -5,7 +5,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh._collective_axes import _parts
 from support.counts import calls_per_leaf
 
 LOCAL_SGD = js.local_sgd("replica", sync_every=2)
@@ -34,24 +33,3 @@ def test_a_leaf_costs_a_few_primitives(name, mesh_of):
     mesh = mesh_of({"replica": 4})
     mapped = jax.shard_map(per_device, mesh=mesh, in_specs=P(), out_specs=P("replica"))
     assert calls_per_leaf(mapped) < most
-
-
-def nested(jaxpr):
-    """How many conditionals stand one in another, at most."""
-    found = [nested(x) + (e.primitive.name == "cond") for e in jaxpr.eqns for x in _parts(e.params)]
-    return max(found, default=0)
-
-
-@pytest.mark.parametrize("name", ["diloco", "slowmo", "slowmo unsharded"])
-def test_conditionals_stand_beside_each_other(name, mesh_of):
-    # XLA's partitioner takes the square of the arrays that a conditional is given, for each level.
-    tx, _ = MOST[name]
-
-    def per_device(params):
-        params = jax.lax.pcast(params, "replica", to="varying")
-        updates, _ = tx.update(params, tx.init(params), params)
-        return updates
-
-    mesh = mesh_of({"replica": 4})
-    mapped = jax.shard_map(per_device, mesh=mesh, in_specs=P(), out_specs=P("replica"))
-    assert nested(jax.make_jaxpr(mapped)({"w": jax.numpy.ones(4)}).jaxpr) == 1

@@ -42,6 +42,15 @@ def test_a_hook_sees_what_is_in_its_bucket():
     assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (2,), (976,)]
 
 
+def test_what_stands_behind_the_last_gradient_is_left_out():
+    def padded(bucket):
+        first, *_ = bucket.split(jnp.concatenate([bucket.flat, jnp.zeros(5, bucket.dtype)]))
+        assert first.shape == bucket.pieces[0].part_shape
+        return jax.lax.pmean(bucket.flat, bucket.axis_name)
+
+    trace(reduction(js.hooks.stateless(padded)), PARAMS)
+
+
 @pytest.mark.parametrize(
     ("hook", "said"),
     [

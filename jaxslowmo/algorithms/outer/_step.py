@@ -207,21 +207,39 @@ class Outer:
             if self.rate.is_told and not base.wants_learning_rate:
                 extra.pop("learning_rate")  # a base of one's own need not know of it
         state = state._replace(count=increment(state.count))
-        slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
-        # Exact: the slow step or the base's exchange. Not exact: the base's, then the slow step.
-        if self.exact_average:
-            communicate = decide(not slow if isinstance(slow, bool) else ~slow, communicate)
         own = None if phase is None else tuple(e for e in phase if e != SLOW)
-        now = {"communicate": communicate, "weight": weight, "phase": own}
-        # The base finds checked arguments, and need not warn of the same axes and layouts again.
-        with inside(axis_names(self.exchange.axis_name)), layouts_known():
-            updates, others, base_state = base.exchange(
-                updates, others, state.base, params, **now, **extra
-            )
-        # Two conditionals, not one in another: each costs the compiler the square of its arrays.
-        operand = updates, others, state._replace(base=base_state)
+
+        def based(operand: Operand, communicate: Communicate, phase: Phase | None = own) -> Operand:
+            updates, others, state = operand
+            now = {"communicate": communicate, "weight": weight, "phase": phase}
+            # The base finds checked arguments, and need not warn of the same axes and layouts.
+            with inside(axis_names(self.exchange.axis_name)), layouts_known():
+                updates, others, base_state = base.exchange(
+                    updates, others, state.base, params, **now, **extra
+                )
+            return updates, others, state._replace(base=base_state)
+
         moved = functools.partial(self.moved, params, weight, rate)
-        return run_if(slow, functools.partial(self.slow, params, moved), lambda o: o, operand)
+        slow_step = functools.partial(self.slow, params, moved)
+
+        def exchanged(operand: Operand) -> Operand:
+            slow = is_due(SLOW, self.schedule, state.count, communicate, phase)
+            if not self.exact_average:  # the base's exchange, then the slow step
+                return run_if(slow, slow_step, lambda o: o, based(operand, communicate))
+            # One of the two is due, and a base with one kind of exchange need not ask its counter.
+            of_base: Any = communicate, own
+            if phase is None and self.base.skipped is None:
+                kinds = [kind for kind in self.base.phases() if kind]
+                of_base = (True, kinds[0]) if len(kinds) == 1 else of_base
+            # In a slow step the base only counts on: its exchange would be wasted.
+            return run_if(
+                slow, lambda o: slow_step(based(o, False)), lambda o: based(o, *of_base), operand
+            )
+
+        # One conditional around all, so that a local step passes its updates through only one, and
+        # a reader of the program sees that a slow step leaves out the base's exchange.
+        due = decide(self.due(state.count) if phase is None else bool(phase), communicate)
+        return run_if(due, exchanged, lambda o: based(o, False), (updates, others, state))
 
     def slow(
         self, params: PyTree, moved: Callable[[Operand], Operand], operand: Operand

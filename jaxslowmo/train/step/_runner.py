@@ -20,6 +20,7 @@ from ._in_flight import StepsInFlight
 from ._placing import Layouts, Placing
 from ._programs import Programs, Share, Task, add_to_window, open_window, update, update_of_window
 from ._state_checks import (
+    check_shards,
     check_state,
     forget,
     refuse_donated,
@@ -221,6 +222,7 @@ class Runner:
         self, state: TrainState, given: Given, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
         """The program of an update, compiled now if it was not; nothing runs."""
+        refuse_others(state)
         layout = self.layouts.of(state)
         batch, weight = self.placing.placed(given.batch, given.weight, layout)
         upcoming, _ = self.placing.placed(given.upcoming, None, layout)
@@ -238,11 +240,15 @@ class Runner:
 
     def check(self, state: TrainState) -> None:
         """Refuse what could not be seen before there was a state; asked once for every program."""
+        refuse_others(state)
         if self._numbers is None:
             self._numbers = number_places(state.opt_state)
         parts, warn, is_first = self.parts, self._warn, not self._is_checked
         check_state(state, parts, self.mesh, self.mode, warn, is_first=is_first)
         self._is_checked = True
+        # Parameters that repeat themselves have equal shards, too: what was made here is right.
+        if parts.sync is not None and not self._made(state):
+            check_shards(parts.sync.shards(state.opt_state[-1]))
 
     def ran(self, given: Given, metrics: Metrics) -> None:
         """Take note of a program that was started with a batch."""
@@ -288,10 +294,15 @@ class Runner:
 
     def refuse(self, state: TrainState) -> None:
         """Raise `ValueError` for what is no state of this step, or one whose buffers are gone."""
-        if getattr(state, "made_by", None) is not self._mark:
-            refuse_others(state)
-            refuse_state_of_others(state, self.parts)
+        if self._made(state):
+            refuse_donated(state)
+            return
+        refuse_others(state)
         refuse_donated(state)
+        refuse_state_of_others(state, self.parts)
+
+    def _made(self, state: TrainState) -> bool:
+        return getattr(state, "made_by", None) is self._mark
 
     def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` for what is no window of this state, or one that was used."""

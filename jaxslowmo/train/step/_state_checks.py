@@ -41,7 +41,7 @@ def check_state(
       is_first: whether this is the first state of the step; what follows from its types is not
         asked again.
 
-    Communication: device to host, a few elements per replica.
+    Communication: none.
     """
     sync, lookup = parts.sync, parts.lookup
     refuse_untrainable(lookup.dense(state.params))
@@ -57,11 +57,9 @@ def check_state(
     if sync is not None and is_first:
         optimizer_state, params = lookup.dense(state.opt_state[1]), lookup.dense(state.params)
         check_remembered(parts.optimizer, optimizer_state, params, sync, warn)
-    if sync is not None:
-        _check_shards(sync.shards(state.opt_state[-1]))
 
 
-def _check_shards(shards: list[Any]) -> None:
+def check_shards(shards: list[Any]) -> None:
     """Raise `ValueError` for shards of which each replica has the same one.
 
     Another library's `unreplicate` takes replica 0's, and the rest of the anchor is lost. The first

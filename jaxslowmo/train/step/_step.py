@@ -64,8 +64,8 @@ class TrainStep:
         stacked = lookup.stacked(params, seed, **lies)
         refuse_untrainable(lookup.dense(stacked))
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)
-        runner.check(state)
         runner.note(state, runner.layouts.of(state))
+        runner.check(state)
         return state
 
     def phase(self, t: int) -> Phase:

@@ -48,7 +48,7 @@ def told_apart(
     """
     for name, given in (("optimizer", optimizer), ("gradients", gradients)):
         is_transform = hasattr(given, "init") and hasattr(given, "update")
-        if not is_transform and (name, given) != ("gradients", None):
+        if not is_transform and (given is not None or name == "optimizer"):
             raise ValueError(f"`{name}` must be an optax transform, got {given!r}.")
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))

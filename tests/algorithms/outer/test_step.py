@@ -94,3 +94,47 @@ def test_a_base_is_asked_to_exchange_only_where_its_average_is_wanted(exact, pha
     update = lambda p: sync.update(p, sync.init(p), p, phase=phase)  # noqa: E731
     jax.eval_shape(jax.vmap(update, axis_name="replica"), jnp.ones((2, 3)))
     assert set(asked) == wanted
+
+
+def trained_in_bf16(sync, sgd, apart):
+    """Bits after 4 updates, with optimizer and transform in one program or in one each."""
+    mesh = js.make_mesh({"replica": 4})
+    sync = sync.sized({"replica": 4})
+    random = np.random.default_rng(0)
+    params, *grads = jnp.asarray(random.normal(size=(5, 4, 200)), jnp.bfloat16)
+
+    def program(fn):
+        def one(*args):
+            return jax.tree.map(lambda x: x[None], fn(*jax.tree.map(lambda x: x[0], args)))
+
+        specs = jax.sharding.PartitionSpec("replica")
+        return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=specs))
+
+    own, state = program(sgd.init)(params), program(sync.init)(params)
+    together = program(optax.chain(sgd, sync).update)
+    for g in grads:
+        if apart:
+            updates, own = program(sgd.update)(g, own, params)
+            updates, state = program(sync.update)(updates, state, params)
+        else:
+            updates, (own, state) = together(g, (own, state), params)
+        params = program(optax.apply_updates)(params, updates)
+    return np.asarray(params, np.float32)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        js.slowmo("replica", base=js.sgp("replica"), sync_every=3),
+        js.diloco("replica", sync_every=3),
+        js.slowmo("replica", base=js.sgp("replica", overlap=1), sync_every=3),
+        js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
+    ],
+    ids=["over sgp", "diloco", "over late sgp", "over local_sgd"],
+)
+def test_half_precision_updates_are_rounded_once_whatever_stands_before_them(sync):
+    """An optimizer's update is rounded, also where the compiler could leave that out."""
+    sgd = optax.sgd(0.1)
+    np.testing.assert_array_equal(
+        trained_in_bf16(sync, sgd, apart=False), trained_in_bf16(sync, sgd, apart=True)
+    )

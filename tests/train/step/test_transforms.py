@@ -76,6 +76,7 @@ def test_axes_of_gradient_transforms_are_checked_at_construction(argument):
         ({"optimizer": None}, "`optimizer` must be an optax transform, got None"),
         ({"optimizer": optax.adam}, "`optimizer` must be an optax transform, got <function"),
         ({"gradients": "mean"}, "`gradients` must be an optax transform, got 'mean'"),
+        ({"gradients": np.zeros(2)}, r"`gradients` must be an optax transform, got array"),
     ],
 )
 def test_what_is_no_transform(options, said):
@@ -302,3 +303,9 @@ def test_one_replicas_state_for_all(kind, wrapped):
     # Parameters that start as one number have equal parts.
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     fresh()(fresh().init(zeros), BATCHES[0])
+    # So have those that repeat themselves, and a state that this step has made is known to be whole.
+    repeated = {"w": np.tile(np.arange(128, dtype=np.float32), 64)}
+    step = js.make_train_step(
+        lambda p, b: jnp.mean(p["w"] * b), optax.sgd(0.1), mesh=mesh, sync=sync
+    )
+    step(step.init(repeated), np.ones((8, 1), np.float32))
