@@ -303,7 +303,7 @@ def test_one_replicas_state_for_all(kind, wrapped):
     # Parameters that start as one number have equal parts.
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     fresh()(fresh().init(zeros), BATCHES[0])
-    # So have those that repeat themselves, and a state that this step has made is known to be whole.
+    # So have those that repeat themselves; a state that this step has made is known to be whole.
     repeated = {"w": np.tile(np.arange(128, dtype=np.float32), 64)}
     step = js.make_train_step(
         lambda p, b: jnp.mean(p["w"] * b), optax.sgd(0.1), mesh=mesh, sync=sync
