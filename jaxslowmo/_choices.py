@@ -8,7 +8,7 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
 
     `owner` is a public name for the message; "" leaves it out.
     """
-    if value not in get_args(kind):
+    if not isinstance(value, str) or value not in get_args(kind):
         *others, last = (f'"{name}"' for name in get_args(kind))
         rule = f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}."
         raise ValueError(f"{owner}: {rule}" if owner else rule)

@@ -20,7 +20,7 @@ def checked_int(what: str, value: Any, least: int | None = None) -> int:
 
     Args:
       what: begins the message, up to "must be": the argument, and what it counts.
-      value: of the argument.
+      value: what was given as the argument.
       least: the smallest that it may be.
     """
     number = as_int(value, least)

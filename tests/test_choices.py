@@ -3,6 +3,7 @@
 import re
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from jaxslowmo._choices import check_choice
@@ -15,7 +16,7 @@ def test_each_name_passes(name):
     check_choice("colour", name, Colour)
 
 
-@pytest.mark.parametrize("value", ["Red", "", None, 1, ("red",)])
+@pytest.mark.parametrize("value", ["Red", "", None, 1, ("red",), np.zeros(2)])
 def test_others_are_named_with_the_rule(value):
     said = f'`colour` must be "red", "green" or "blue", got {value!r}.'
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):

@@ -27,7 +27,7 @@ from ..tree import Buffer, at_least_float32
 
 @dataclass(frozen=True)
 class GossipPlan:
-    """What a graph and a mixing amount to.
+    """The exchanges that a graph and a mixing ask for.
 
     Attributes:
       rounds: the exchanges of a rotation; () for a single node.
@@ -110,7 +110,7 @@ def _edges(exchange: ExchangeRound) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Arrival(NamedTuple):
-    """What a node received in one exchange."""
+    """Return what a node received in one exchange."""
 
     mean: PyTree  # like the parameters: weighted mean of what the in-peers sent
     weight: jax.Array  # () float32, sum of the push-sum weight that came with it

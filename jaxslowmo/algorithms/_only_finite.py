@@ -101,7 +101,7 @@ class _OnlyFinite:
         inner = self.inner
 
         def asked(ask: Callable[..., Any]) -> Callable[..., Any]:
-            """What the state inside is asked for."""
+            """Ask the transform inside about its own part of the state."""
             return lambda state, *args: ask(state.inner, *args)
 
         def changed(change: Callable[..., PyTree]) -> Callable[..., OnlyFiniteState]:

@@ -68,7 +68,7 @@ def total_mass(
 
 
 def unsent(values: PyTree, over: Exchange, codec: Codec, like: PyTree) -> PyTree:
-    """What of `values` a node does not send, in the dtypes of `like`, in which they are packed.
+    """Return what a node does not send of `values`, in the dtypes of `like`.
 
     Communication: none.
     """
@@ -101,11 +101,11 @@ def pulled_with_residual(
     `rounds_mixtures` rounds the latter.
 
     Args:
-      updates: in at least float32, which move the parameters beside.
+      updates: the updates of the parameters, in at least float32.
       own: z.
       residual: r; leaves that travel as they are have none, and tell it by their dtype.
       arrival: what the node got.
-      codec: in which form it came.
+      codec: the codec in whose form it came.
       share: () weight that arrived over the weight afterwards.
       given: () weight that the node gave away over the weight afterwards.
     """

@@ -98,7 +98,7 @@ class Place:
         return self.owners * self.rows_per_owner
 
     def first_in(self, store: Store) -> int:
-        """Where the table begins in the whole stored array."""
+        """Return the row of the whole stored array at which the table begins."""
         return self.first_owner * store.local_rows + self.first_row
 
     def positions(self, ids: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ class Layout:
 
 
 def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> Layout:
-    """Where the tables lie on so many devices along an axis.
+    """Return where the tables lie on so many devices along an axis.
 
     Raises:
       ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two

@@ -71,7 +71,7 @@ class Table:
 Tables = Mapping[str, Table]
 """Tables by name."""
 Capacity = Mapping[str, int | None]
-"""By table, slots per owner; None: as many as there can be distinct ids."""
+"""The slots per owner of each table; None stands for as many as there can be distinct ids."""
 
 
 class WithTables(NamedTuple):

@@ -1,4 +1,4 @@
-"""What an outer step keeps, and what stands for a base where there is none."""
+"""The state of an outer step, and the transform that stands for a base where there is none."""
 
 from typing import Any, NamedTuple
 

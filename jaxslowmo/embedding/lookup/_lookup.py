@@ -27,7 +27,7 @@ from ._stored import given_tables, table_maker
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a step looks up for its batches: rows of embedding tables, or nothing.
+    """A lookup gives a step what its batches ask for: rows of embedding tables, or nothing.
 
     Parameters of a step are dense ones, which its optimizer knows, and stored ones, the tables, of
     which a batch asks for some rows and which are updated where they lie: `WithTables(dense,
