@@ -20,7 +20,7 @@ from ..transform import (
     check_axis_argument,
     passing_state,
 )
-from ..tree import cast, parts_of
+from ..tree import Staged, cast, parts_of
 from ._counted import OWNER, Counting, check_specs
 from ._norm import global_norm, scaled, widest
 
@@ -83,7 +83,7 @@ def clip_by_global_norm(
       tied_axis_name: the axis of their stages, one of `model_axes`.
       counted: a tree like the gradients, or a prefix of it, of masks that broadcast to the leaves
         (None: all): elements where they are 0 are scaled, and not in the norm. For copies that
-        are parts of one array: of `js.pipelined` it is `pipe.layout.counted`.
+        are parts of one array. Of `js.pipelined` tied parameters count once without it.
 
     Returns:
       A gradient transform with state `ClipByGlobalNormState`. A norm that is infinite or NaN makes
@@ -176,7 +176,8 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
         return [*_masks(counted, tree.dense), *[None] * len(tree.rows)]
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     if counted is None:
-        return [None] * len(leaves)
+        parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged) or is_row_gradient(x))
+        return [mask for part in parts for mask in _masks_of(part)]
     like = jax.tree.map(lambda _: 0, tree, is_leaf=is_row_gradient)
     try:
         whole = jax.tree.broadcast(counted, like, is_leaf=lambda x: x is None)
@@ -190,6 +191,14 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
             f"prefix of it, that broadcast to the leaves: {error}."
         ) from None
     return masks
+
+
+def _masks_of(part: Any) -> list[Any]:
+    """Masks of what is in the norm: of parameters in stages all but later copies of tied ones."""
+    if not isinstance(part, Staged):
+        return [None]
+    later = [part.packing.repeated(name) for name in sorted(part)]
+    return [None if own is None else ~own for own in later]
 
 
 def _is_number(x: Any) -> bool:

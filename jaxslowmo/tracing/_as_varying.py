@@ -127,7 +127,8 @@ def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Seque
             options = {name: params[name] for name in ("length", "reverse", "unroll")}
             carry, ys = lax.scan(body, carry, xs, **options)
             return [*carry, *ys]
-    if inner := called_program(eqn):
+    # What a shard_map holds has other shapes and axes: it is run as it was traced.
+    if eqn.primitive.name != "shard_map" and (inner := called_program(eqn)):
         return _run(inner, axes, operands)
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]

@@ -29,7 +29,7 @@ import optax
 from .._typing import PyTree
 from ..tree import added, apply_exactly, cast, updates_to
 from ._checks import check_weight, setting, unless_idle
-from ._gradients import GradientTransform, joined, spec_of
+from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
 from ._registry import holds_state
 
@@ -239,11 +239,11 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     count = len(parts)
     while count and isinstance(parts[count - 1], ParameterTransform):
         count -= 1
-    every = [optax.with_extra_args_support(part) for part in parts]
+    every = [over_stages(part) for part in parts]
     first, last = every[:count], every[count:]
 
     def init_fn(params: PyTree) -> PyTree:
-        states = tuple(part.init(params) for part in parts)
+        states = tuple(part.init(params) for part in every)
         if last:
             note_followed(states[:count])
         return states

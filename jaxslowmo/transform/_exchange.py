@@ -53,17 +53,6 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
-def checked_optax(owner: str, argument: str, tx: object) -> optax.GradientTransformationExtraArgs:
-    """Return an optax transform that takes extra arguments; raise `ValueError` for other things."""
-    if not isinstance(tx, optax.GradientTransformation):
-        more = " Of an optax.MultiSteps pass its gradient_transformation()."
-        raise ValueError(
-            f"{owner}: `{argument}` must be an optax transform, got {tx!r}."
-            f"{more if isinstance(tx, optax.MultiSteps) else ''}"
-        )
-    return optax.with_extra_args_support(tx)
-
-
 def check_are_specs(owner: str, param_specs: PyTree | None) -> list[PartitionSpec]:
     """The leaves of a tree of specs; raise `ValueError` where it holds something else."""
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -1,9 +1,9 @@
 """Gradient transforms: optax's pair, and what one says of itself to others and to the step."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, NamedTuple, Self, cast
 
 import jax
@@ -12,6 +12,7 @@ import optax
 from .._scopes import GRADIENT_TRANSFORM
 from .._typing import AxisName, PyTree
 from ..mesh import axis_names
+from ..tree import Staged
 from ._due import Communicate, decide, either
 from ._exchange import check_axis_argument
 from ._parameter_transform import ParameterTransform
@@ -115,7 +116,7 @@ class GradientSpec:
 
 
 def _any_due(reductions: Sequence[Reduction]) -> Communicate:
-    return reduce(either, [each.due for each in reductions], False)
+    return functools.reduce(either, [each.due for each in reductions], False)
 
 
 # Of a transform that says nothing of itself; it may be an optimizer.
@@ -288,3 +289,45 @@ def gradient_transform(
     if due is not None:
         spec = dataclasses.replace(spec, due=lambda state: due(state.inner))
     return GradientTransform(init_fn, update_fn, spec)
+
+
+def over_stages(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return a transform that sees, of parameters in stages, the model's own leaves on each stage.
+
+    Transforms of ours stay as they are: they see the buffers of all stages, take their norms of
+    those, and what they hold passes through here, too. Other trees reach `tx` as they are.
+
+    Raises:
+      ValueError: at `init` and of parameters in stages, `tx` whose results for a leaf depend on
+        leaves of other stages.
+    """
+    transform = optax.with_extra_args_support(tx)
+    if isinstance(tx, GradientTransform | ParameterTransform):
+        return transform
+
+    @functools.wraps(transform.init)
+    def init(params: PyTree) -> PyTree:
+        if isinstance(params, Staged):
+            return params.packing.init(transform, params)
+        return transform.init(params)
+
+    @functools.wraps(transform.update)
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        if isinstance(updates, Staged):
+            return updates.packing.update(transform, updates, state, params, extra)
+        return transform.update(updates, state, params, **extra)
+
+    return transform._replace(init=init, update=update)
+
+
+def checked_optax(owner: str, argument: str, tx: object) -> optax.GradientTransformationExtraArgs:
+    """Return a transform as `over_stages` makes it; raise `ValueError` for what is none."""
+    if not isinstance(tx, optax.GradientTransformation):
+        more = " Of an optax.MultiSteps pass its gradient_transformation()."
+        raise ValueError(
+            f"{owner}: `{argument}` must be an optax transform, got {tx!r}."
+            f"{more if isinstance(tx, optax.MultiSteps) else ''}"
+        )
+    return over_stages(tx)

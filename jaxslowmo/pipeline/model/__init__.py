@@ -9,6 +9,9 @@ from ._keyed import keyed_microbatch as keyed_microbatch
 from ._layered import LayeredModel as LayeredModel
 from ._layered import Loss as Loss
 from ._layout import StageLayout as StageLayout
-from ._slots import Place as Place
-from ._slots import SlotPlan as SlotPlan
-from ._slots import specs_of as specs_of
+from ._optimizer import StagePacking as StagePacking
+from ._packing import Packing as Packing
+from ._packing import Place as Place
+from ._runs import Run as Run
+from ._runs import equal_layers as equal_layers
+from ._specs import specs_of as specs_of

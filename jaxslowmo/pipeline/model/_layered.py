@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..._typing import PyTree
+from ...mesh import match_varying
 from ._keyed import Keyed, takes_key
+from ._runs import Run
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
 
 Layer = Callable[..., PyTree]
@@ -82,31 +85,58 @@ class LayeredModel:
         microbatch = batch if rng is None else Keyed(batch, rng)
         return self.stage(0, len(self.layers))(tuple(as_one(self.tied, params)), None, microbatch)
 
-    def stage(self, start: int, end: int) -> Callable[[Sequence[PyTree], PyTree, PyTree], Any]:
+    def stage(
+        self, start: int, end: int, runs: Sequence[Run] | None = None
+    ) -> Callable[[Sequence[PyTree], PyTree, PyTree], Any]:
         """Layers `start` to `end`, without `end`, as a function of (weights, x, microbatch).
 
         Args:
           start: at 0 it takes no `x` (None) and begins with the microbatch.
           end: at the number of layers it includes the loss, and returns what that returns.
+          runs: the same layers, those that are computed alike as one; weights are then one tree
+            per run, stacked where it has several layers. None: each layer stands alone.
 
         Raises:
           ValueError: at call, a loss that is no scalar, or metrics that are no dict of scalars.
         """
         is_first, is_last = start == 0, end == len(self.layers)
+        every = [Run(i, 1) for i in range(start, end)] if runs is None else runs
 
         def compute(weights: Sequence[PyTree], x: PyTree, microbatch: PyTree) -> Any:
             keyed = microbatch if isinstance(microbatch, Keyed) else None
             examples = microbatch if keyed is None else keyed.batch
             if is_first:
                 x = examples
-            for i, own in zip(range(start, end), weights, strict=True):
-                if self._takes_key[i]:
-                    x = self.layers[i](own, x, key=None if keyed is None else keyed.layer_key(i))
-                else:
-                    x = self.layers[i](own, x)
+            for run, own in zip(every, weights, strict=True):
+                x = self._run(run, own, x, keyed)
             return _checked_loss(self.loss(x, examples)) if is_last else x
 
         return compute
+
+    def _run(self, run: Run, weights: PyTree, x: PyTree, keyed: Keyed | None) -> PyTree:
+        """What the layers of a run make of `x`."""
+
+        def layer(x: PyTree, own: PyTree, index: Any) -> PyTree:
+            if not self._takes_key[run.start]:
+                return self.layers[run.start](own, x)
+            key = None if keyed is None else keyed.layer_key(index)
+            return self.layers[run.start](own, x, key=key)
+
+        if run.count == 1:
+            return layer(x, weights, run.start)
+        first = jax.tree.map(lambda w: w[0], weights)
+        kind = jax.eval_shape(layer, x, first, run.start)
+        if _types_of(kind) != _types_of(x):
+            # What a loop carries has one type: these layers change that of what they are given.
+            for i in range(run.count):
+                x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights), run.start + i)
+            return x
+
+        def step(x: PyTree, now: tuple[PyTree, jax.Array]) -> tuple[PyTree, None]:
+            return match_varying(layer(x, *now), x), None
+
+        numbers = run.start + jnp.arange(run.count)
+        return lax.scan(step, x, (weights, numbers))[0]
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """`params` with tied leaves replaced by the first of their group."""
@@ -121,6 +151,11 @@ class LayeredModel:
                 f"got {got}."
             )
         check_ties(self.tied, params)
+
+
+def _types_of(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
 
 def _checked_loss(value: Any) -> Any:

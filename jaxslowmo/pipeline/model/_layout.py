@@ -1,6 +1,6 @@
 """The parameters of all stages as one tree, of which each stage holds its part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,30 +11,32 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
+from ...tree import Staged, leaf_names
 from ._blocks import Block
 from ._layered import LayeredModel
-from ._slots import Leaf, Place, Slot, SlotPlan, leaves_of, plan_slots
-
-Stacked = dict[str, Any]
-"""An array (stages, rows, *shape) by the name of its slot."""
+from ._optimizer import StagePacking
+from ._packing import Leaf, Packing, Place, buffer_name
+from ._runs import Run, runs_of
+from ._specs import specs_of_layers
 
 
 class StageLayout:
     """How the parameters of all stages lie in one tree; made by `js.pipelined`.
 
-    One program on all devices needs one tree for all stages. Leaves of different stages that are
-    alike in shape, dtype and spec lie in one *slot*, an array (stages, rows, *shape) of which each
-    stage holds its own rows: blocks that are alike share slots exactly, an embedding and a head of
-    one shape share one. A stage that has no such leaf holds zeros there, whose gradients are zero.
-    A slot is named by the layer and the path of its first leaf, such as `"3/dense/kernel"`, so
-    masks of optimizers by name work.
+    One program on all devices needs one tree for all stages. Here it is one buffer for each dtype,
+    (stages, elements), in which a device has the leaves of its own stage one after the other: as
+    many elements as the fullest stage has, and no padding beyond. Leaves that are sharded over axes
+    inside a stage lie in buffers of their own, (stages, *sizes of these axes, elements), of which
+    each device has its part.
 
-    Optimizers that work element by element (SGD, Adam, their weight decay) see what they would see
-    of the leaves themselves. Those that take a norm or a factorisation per leaf (LAMB, LARS,
-    Adafactor, Muon) see a slot, the leaves of a stage's rows and padding, as one array.
+    An optimizer of `js.make_train_step` sees, on each stage, the leaves of this stage with the
+    paths and shapes that they have in the model (`optax.MaskedNode()` stands for the others). What
+    needs all gradients, `js.clip_by_global_norm` and `js.dynamic_loss_scale`, sees the buffers.
 
     Attributes:
-      specs: a `PartitionSpec` by slot, for states, `param_specs` of transforms and checkpoints.
+      packing: what lies where.
+      specs: a `PartitionSpec` for each buffer, for states, `param_specs` of transforms and
+        checkpoints.
       blocks: the layers of each stage of the model.
       num_padding: elements that hold no parameter, on all devices together.
     """
@@ -52,88 +54,98 @@ class StageLayout:
     ) -> None:
         model.check_params(params)
         self._model, self._mesh = model, mesh
-        self._num_stages: int = mesh.shape[axis_name]
-        self._treedefs = tuple(jax.tree.structure(layer) for layer in params)
-        self._leaves = leaves_of(params, param_specs)
-        self._paths = [[leaf.path for leaf in own] for own in self._leaves]
-        self.blocks = tuple(blocks)
-        self.plan: SlotPlan = plan_slots(self._leaves, blocks, placement)
-        self.specs: dict[str, P] = {
-            slot.name: P(axis_name, None, *slot.leaf.spec) for slot in self.plan.slots
-        }
-        self.num_padding = self.plan.padding
-        self._homes: dict[str, dict[tuple[int, int], tuple[int, int]]] = {
-            slot.name: {} for slot in self.plan.slots
-        }
-        for layer, places in enumerate(self.plan.places):
-            for i, place in enumerate(places):
-                name = self.plan.slots[place.slot].name
-                self._homes[name][place.stage, place.row] = layer, i
+        self.blocks, self.placement = tuple(blocks), tuple(placement)
+        _refuse_keys(params)
+        treedefs = [jax.tree.structure(layer) for layer in params]
+        sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a != axis_name)
+        leaves = _leaves_of(params, param_specs, sizes)
+        paths = [leaf_names(layer) for layer in params]
+        self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
+        kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), strict=True))
+        self._runs = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        self._paths, self._treedefs = paths, treedefs
+        stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
+        for runs, stage in zip(self._runs, placement, strict=True):
+            for run in runs:
+                # Leaf by leaf, so that those of equal layers are one array.
+                for i in range(treedefs[run.start].num_leaves):
+                    each = range(run.start, run.start + run.count)
+                    stages[stage] += [self._first[layer] + i for layer in each]
+        flat = [leaf for own in leaves for leaf in own]
+        self.packing = StagePacking(
+            outer=jax.tree.structure(params),
+            subtrees=tuple(jax.tree.structure(0) for _ in flat),
+            leaves=tuple((leaf,) for leaf in flat),
+            stages=tuple(map(tuple, stages)),
+            copies=frozenset(self._position(*c) for group in model.tied for c in group[1:]),
+            axis_sizes=sizes,
+            axis_name=axis_name,
+            mesh=mesh,
+        )
+        self.specs = self.packing.staged(self.packing.specs)
+        self._dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
+        held = sum(leaf.size for leaf in flat)
+        shapes = self.packing.shapes.values()
+        self.num_padding: int = sum(int(np.prod(shape)) for shape in shapes) - held
+
+    def _position(self, layer: int, path: str) -> int:
+        return self._first[layer] + self._paths[layer].index(path)
 
     @property
-    def types(self) -> Stacked:
+    def types(self) -> Staged:
         """The types of `stack(params)`."""
-        return {
-            slot.name: jax.ShapeDtypeStruct(
-                (self._num_stages, slot.rows, *slot.leaf.shape),
-                slot.leaf.dtype,
-                sharding=NamedSharding(self._mesh, self.specs[slot.name]),
-            )
-            for slot in self.plan.slots
-        }
+        return self.packing.staged(self._types(self.packing, self._dtypes, ()))
 
-    def stage_places(self, model_stage: int) -> tuple[Place, ...]:
-        """Where the leaves of a stage of the model lie, in flattening order."""
-        block = self.blocks[model_stage]
-        return tuple(p for i in range(block.start, block.end) for p in self.plan.places[i])
+    def runs(self, model_stage: int) -> tuple[Run, ...]:
+        """Return the layers of a stage of the model, equal ones in a row as one run."""
+        return self._runs[model_stage]
 
-    def stage_treedef(self, model_stage: int) -> Any:
-        """Of a stage's weights: a tuple of its layers' parameters."""
-        block = self.blocks[model_stage]
-        return jax.tree.structure(
-            tuple(d.unflatten([0] * d.num_leaves) for d in self._treedefs[block.start : block.end])
-        )
+    def places(self, run: Run) -> list[Place]:
+        """Return where the leaves of the first layer of a run lie; those of others follow."""
+        first = self._first[run.start]
+        count = self._treedefs[run.start].num_leaves
+        return [self.packing.places[first + i][0] for i in range(count)]
+
+    def treedef(self, layer: int) -> Any:
+        """Return the structure of a layer's parameters."""
+        return self._treedefs[layer]
 
     def tied_places(self) -> list[list[Place]]:
-        """Where the copies of each tied parameter lie."""
+        """Return where the copies of each tied parameter lie.
+
+        Raises:
+          ValueError: copies that are sharded unlike.
+        """
         found = []
         for group in self._model.tied:
-            spots = [(layer, self._paths[layer].index(path)) for layer, path in group]
-            specs = [self._leaves[layer][i].spec for layer, i in spots]
+            places = [self.packing.places[self._position(*copy)][0] for copy in group]
+            specs = [place.leaf.spec for place in places]
             if len(set(specs)) > 1:
                 raise ValueError(
                     f"`param_specs` must be equal for tied leaves, got {specs} for {group}."
                 )
-            found.append([self.plan.places[layer][i] for layer, i in spots])
+            found.append(places)
         return found
 
     @property
-    def counted(self) -> dict[str, np.ndarray | None]:
-        """Which rows are in a norm of all parameters, as `js.clip_by_global_norm` takes it.
+    def counted(self) -> Staged:
+        """Which elements are in a norm of all parameters, as `js.clip_by_global_norm` takes it.
 
-        By slot a mask (stages, rows, 1, ...), of tied parameters with the first copy alone; None
-        where there are no others.
+        For each buffer a mask that broadcasts to it, of tied parameters with the first copy alone;
+        None where there are no others. `js.clip_by_global_norm` counts like this by itself.
         """
-        found: dict[str, np.ndarray | None] = {slot.name: None for slot in self.plan.slots}
-        for place in (copy for group in self.tied_places() for copy in group[1:]):
-            slot = self.plan.slots[place.slot]
-            mask = found[slot.name]
-            if mask is None:
-                lead = self._num_stages, slot.rows
-                mask = found[slot.name] = np.ones((*lead, *[1] * len(slot.leaf.shape)), bool)
-            mask[place.stage, place.row] = False
-        return found
+        repeated = {name: self.packing.repeated(name, np) for name in self.packing.axes}
+        return self.packing.staged({n: None if x is None else ~x for n, x in repeated.items()})
 
-    def stack(self, params: Sequence[PyTree]) -> Stacked:
-        """One tree of all stages, from one tree per layer.
+    def stack(self, params: Sequence[PyTree]) -> Staged:
+        """Return one tree of all stages, from one tree per layer.
 
         Args:
           params: arrays of jax or NumPy, or `ShapeDtypeStruct`s; where leaves are tied, the first
             of a group counts.
 
         Returns:
-          A dict of arrays on the mesh by slot, each device with its own stage's alone; types stay
-          types.
+          Buffers on the mesh, each device with its own stage's alone; types stay types.
 
         Raises:
           ValueError: parameters of other layers, shapes or dtypes.
@@ -142,175 +154,211 @@ class StageLayout:
           else what moving them takes.
         """
         self._model.check_params(params)
-        if jax.tree.structure(list(params)) != jax.tree.structure(
-            [d.unflatten([0] * d.num_leaves) for d in self._treedefs]
-        ):
+        whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
+        if jax.tree.structure(whole) != self.packing.outer:
             raise ValueError("`params` must have the layers that the layout was made of.")
-        leaves = jax.tree.map(_as_array, self._flat(self._model.as_one(params)))
-        return self._stacked(leaves, on_mesh=True)
+        named = zip(leaf_names(whole), jax.tree.leaves(whole), self.packing.leaves, strict=True)
+        for name, x, (leaf,) in named:
+            if x.shape != leaf.shape:
+                raise ValueError(
+                    f"`params` must have {list(leaf.shape)} at {name!r}, got {list(x.shape)}."
+                )
+        return self._stacked(self.packing, whole, 0, on_mesh=True)
 
-    def unstack(self, stacked: Stacked) -> list[PyTree]:
-        """One tree per layer, from one tree of all stages; padding is left out.
+    def unstack(self, stacked: Staged | Mapping[str, Any]) -> PyTree:
+        """Return one tree per layer, from one tree of all stages; padding is left out.
 
         Arrays on a mesh then lie on it as `param_specs` said, on every stage: of a model that no
         device can hold, give NumPy arrays.
         """
-        if not self._is_stacked(stacked):
+        names = list(self.packing.axes)
+        if not isinstance(stacked, Staged | Mapping) or sorted(stacked) != sorted(names):
             raise ValueError(
-                f"`stacked` must be a dict of the slots {list(self.specs)}, got "
-                f"{list(stacked) if isinstance(stacked, dict) else type(stacked).__name__}."
+                f"`stacked` must hold the buffers {names}, got "
+                f"{list(stacked) if isinstance(stacked, Mapping) else type(stacked).__name__}."
             )
-        return self._unstacked(stacked)
+        return self._unstacked(self.packing, dict(stacked.items()))
 
     def stack_like(self, tree: PyTree) -> PyTree:
-        """`tree` with every part that mirrors the parameters stacked, such as Adam's moments.
+        """Return `tree` with every part that mirrors the parameters stacked, as Adam's moments do.
 
-        Leaves may have further dimensions before their own, such as replicas. Those of NumPy stay
-        on the host.
+        Leaves may have further dimensions before their own, such as replicas: as many as those of a
+        part have whose shapes are the parameters'. Those of NumPy stay on the host.
         """
-        return jax.tree.map(
-            lambda x: self._stacked(self._flat(x), on_mesh=False) if self._is_layers(x) else x,
-            tree,
-            is_leaf=self._is_layers,
-        )
+        nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.mirrors)
+        num_lead = max(map(self._num_lead, filter(self.packing.mirrors, nodes)), default=0)
+        return structure.unflatten([self._stacked_like(x, num_lead) for x in nodes])
 
     def unstack_like(self, tree: PyTree) -> PyTree:
-        """The way back from `stack_like`."""
-        return jax.tree.map(
-            lambda x: self._unstacked(x) if self._is_stacked(x) else x,
-            tree,
-            is_leaf=self._is_stacked,
-        )
+        """Return what `stack_like` was given."""
 
-    def _is_stacked(self, x: Any) -> bool:
-        return isinstance(x, dict) and x.keys() == self.specs.keys()
+        def whole(x: Any) -> Any:
+            return self._unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
 
-    def _is_layers(self, x: Any) -> bool:
-        if type(x) not in (list, tuple) or len(x) != len(self._treedefs):
-            return False
-        try:
-            flat = self._flat(x)
-        except ValueError:
-            return False
-        pairs = zip(flat, self._leaves, strict=True)
-        return all(
-            not hasattr(leaf, "shape") or _ends_in(leaf.shape, known.shape)
-            for own, of_layer in pairs
-            for leaf, known in zip(own, of_layer, strict=True)
-        )
+        return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
 
-    def _flat(self, params: Sequence[PyTree]) -> list[list[Any]]:
-        return [d.flatten_up_to(layer) for d, layer in zip(self._treedefs, params, strict=True)]
+    def _num_lead(self, tree: PyTree) -> int:
+        """Dimensions before those of the parameters; 0 where shapes are not the parameters'."""
+        found = set()
+        for part, (leaf,) in zip(
+            self.packing.outer.flatten_up_to(tree), self.packing.leaves, strict=True
+        ):
+            for x in jax.tree.leaves(part):
+                lead = np.ndim(x) - len(leaf.shape)
+                found.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
+        return found.pop() if len(found) == 1 else 0
 
-    def _stacked(self, leaves: list[list[Any]], *, on_mesh: bool) -> Stacked:
+    def _stacked_like(self, x: Any, num_lead: int) -> Any:
+        if not self.packing.mirrors(x) or not jax.tree.leaves(x):
+            return x
+        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
+        packing = self.packing.like([types] * self.packing.num_stages)
+        return self._stacked(packing, x, num_lead, on_mesh=False)
+
+    def _types(
+        self, packing: Packing, dtypes: Mapping[str, Any], lead: tuple[int, ...]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            slot.name: self._stack_slot(slot, leaves, on_mesh=on_mesh) for slot in self.plan.slots
+            name: jax.ShapeDtypeStruct(
+                (*lead, *shape),
+                dtypes[name],
+                sharding=NamedSharding(self._mesh, P(*[None] * len(lead), *packing.specs[name])),
+            )
+            for name, shape in packing.shapes.items()
         }
 
-    def _stack_slot(self, slot: Slot, leaves: list[list[Any]], *, on_mesh: bool) -> Any:
-        name, leaf, rows = slot.name, slot.leaf, slot.rows
-        own = {at: leaves[layer][i] for at, (layer, i) in self._homes[name].items()}
-        some = next(iter(own.values()))
-        if not hasattr(some, "shape"):  # such as what `optax.masked` leaves in place of a leaf
-            if any(hasattr(x, "shape") for x in own.values()):
-                raise ValueError(f"slot {name!r} holds leaves of which only some are arrays.")
-            return some
-        lead = some.shape[: len(some.shape) - len(leaf.shape)]
-        for (stage, _), x in own.items():
-            if x.shape != (*lead, *leaf.shape):
+    def _stacked(self, packing: StagePacking, tree: PyTree, num_lead: int, *, on_mesh: bool) -> Any:
+        def stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
+            own = [packing.pack(tree, s, numpy, num_lead) for s in range(packing.num_stages)]
+            return {name: numpy.stack([x[name] for x in own], num_lead) for name in packing.axes}
+
+        leaves = jax.tree.leaves(tree)
+        if not leaves:
+            return packing.staged({})
+        if any(isinstance(x, Tracer) for x in leaves):
+            return packing.staged(stages(jnp, tree))
+        if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
+            return packing.staged(stages(np, tree))
+        kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
+        dtypes = {name: x.dtype for name, x in kinds.items()}
+        types = self._types(packing, dtypes, np.shape(leaves[0])[:num_lead])
+        if all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return packing.staged(types)
+        shardings = {name: x.sharding for name, x in types.items()}
+        if all(_is_on(self._mesh, x) for x in leaves):
+            fn = _placing(lambda tree: stages(jnp, tree), self._mesh, shardings)
+            return packing.staged(fn(tree))
+        part = _Part(packing, jax.tree.map(np.asarray, tree), num_lead)
+        return packing.staged(
+            {
+                name: jax.make_array_from_callback(x.shape, x.sharding, part.of(name, x))
+                for name, x in types.items()
+            }
+        )
+
+    def _unstacked(self, packing: Packing, buffers: Mapping[str, Any]) -> PyTree:
+        name, shape = next(iter(packing.shapes.items()), ("", ()))
+        num_lead = np.ndim(buffers[name]) - len(shape) if name else 0
+        for name, shape in packing.shapes.items():
+            got = tuple(np.shape(buffers[name]))
+            if num_lead < 0 or got[num_lead:] != shape:
                 raise ValueError(
-                    f"`params` must have {[*lead, *leaf.shape]} where slot {name!r} takes it on "
-                    f"stage {stage}, got {list(x.shape)}."
+                    f"`stacked` must end in {list(shape)} at {name!r}, got an array of {list(got)}."
                 )
-        shape = (*lead, self._num_stages, rows, *leaf.shape)
-        sharding = NamedSharding(self._mesh, P(*[None] * len(lead), *self.specs[name]))
-        if isinstance(some, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, some.dtype, sharding=sharding)
-        build = _joiner(self._num_stages, rows, len(lead))
-        if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in own.values()):
-            return build(own, np)
-        if any(isinstance(x, Tracer) for x in own.values()):
-            return build(own, jnp)
-        if all(_is_on(self._mesh, x) for x in own.values()):
-            return _placing(lambda own: build(own, jnp), sharding)(own)
-        host = {at: np.asarray(x) for at, x in own.items()}
-        whole = _Block(host, shape, len(lead), host[next(iter(host))].dtype)
-        return jax.make_array_from_callback(shape, sharding, whole)
+        lead = (slice(None),) * num_lead
 
-    def _unstacked(self, stacked: Stacked) -> list[PyTree]:
-        found: list[list[Any]] = [[None] * len(own) for own in self._leaves]
-        for slot in self.plan.slots:
-            x = stacked[slot.name]
-            homes = self._homes[slot.name]
-            for (layer, i), leaf in zip(
-                homes.values(), self._parts(x, slot.leaf, list(homes)), strict=True
-            ):
-                found[layer][i] = leaf
-        return [d.unflatten(own) for d, own in zip(self._treedefs, found, strict=True)]
+        def whole(buffers: Mapping[str, Any]) -> PyTree:
+            parts = []
+            for subtree, places in zip(packing.subtrees, packing.places, strict=True):
+                own = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
+                parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in own]))
+            return packing.outer.unflatten(parts)
 
-    def _parts(self, x: Any, leaf: Leaf, homes: list[tuple[int, int]]) -> list[Any]:
-        if not hasattr(x, "shape"):
-            return [x] * len(homes)
-        num_lead = len(x.shape) - len(leaf.shape) - 2
-        lead = x.shape[: max(num_lead, 0)]
-        if num_lead < 0 or not _ends_in(x.shape, leaf.shape):
-            raise ValueError(
-                f"`stacked` must end in {list(leaf.shape)} here, got an array of {list(x.shape)}."
-            )
-        every = (slice(None),) * num_lead
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return [jax.ShapeDtypeStruct((*lead, *leaf.shape), x.dtype)] * len(homes)
-
-        def split(x: Any) -> list[Any]:
-            return [x[(*every, *at)] for at in homes]
-
-        sharding = getattr(x, "sharding", None)
-        if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
-            return split(x)
-        spec = [*sharding.spec, *[None] * len(x.shape)][:num_lead]
-        whole = NamedSharding(sharding.mesh, P(*spec, *leaf.spec))
-        return _placing(split, whole)(x)
+        arrays = list(buffers.values())
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+            return jax.eval_shape(whole, dict(buffers))
+        sharding = getattr(arrays[0], "sharding", None) if arrays else None
+        if isinstance(arrays[0] if arrays else None, Tracer) or not isinstance(
+            sharding, NamedSharding
+        ):
+            return whole(buffers)
+        front = [*sharding.spec, *[None] * num_lead][:num_lead]
+        mesh, where = sharding.mesh, iter([p for own in packing.places for p in own])
+        kinds = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in buffers.items()}
+        shardings = jax.tree.map(
+            lambda _: NamedSharding(mesh, P(*front, *next(where).leaf.spec)),
+            jax.eval_shape(whole, kinds),
+        )
+        return _placing(whole, mesh, shardings)(dict(buffers))
 
 
-def _placing(fn: Callable[[Any], Any], sharding: NamedSharding) -> Callable[[Any], Any]:
+def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
     """`fn` of arrays on a mesh, whose results lie as said."""
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        fn = jax.sharding.auto_axes(fn, out_sharding=sharding)
-    return jax.jit(fn, out_shardings=sharding)
+    if AxisType.Explicit in mesh.axis_types:
+        fn = jax.sharding.auto_axes(fn, out_sharding=shardings)
+    return jax.jit(fn, out_shardings=shardings)
 
 
-def _joiner(num_stages: int, rows: int, num_lead: int) -> Callable[[Any, Any], Any]:
-    """A function of the leaves by (stage, row), and NumPy or its like, to a slot."""
+class _Part:
+    """Any part of the buffers of leaves on the host."""
 
-    def build(own: dict[tuple[int, int], Any], numpy: Any) -> Any:
-        zeros = numpy.zeros_like(next(iter(own.values())))
-        stages = [
-            numpy.stack([own.get((s, r), zeros) for r in range(rows)], num_lead)
-            for s in range(num_stages)
-        ]
-        return numpy.stack(stages, num_lead)
+    def __init__(self, packing: Packing, tree: PyTree, num_lead: int) -> None:
+        self._packing, self._tree, self._num_lead = packing, tree, num_lead
 
-    return build
+    def of(self, name: str, kind: Any) -> Any:
+        """Return a function of an index of a buffer."""
+
+        def part(index: Any) -> np.ndarray:
+            stages = range(*index[self._num_lead].indices(kind.shape[self._num_lead]))
+            rest = *index[: self._num_lead], *index[self._num_lead + 1 :]
+            packed = (self._packing.pack(self._tree, s, np, self._num_lead) for s in stages)
+            return np.stack([own[name][rest] for own in packed], self._num_lead).astype(kind.dtype)
+
+        return part
 
 
-class _Block:
-    """Any part of a slot, of leaves on the host."""
+def _refuse_keys(params: Sequence[PyTree]) -> None:
+    named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    for name, x in named:
+        if jnp.issubdtype(dtype := jnp.result_type(x), jax.dtypes.extended):
+            raise ValueError(
+                f"`params` must hold numbers, got {name!r} of type {dtype}: pass PRNG keys as "
+                "`rng`, of which each layer that takes `key` gets its own."
+            )
 
-    def __init__(
-        self, own: dict[tuple[int, int], Any], shape: tuple[int, ...], num_lead: int, dtype: Any
-    ) -> None:
-        self._own, self._shape, self._lead, self._dtype = own, shape, num_lead, dtype
 
-    def __call__(self, index: Any) -> np.ndarray:
-        ranges = [range(*part.indices(n)) for part, n in zip(index, self._shape, strict=True)]
-        out = np.zeros([len(r) for r in ranges], self._dtype)
-        n = self._lead
-        every, inside = (slice(None),) * n, (*index[:n], *index[n + 2 :])
-        for s, stage in enumerate(ranges[n]):
-            for r, row in enumerate(ranges[n + 1]):
-                if (stage, row) in self._own:
-                    out[(*every, s, r)] = self._own[stage, row][inside]
-        return out
+def _leaves_of(
+    params: Sequence[PyTree], param_specs: PyTree | None, sizes: tuple[tuple[str, int], ...]
+) -> list[list[Leaf]]:
+    """The leaves of each layer.
+
+    Raises:
+      ValueError: specs that don't fit the parameters.
+    """
+    found = []
+    for layer, specs in zip(params, specs_of_layers(params, param_specs), strict=True):
+        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), specs, strict=True)
+        found.append([_leaf(name, x, spec, dict(sizes)) for name, x, spec in leaves])
+    return found
+
+
+def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
+    leaf = Leaf(jnp.shape(x), spec, "")
+    if unknown := sorted(leaf.axes - set(sizes)):
+        others = ", ".join(map(repr, sizes)) or "none"
+        raise ValueError(
+            f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
+            f"the axes of `mesh` inside a stage: {others}."
+        )
+    for size, entry in zip(leaf.shape, spec, strict=False):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        parts = int(np.prod([sizes[a] for a in names]))
+        if size % parts:
+            raise ValueError(
+                f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
+                f"dimension of {size} does not divide by the {parts} devices along {names}."
+            )
+    return leaf._replace(buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes]))
 
 
 def _as_array(x: Any) -> Any:
@@ -323,7 +371,3 @@ def _is_on(mesh: Mesh, x: Any) -> bool:
     if not isinstance(x, jax.Array):
         return False
     return not x.is_fully_addressable or x.sharding.device_set == set(mesh.devices.flat)
-
-
-def _ends_in(shape: tuple[int, ...], end: tuple[int, ...]) -> bool:
-    return tuple(shape[len(shape) - len(end) :]) == tuple(end)

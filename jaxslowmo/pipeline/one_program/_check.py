@@ -56,19 +56,6 @@ def check_arguments(
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 
 
-def check_specs(specs: Mapping[str, P], mesh: Mesh, axis_name: str) -> None:
-    """Raise `ValueError` for specs over axes that do not exist, or over that of the stages."""
-    for slot, spec in specs.items():
-        # The first entry is the axis of the stages, which layouts add themselves.
-        for name in (name for entry in spec[1:] for name in axis_names(entry or ())):
-            if name not in mesh.shape or name == axis_name:
-                others = ", ".join(repr(a) for a in mesh.axis_names if a != axis_name) or "none"
-                raise ValueError(
-                    f"`param_specs` names axis {name!r} at {slot!r}; leaves may be sharded over "
-                    f"the axes of `mesh` inside a stage: {others}."
-                )
-
-
 def check_constant(batch: PyTree) -> None:
     """Raise `ValueError` where gradients of a batch are asked for, by what `custom_vjp` says."""
     leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)

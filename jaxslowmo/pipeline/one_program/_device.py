@@ -1,6 +1,6 @@
 """What one device has to compute with, and what it sends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ class Device:
     """What a device computes with in one step.
 
     Attributes:
-      slots: its rows of every slot, (rows, *shape).
-      layouts: per slot how those lie over axes that the compiler handles; None: whole.
+      buffers: parameters of its stage, by name (*sizes, elements).
+      layouts: by name how those lie over axes that the compiler handles; None: whole.
       batch: leaves (microbatches, examples, ...).
       rng: the key of the step, or None.
       shifts: per stage of the model, how far its layers are from those of the stage that stands
@@ -32,8 +32,8 @@ class Device:
       axis_name: of the stages.
     """
 
-    slots: list[jax.Array]
-    layouts: Sequence[P | None]
+    buffers: dict[str, jax.Array]
+    layouts: Mapping[str, P | None]
     batch: PyTree
     rng: Any
     shifts: np.ndarray
@@ -55,7 +55,7 @@ class Device:
     def varied(self) -> "Device":
         """With all that it has typed alike."""
         rng = None if self.rng is None else self.vary(self.rng)
-        return replace(self, slots=self.vary(self.slots), batch=self.vary(self.batch), rng=rng)
+        return replace(self, buffers=self.vary(self.buffers), batch=self.vary(self.batch), rng=rng)
 
     def vary(self, tree: PyTree) -> PyTree:
         """`tree` typed as all values here are: branches must agree."""
@@ -75,9 +75,10 @@ class Device:
         here = lax.axis_index(self.axis_name)
         return lax.dynamic_index_in_dim(jnp.asarray(table), here, 1, keepdims=False)
 
-    def zero_gradient(self, slot: jax.Array, layout: P | None) -> jax.Array | None:
-        """Zeros to add gradients of a slot to, at least float32; None for integers."""
-        if not jnp.issubdtype(slot.dtype, jnp.inexact):
+    def zero_gradient(self, name: str) -> jax.Array | None:
+        """Zeros to add gradients of a buffer to, at least float32; None for integers."""
+        buffer, layout = self.buffers[name], self.layouts[name]
+        if not jnp.issubdtype(buffer.dtype, jnp.inexact):
             return None
-        zeros = jnp.zeros(slot.shape, at_least_float32(slot.dtype))
+        zeros = jnp.zeros(buffer.shape, at_least_float32(buffer.dtype))
         return zeros if layout is None else lax.with_sharding_constraint(zeros, layout)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
 from ...mesh import varying_axes
+from ...tree import Staged
 from ..model import LayeredModel, Loss, StageLayout, as_axes, model_blocks
 from ..schedules import Schedule
 from ._check import (
@@ -18,7 +19,6 @@ from ._check import (
     check_arguments,
     check_constant,
     check_not_mapped,
-    check_specs,
     only_once,
 )
 from ._data import in_microbatches, laid_out, only_over
@@ -112,8 +112,7 @@ def pipelined(
         axis_name=axis_name,
         param_specs=param_specs,
     )
-    check_specs(layout.specs, mesh, axis_name)
-    kinds, of_stage = stage_kinds(model, layout, blocks)
+    kinds, of_stage = stage_kinds(model, layout)
     plan = Plan(
         model=model,
         layout=layout,
@@ -160,7 +159,20 @@ class Pipelined:
         # So that it is known of what gradients are wanted.
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
 
-    def loss_fn(self, stacked: PyTree, batch: PyTree, *, rng: Any = None) -> Loss:
+    @property
+    def loss_fn(self) -> "Pipelined":
+        """The loss function, which this is: `pipe.loss_fn(stacked, batch)`."""
+        return self
+
+    def params_form(self, params: PyTree) -> PyTree:
+        """Return parameters as the loss function takes them.
+
+        Args:
+          params: one tree per layer, which are stacked; or what `layout.stack` made of them.
+        """
+        return self.layout.stack(params) if isinstance(params, list | tuple) else params
+
+    def __call__(self, stacked: PyTree, batch: PyTree, *, rng: Any = None) -> Loss:
         """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
 
         Differentiated, it runs the schedule once, whose backward passes give the gradients; else
@@ -182,15 +194,16 @@ class Pipelined:
           ValueError: see `js.pipelined`; gradients of the batch are asked for, or second
             derivatives of a model with tied leaves.
         """
-        if jax.tree.structure(stacked) != jax.tree.structure(self.layout.specs):
+        if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
+            is_other = isinstance(stacked, Staged)
             raise ValueError(
                 "`stacked` must be parameters as `layout.stack(params)` makes them, got "
-                f"{jax.tree.structure(stacked)}."
+                f"{'those of another layout' if is_other else type(stacked).__name__}."
             )
-        for name, type_ in self.layout.types.items():
-            if jnp.shape(stacked[name]) != type_.shape:
+        for name, shape in self.layout.packing.shapes.items():
+            if jnp.shape(stacked[name]) != shape:
                 raise ValueError(
-                    f"`stacked` must have leaves of (stages, rows, ...), {list(type_.shape)} at "
+                    f"`stacked` must have buffers of (stages, ..., elements), {list(shape)} at "
                     f"{name!r}, got {list(jnp.shape(stacked[name]))}."
                 )
         return self._run(stacked, batch, rng if self._plan.model.takes_key else None)
@@ -253,6 +266,7 @@ class Pipelined:
             in_specs=(specs, P(None, data_axes), P()),
             out_specs=(P(), of_grads),
         )
-        loss, grads = mapped(stacked, laid_out(microbatches, P(None, data_axes), mesh), rng)
+        microbatches = laid_out(microbatches, P(None, data_axes), mesh)
+        loss, grads = mapped(stacked.buffers, microbatches, rng)
         none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        return loss, {**none, **grads}
+        return loss, self.layout.packing.staged({**none, **grads})

@@ -27,11 +27,11 @@ class Totals(NamedTuple):
 
     Attributes:
       loss: what the last stage gives, summed over microbatches; at least float32.
-      grads: by slot, (rows, *shape) at least float32; None for slots without gradients.
+      grads: by buffer, (*sizes, elements) at least float32; None for those without gradients.
     """
 
     loss: PyTree
-    grads: list[jax.Array | None]
+    grads: dict[str, jax.Array | None]
 
 
 class Carry(NamedTuple):
@@ -149,9 +149,9 @@ class Scan:
 
     def _start(self, device: Device) -> Carry:
         of_x, of_dy = self.table.arrivals
-        grads: list[jax.Array | None] = [None] * len(device.slots)
+        grads: dict[str, jax.Array | None] = dict.fromkeys(device.buffers)
         if self.programs is not None:
-            grads = list(map(device.zero_gradient, device.slots, device.layouts))
+            grads = {name: device.zero_gradient(name) for name in device.buffers}
         return Carry(
             activations=Ring([self.activations.types], [of_x]).start(),
             cotangents=Ring([self.activations.cotangents], [of_dy]).start(),
@@ -217,7 +217,7 @@ class _Forward:
         scan, device, kind = self._scan, self._device, self._scan.kinds[i]
 
         def run(now: Half, activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
-            weights = kind.weights(device.slots, now.model_stage)
+            weights = kind.weights(device.buffers, now.model_stage)
             microbatch, x = device.microbatch(now), None
             if not kind.is_first:
                 arrived = [row_of(x, now.source) for x in activations]
@@ -273,7 +273,7 @@ class _Backward:
         kind, program = scan.kinds[i], self._programs[i]
 
         def run(now: Half, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-            weights = kind.weights(device.slots, now.model_stage)
+            weights = kind.weights(device.buffers, now.model_stage)
             microbatch = device.microbatch(now)
             values = self._stash.read(stash, i, now.stash)
             left, dx, dw = self._writing.idle(kept), None, None

@@ -75,26 +75,23 @@ class Step:
     axes: tuple[str, ...]
     differentiates: bool
 
-    def __call__(self, slots: dict[str, Any], batch: PyTree, rng: Any) -> tuple[Loss, PyTree]:
+    def __call__(self, buffers: dict[str, Any], batch: PyTree, rng: Any) -> tuple[Loss, PyTree]:
         """Loss and metrics, equal on all these devices, and the gradients of this device's part."""
-        device = self._device(slots, batch, rng)
+        device = self._device(buffers, batch, rng)
         scan = self._scan(device)
         totals = scan.run(device)
         loss = self._mean_loss(totals, scan.loss)
         return loss, self._gradients(totals) if self.differentiates else {}
 
-    def _device(self, slots: dict[str, Any], batch: PyTree, rng: Any) -> Device:
+    def _device(self, buffers: dict[str, Any], batch: PyTree, rng: Any) -> Device:
         plan = self.plan
-        whole = [
-            gathered(slots[slot.name][0], self._spec(slot.leaf.spec))
-            for slot in plan.layout.plan.slots
-        ]
+        whole = {name: gathered(x[0], self._spec(name)) for name, x in buffers.items()}
         if rng is not None:
             for name in self.data_axes:
                 rng = jax.random.fold_in(rng, lax.axis_index(name))
         device = Device(
-            slots=whole,
-            layouts=[_automatic(slot.leaf.spec) for slot in plan.layout.plan.slots],
+            buffers=whole,
+            layouts={name: _automatic(P(*plan.layout.specs[name][1:])) for name in buffers},
             batch=batch,
             rng=rng,
             shifts=plan.shifts,
@@ -108,7 +105,7 @@ class Step:
         plan = self.plan
         zero = jnp.zeros((), jnp.int32)
         microbatch = device.vary(device.microbatch(Half(*[zero] * 6, arrivals=())))
-        weights = [kind.weights(device.slots, 0) for kind in plan.kinds]
+        weights = [kind.weights(device.buffers, 0) for kind in plan.kinds]
         activations, loss = self._types(weights, microbatch)
         x = device.vary(activations.tree(nothing(activations.types)))
         programs = None
@@ -168,38 +165,34 @@ class Step:
         return treedef.unflatten([loss.astype(leaves[0].dtype), *metrics])
 
     def _gradients(self, totals: Totals) -> dict[str, jax.Array]:
-        """By slot, (1, rows, *shape), in the dtypes of the parameters.
+        """By buffer, (1, *sizes, elements), in the dtypes of the parameters.
 
-        Communication: over the data axes one reduce-scatter of each slot that is sharded there, an
-          all-reduce of the others; over the stages that of tied parameters.
+        Communication: over the data axes one reduce-scatter of each buffer that is sharded there,
+          an all-reduce of the others; over the stages that of tied parameters.
         """
-        plan, slots = self.plan, self.plan.layout.plan.slots
+        plan = self.plan
         scale = 1 / (plan.gradient_scale * self._num_shares)
-        sums: list[jax.Array | None] = []
-        for slot, total in zip(slots, totals.grads, strict=True):
+        sums: dict[str, jax.Array] = {}
+        for name, total in totals.grads.items():
             if total is not None:
-                total = scattered_sum(total, self._spec(slot.leaf.spec), self.data_axes)
-                total = total if scale == 1 else total * scale
-            sums.append(total)
-        sums = with_tied_sums(sums, plan.tied, plan.axis_name)
-        return {
-            slot.name: total[None].astype(slot.leaf.dtype)
-            for slot, total in zip(slots, sums, strict=True)
-            if total is not None
-        }
+                total = scattered_sum(total, self._spec(name), self.data_axes)
+                sums[name] = total if scale == 1 else total * scale
+        sums = with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
+        dtypes = {name: name.partition("/")[0] for name in sums}
+        return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}
 
     @property
     def _num_shares(self) -> int:
         return math.prod(map(axis_size, self.data_axes))
 
-    def _spec(self, spec: P) -> P:
-        """Of a device's rows of a slot, over the data axes."""
-        return P(None, *only_over(spec, self.data_axes))
+    def _spec(self, name: str) -> P:
+        """How a stage's buffer is sharded over the data axes."""
+        return only_over(self.plan.layout.specs[name][1:], self.data_axes)
 
 
 def _automatic(spec: P) -> P | None:
-    """Of a device's rows of a slot, over axes that the compiler handles; None where it has none."""
+    """Of a stage's buffer, over axes that the compiler handles; None where it has none."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     own = only_over(spec, [name for name, kind in kinds if kind == AxisType.Auto])
-    return P(None, *own) if any(own) else None
+    return own if any(own) else None

@@ -12,7 +12,7 @@ from ...embedding import Embeddings, lookup_of
 from ...mesh import AnyMesh, replica_count
 from ...precision import Policy, computing_in
 from ...tracing import as_full_loss
-from ...transform import ParameterTransform, spec_of
+from ...transform import ParameterTransform, over_stages, spec_of
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._runner import Mode
@@ -47,7 +47,9 @@ def make_train_step(
         the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`, with `rng`
         where it is wanted. metrics: dict of scalars. Where it has an attribute `before_run`, that
         is called before every program that is run, and what it raises is raised: such as that what
-        was compiled is out of date.
+        was compiled is out of date. Where it has an attribute `params_form`, `step.init` calls that
+        with the parameters, for the form in which the loss function takes them: what `js.pipelined`
+        returns is such a loss function.
       optimizer: any optax transform; its state stays local to each replica. A whole `js.chain` is
         taken apart: everything up to the last transform that reduces gradients, and clipping of
         ours behind it, is `gradients`, a parameter transform at its end `sync`, the rest the
@@ -197,7 +199,7 @@ def make_train_step(
             unscales="unscaled" in spec_of(optimizer).takes,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
-        optimizer=optax.with_extra_args_support(optimizer),
+        optimizer=over_stages(optimizer),
         sync=None if own_sync is None else own_sync.sized(dict(mesh.shape)),
         apart=apart,
         axis_name=axis_name,
@@ -207,5 +209,6 @@ def make_train_step(
         raw_keys=raw_keys,
         policy=policy,
         before_run=getattr(loss_fn, "before_run", None),
+        params_form=getattr(loss_fn, "params_form", None),
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

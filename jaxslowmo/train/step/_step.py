@@ -61,6 +61,9 @@ class TrainStep:
         if runner.parts.raw_keys:
             model_state = typed_keys(model_state)
         lookup = runner.parts.lookup
+        if runner.parts.params_form is not None:
+            refuse_untrainable(params)  # by the names that it has here
+            params = runner.parts.params_form(params)
         stacked = lookup.stacked(params, seed, **lies)
         refuse_untrainable(lookup.dense(stacked))
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)

@@ -21,6 +21,7 @@ from ...transform import (
     chain,
     holds_state,
     is_identity,
+    over_stages,
     spec_of,
 )
 from .._state import TrainState
@@ -140,7 +141,7 @@ def checked_gradients(
 
     Such a chain is known by its state alone.
     """
-    gradients = optax.with_extra_args_support(gradients)
+    gradients = over_stages(gradients)
 
     def init(params: PyTree) -> PyTree:
         state = gradients.init(params)

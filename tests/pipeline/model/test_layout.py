@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.model import StageLayout, model_blocks
-from pipeline.model.test_slots import alike, parameters
+from jaxslowmo.transform import over_stages
+from pipeline.model.test_packing import alike, parameters
 
 MODEL = js.LayeredModel([lambda p, x: x] * 5, lambda x, _: x, tied=[((0, "table"), (4, "table"))])
 
@@ -41,26 +42,30 @@ def stacked(params, layout):
     return layout.stack(params)
 
 
+NAME = "float32/fsdp"
+
+
 def test_each_stage_has_its_own_leaves_and_zeros(stacked, layout, params):
-    table = stacked["0/table"]
-    assert table.sharding == NamedSharding(table.sharding.mesh, P("stage", None, None, "fsdp"))
-    assert table.shape == (2, 1, 6, 4)
-    np.testing.assert_array_equal(table[1, 0], params[4]["table"])
-    assert layout.specs["0/table"] == P("stage", None, None, "fsdp")
-    bias = np.asarray(stacked["3/bias"])  # of the third block; stage 0 has one block alone
-    np.testing.assert_array_equal(bias[1, 0], params[3]["bias"])
-    np.testing.assert_array_equal(bias[0, 0], np.zeros(4))
+    buffer = stacked[NAME]
+    assert buffer.sharding == NamedSharding(buffer.sharding.mesh, P("stage", "fsdp", None))
+    # Two blocks and the head on one stage; the embedding and one block on the other.
+    assert buffer.shape == (2, 2, (2 * (16 + 4) + 24) // 2)
+    assert layout.specs[NAME] == P("stage", "fsdp", None)
+    table = np.asarray(buffer)[1, :, -12:].reshape(2, 6, 2)  # parts of the head, by columns
+    np.testing.assert_array_equal(np.concatenate(table, 1), params[4]["table"])
+    np.testing.assert_array_equal(np.asarray(buffer)[0, :, -10:], np.zeros((2, 10)))
     assert layout.num_padding == 20
 
 
 def test_a_norm_counts_a_shared_parameter_once(stacked, layout, params):
-    clip = js.clip_by_global_norm(1.0, counted=layout.counted)
-    _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
     once = jax.tree.leaves([*params[:4], {**params[4], "table": np.zeros(1)}])
     wanted = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in once))
-    np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
-    assert layout.counted["0/table"].shape == (2, 1, 1, 1)
-    assert layout.counted["3/bias"] is None
+    for counted in (None, layout.counted):
+        clip = js.clip_by_global_norm(1.0, counted=counted)
+        _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
+        np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
+    assert layout.counted[NAME].shape == (2, 1, 32)
+    assert layout.counted[NAME].sum() == 2 * 32 - 12
 
 
 def test_unstacking_is_the_way_back(stacked, layout, params):
@@ -74,7 +79,7 @@ def test_unstacking_is_the_way_back(stacked, layout, params):
 
 
 def test_arrays_of_the_mesh_and_traced_ones_are_stacked_alike(stacked, layout, params):
-    there = jax.device_put(params, NamedSharding(stacked["0/table"].sharding.mesh, P()))
+    there = jax.device_put(params, NamedSharding(stacked[NAME].sharding.mesh, P()))
     alike(layout.stack(there), stacked)
     alike(jax.jit(layout.stack)(params), stacked)
     alike(jax.jit(layout.unstack)(stacked), params)
@@ -82,15 +87,17 @@ def test_arrays_of_the_mesh_and_traced_ones_are_stacked_alike(stacked, layout, p
 
 def test_types_stay_types(layout, params):
     types = layout.stack(jax.eval_shape(lambda: params))
-    assert types["0/table"].shape == (2, 1, 6, 4)
-    assert types["0/table"].sharding.spec == P("stage", None, None, "fsdp")
+    assert types[NAME].shape == (2, 2, 32)
+    assert types[NAME].sharding.spec == P("stage", "fsdp", None)
     alike(jax.eval_shape(lambda: params), layout.unstack(types))
 
 
 def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout, params):
-    state = optax.masked(optax.adam(0.1), {n: "bias" not in n for n in stacked}).init(stacked)
+    tx = optax.masked(optax.adam(0.1), lambda tree: [{n: n != "bias" for n in x} for x in tree])
+    state = jax.jit(over_stages(tx).init)(stacked)
     grown = jax.tree.map(lambda x: x + 1, state)
     layers = layout.unstack_like(grown)
+    assert jax.tree.structure(layers) == jax.tree.structure(tx.init(params))
     mu = layers.inner_state[0].mu
     assert mu[1]["bias"] == optax.MaskedNode()
     np.testing.assert_array_equal(mu[4]["table"], np.ones((6, 4)))
@@ -101,7 +108,7 @@ def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout, p
 
 
 def test_replicas_may_lead(stacked, layout, params):
-    mesh = stacked["0/table"].sharding.mesh
+    mesh = stacked[NAME].sharding.mesh
     replicas = js.replicate(stacked, mesh=mesh, axis_name="replica")
     layers = layout.unstack_like({"params": replicas, "step": 3})
     alike(layers["params"], jax.tree.map(lambda x: jnp.stack([x, x]), params))
@@ -116,9 +123,9 @@ def test_replicas_may_lead(stacked, layout, params):
         (lambda own, p: own.stack([*p[:3], {}, p[4]]), "the layers that the layout was made of"),
         (
             lambda own, p: own.stack([p[0], {**p[1], "bias": np.zeros(3)}, *p[2:]]),
-            "must have [4] where slot '1/bias' takes it on stage 0, got [3]",
+            "must have [4] at '1/bias', got [3]",
         ),
-        (lambda own, p: own.unstack({"a": 1}), "must be a dict of the slots"),
+        (lambda own, p: own.unstack({"a": 1}), "must hold the buffers"),
         (lambda own, p: own.unstack(dict.fromkeys(own.specs, np.zeros(2))), "must end in"),
     ],
 )
@@ -148,5 +155,5 @@ def test_specs_that_do_not_fit_are_refused(mesh_of, params, specs, message):
 
 def test_keys_are_no_parameters(mesh_of, params):
     keyed = [*params[:4], {"table": params[4]["table"], "key": jax.random.key(0)}]
-    with pytest.raises(ValueError, match="'key' of type key<fry>"):
+    with pytest.raises(ValueError, match="'4/key' of type key<fry>"):
         layout_on(mesh_of({"stage": 2}), keyed)

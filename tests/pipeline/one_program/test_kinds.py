@@ -19,10 +19,13 @@ def test_equal_blocks_share_one_and_the_ends_have_their_own(mesh_of):
     assert [kind.start for kind in plan.kinds] == [0, 2, 6]
 
 
-def test_chunks_of_one_device_are_told_apart_by_their_rows(mesh_of):
+def test_chunks_of_one_device_are_told_apart_by_where_they_begin(mesh_of):
     of_stage, plan = kinds(mesh_of, 6, js.schedules.interleaved(2, 4, 4))
     assert of_stage == [0, 1, 1, 1, 1, 1, 1, 2]
-    assert plan.kinds[1].rows[1:7, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    block = 4 * 6 + 6 + 6 * 4  # elements; the first device holds the table in front of them
+    starts = plan.kinds[1].starts["float32"]
+    assert plan.kinds[1].segments[0].place.start == 0
+    assert starts[1:7].tolist() == [0, 32, block, 32 + block, 2 * block, 32 + 2 * block]
 
 
 def test_other_functions_and_other_numbers_of_layers_do_not_share(mesh_of):

@@ -100,6 +100,7 @@ class StepParts:
     raw_keys: bool = False  # whether untyped keys in new model state become typed ones
     policy: Policy | None = None  # that the loss function computes by
     before_run: Callable[[], None] | None = None  # raises where programs are out of date
+    params_form: Callable[[PyTree], PyTree] | None = None  # the parameters as the loss takes them
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
         """Gradient transform and optimizer."""

@@ -1,0 +1,318 @@
+"""An optax transform that sees the leaves of one stage at a time, as the model has them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import PyTree
+from ...mesh import only_over, vary_over, varying_axes
+from ...tracing import run_where_values_vary
+from ...tree import Staged
+from ._packing import Leaf, Packing, buffer_name
+from ._trial import shared_leaves
+
+Buffers = dict[str, Any]
+Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
+"""Of a stage, its own buffers, and what all stages have alike; returns the same of its results."""
+
+
+class StagePacking(Packing):
+    """A packing that runs optax transforms on each stage's own leaves.
+
+    Communication: none, but for what the compiler exchanges over axes inside a stage.
+    """
+
+    def init(self, tx: optax.GradientTransformation, params: Staged) -> PyTree:
+        """Return the state of `tx`, made of each stage's own leaves.
+
+        Args:
+          tx: a transform whose result for a leaf depends on this leaf alone.
+          params: the parameters.
+
+        Returns:
+          The state that `tx` has without stages, in which a `Staged` tree stands for each tree like
+          the parameters. Leaves that are equal on all stages, such as counters, stay as they are.
+
+        Raises:
+          ValueError: `tx` mixes leaves, found by trying it on few numbers, whole and per stage.
+        """
+        kinds = {name: x.dtype for name, x in params.items()}
+        every = [jax.eval_shape(tx.init, self.types(s, kinds)) for s in range(self.num_stages)]
+        form = _form(self, every, shared_leaves(self, tx))
+
+        def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
+            return form.packed(tx.init(self._tree(staged[0], stage)), stage)
+
+        return form.state(*_per_stage(self, branch, [params.buffers], []))
+
+    def update(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        updates: Staged,
+        state: PyTree,
+        params: Staged | None,
+        extra: Mapping[str, Any],
+    ) -> tuple[Staged, PyTree]:
+        """Return updates and state, as `tx.update` makes them of each stage's own leaves."""
+        form, staged, shared = _Form.of(self, state)
+        names = ["updates"] + ["params"] * (params is not None)
+        names += [name for name, x in extra.items() if isinstance(x, Staged)]
+        trees = {"updates": updates, "params": params, **extra}
+        arrays = [name for name, x in extra.items() if _is_array(x)]
+        rest = {name: x for name, x in extra.items() if name not in (*names, *arrays)}
+
+        def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
+            own = dict(zip(names, (self._tree(x, stage) for x in staged), strict=False))
+            before = form.unpacked(staged[len(names) :], shared[len(arrays) :], stage)
+            given = own.pop("updates"), before, own.pop("params", None)
+            told = {**own, **dict(zip(arrays, shared, strict=False))}
+            moved, after = run_where_values_vary(
+                lambda given, told: tx.update(*given, **told, **rest), given, told
+            )
+            buffers, alike = form.packed(after, stage)
+            return [self.pack(moved, stage), *buffers], alike
+
+        found, alike = _per_stage(
+            self,
+            branch,
+            [*(trees[name].buffers for name in names), *staged],
+            [*(extra[name] for name in arrays), *shared],
+        )
+        return self.staged(found[0]), form.state(found[1:], alike)
+
+    def _tree(self, buffers: Buffers, stage: int) -> PyTree:
+        """The tree of a stage, laid out over the axes that are the compiler's."""
+        automatic = _automatic()
+        tree = self.unpack(buffers, stage)
+        if not automatic or not any(self.axes.values()):
+            return tree
+
+        def place(leaf: Leaf, x: Any) -> Any:
+            return lax.with_sharding_constraint(x, only_over(leaf.spec, automatic))
+
+        parts = self.outer.flatten_up_to(tree)
+        for position in self.stages[stage]:
+            subtree, leaves = self.subtrees[position], self.leaves[position]
+            own = map(place, leaves, subtree.flatten_up_to(parts[position]))
+            parts[position] = subtree.unflatten(own)
+        return self.outer.unflatten(parts)
+
+
+class _Form(NamedTuple):
+    """What the state of a transform is made of.
+
+    Attributes:
+      structure: of the state, with one leaf for each node.
+      nodes: for each node its packing; None for what is equal on all stages.
+    """
+
+    structure: Any
+    nodes: tuple[StagePacking | None, ...]
+
+    @classmethod
+    def of(cls, packing: StagePacking, state: PyTree) -> tuple["_Form", list[Buffers], list[Any]]:
+        """Return the form of a state, the buffers in it, and what is equal on all stages."""
+        nodes, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Staged))
+        packings = [x.packing if isinstance(x, Staged) else None for x in nodes]
+        staged = [x.buffers for x in nodes if isinstance(x, Staged)]
+        return cls(structure, tuple(packings)), staged, [x for x in nodes if _is_shared(x)]
+
+    def packed(self, state: PyTree, stage: int) -> tuple[list[Buffers], list[Any]]:
+        """Return the buffers of one stage's state, and what is equal on all stages.
+
+        Raises:
+          ValueError: a state of another structure.
+        """
+        try:
+            nodes = self.structure.flatten_up_to(state)
+            pairs = list(zip(self.nodes, nodes, strict=True))
+            staged = [_pack(p, x, stage) for p, x in pairs if p is not None]
+        except ValueError as error:
+            raise ValueError(
+                "`optimizer` must keep a state of one structure, and an update changes what it has "
+                f"of stage {stage}: {error}"
+            ) from None
+        return staged, [jnp.asarray(x) for p, x in pairs if p is None]
+
+    def unpacked(self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int) -> PyTree:
+        """Return the state of one stage."""
+        buffers, alike = iter(staged), iter(shared)
+        return self.structure.unflatten(
+            [next(alike) if p is None else _unpack(p, next(buffers), stage) for p in self.nodes]
+        )
+
+    def state(self, staged: Sequence[Buffers], shared: Sequence[Any]) -> PyTree:
+        """Return the state of all stages."""
+        buffers, alike = iter(staged), iter(shared)
+        return self.structure.unflatten(
+            [next(alike) if p is None else p.staged(next(buffers)) for p in self.nodes]
+        )
+
+
+# In a packing of what has no place among the parameters, such as a vector of all of them: one
+# value for each stage. The parameters of a model of layers are a sequence, and never such a dict.
+_OF_STAGE = "of each stage"
+
+
+def _pack(packing: Packing, x: PyTree, stage: int) -> Buffers:
+    if _is_per_stage(packing):
+        x = {_OF_STAGE: [x] * packing.num_stages}
+    return packing.pack(x, stage)
+
+
+def _unpack(packing: StagePacking, buffers: Buffers, stage: int) -> PyTree:
+    if _is_per_stage(packing):
+        return packing.unpack(buffers, stage)[_OF_STAGE][stage]
+    return packing._tree(buffers, stage)
+
+
+def _is_per_stage(packing: Packing) -> bool:
+    return packing.outer == _per_stage_structure(packing.num_stages)
+
+
+def _per_stage_structure(num_stages: int) -> Any:
+    return jax.tree.structure({_OF_STAGE: [0] * num_stages})
+
+
+def _is_shared(x: Any) -> bool:
+    return not isinstance(x, Staged)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _form(
+    packing: StagePacking, states: Sequence[PyTree], is_shared: Callable[[int], bool]
+) -> _Form:
+    """The form of the states of all stages.
+
+    Args:
+      packing: of the parameters.
+      states: types, for each stage.
+      is_shared: whether the leaf of this number that mirrors no parameters is equal on all stages.
+    """
+    flat = [jax.tree.flatten(state, is_leaf=packing.mirrors) for state in states]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ValueError(
+            "`optimizer` must keep states of one structure for all stages, got "
+            f"{', '.join(str(other) for _, other in flat)}."
+        )
+    nodes: list[Any] = []
+    number = 0
+    for values in zip(*(own for own, _ in flat), strict=True):
+        if packing.mirrors(values[0]):
+            nodes.append(packing.like(values))
+            continue
+        alike = len({(x.shape, x.dtype) for x in values}) == 1
+        nodes.append(None if alike and is_shared(number) else _own(packing, values))
+        number += 1
+    return _Form(structure, tuple(nodes))
+
+
+def _own(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
+    """The packing of one array of each stage."""
+    leaves = tuple((Leaf(x.shape, P(), buffer_name(x.dtype, ())),) for x in values)
+    return StagePacking(
+        outer=_per_stage_structure(len(values)),
+        subtrees=tuple(jax.tree.structure(0) for _ in values),
+        leaves=leaves,
+        stages=tuple((i,) for i in range(len(values))),
+        copies=frozenset(),
+        axis_sizes=packing.axis_sizes,
+        axis_name=packing.axis_name,
+        mesh=packing.mesh,
+    )
+
+
+def _automatic() -> frozenset[str]:
+    """Axes that are the compiler's here, and of which types do not tell."""
+    return frozenset(jax.sharding.get_abstract_mesh().auto_axes)
+
+
+def _per_stage(
+    packing: Packing, branch: Branch, staged: list[Buffers], shared: list[Any]
+) -> tuple[list[Buffers], list[Any]]:
+    """Run `branch` of each stage on its devices.
+
+    Args:
+      packing: tells the axis, and the mesh where no axis is mapped yet.
+      branch: the program of one stage.
+      staged: buffers (stages, ...).
+      shared: equal on all stages; so must be what `branch` returns as such.
+    """
+    axis = packing.axis_name
+    axes = set[str]().union(*map(varying_axes, jax.tree.leaves((staged, shared))))
+
+    def device(staged: list[Buffers], shared: list[Any]) -> Any:
+        own = jax.tree.map(lambda x: x[0], staged)
+        branches = _branches([partial(branch, s) for s in range(packing.num_stages)], own, shared)
+        found, alike = branches(lax.axis_index(axis), own, shared)
+        return jax.tree.map(lambda x: x[None], found), alike
+
+    context = jax.sharding.get_abstract_mesh()
+    # Types cannot tell that what is shared is equal on all stages: it follows from equal numbers.
+    mapped = jax.shard_map(
+        device,
+        mesh=packing.mesh if context.empty else context,
+        axis_names={axis},
+        in_specs=(P(axis), P()),
+        out_specs=(P(axis), P()),
+        check_vma=False,
+    )
+    return vary_over(mapped(staged, shared), axes)
+
+
+def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
+    """A function of the number of a branch and the operands.
+
+    Branches that turn out to be the same program, as those of stages with equal layers, are one, so
+    that they are compiled once. Results are of the widest dtype that some branch gives.
+    """
+    if len(branches) == 1:
+        return lambda index, *operands: branches[0](*operands)
+    programs: dict[Any, Any] = {}
+    numbers, kinds, structure = [], [], None
+    for branch in branches:
+        closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
+        leaves, structure = jax.tree.flatten(results)
+        kinds.append([x.dtype for x in leaves])
+        key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *_arrays(closed.jaxpr))))
+        numbers.append(list(programs.setdefault(key, (len(programs), closed)))[0])
+    # PRNG keys have no dtype but their own.
+    widest = [own[0] if len(set(own)) == 1 else jnp.result_type(*own) for own in zip(*kinds)]
+
+    def run(closed: Any, *operands: PyTree) -> PyTree:
+        results = jaxpr_as_fun(closed)(*jax.tree.leaves(operands))
+        pairs = zip(results, widest, strict=True)
+        return structure.unflatten([x if x.dtype == t else x.astype(t) for x, t in pairs])
+
+    every = [partial(run, closed) for _, closed in programs.values()]
+    if len(every) == 1:
+        return lambda index, *operands: every[0](*operands)
+    return lambda index, *operands: lax.switch(jnp.asarray(numbers)[index], every, *operands)
+
+
+def _constant(x: Any) -> Any:
+    """What tells constants of programs apart."""
+    is_small = isinstance(x, np.ndarray | np.generic) and x.size < 4096
+    return (str(x.dtype), x.shape, x.tobytes()) if is_small else id(x)
+
+
+def _arrays(jaxpr: Any) -> list[Any]:
+    """Arrays that equations hold as literals, which texts of programs abbreviate."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [v.val for v in equation.invars if isinstance(v, Literal) and np.ndim(v.val)]
+        for inner in jaxprs_in_params(equation.params):
+            found += _arrays(inner)
+    return found

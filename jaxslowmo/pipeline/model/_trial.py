@@ -1,0 +1,178 @@
+"""Whether a transform gives each leaf what it gives it without stages, tried on few numbers.
+
+The transform of a stage sees the leaves of this stage alone. That is no loss to one whose result
+for a leaf depends on this leaf, and another thing for one that takes a norm of all gradients.
+Nothing tells the two apart, so each is asked: it makes some updates of small arrays with the
+model's own names, once of all stages together and once of each alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import PyTree
+from ...tree import leaf_names
+from ._packing import Packing
+
+_SIDE = 3  # elements along an axis, at most
+# How large gradients are, one update after the other: limits of clipping lie anywhere. In the last
+# one a gradient is not finite.
+_SCALES = (1.0, 1e-3, 1e6, 1.0)
+_TOLERANCE = 1e-4
+
+
+class _Results(NamedTuple):
+    """What a transform makes of several updates of some leaves.
+
+    Attributes:
+      updates: one tree for each update.
+      state: after the last one.
+    """
+
+    updates: list[PyTree]
+    state: PyTree
+
+
+def shared_leaves(packing: Packing, tx: optax.GradientTransformation) -> Callable[[int], bool]:
+    """Return which leaves of the states of `tx` are equal on all stages, where it may be used.
+
+    Args:
+      packing: of the parameters.
+      tx: the transform.
+
+    Returns:
+      A function of the number of a leaf, among those that mirror no parameters. Where `tx` cannot
+      be tried (it wants arguments or shapes that a trial does not have) all are.
+
+    Raises:
+      ValueError: results for a leaf depend on leaves of other stages.
+
+    Communication: none; it runs on one device of this process, now.
+    """
+    if packing.num_stages == 1:
+        return lambda number: True
+    small = _small(packing)
+    with jax.ensure_compile_time_eval():
+        names = (packing.axis_name, *packing.mesh.axis_names)
+        whole, run = _first_that_runs(tx, small, names)
+        if whole is None:
+            return lambda number: True
+        every = [run(stage) for stage in range(small.num_stages)]
+    for stage, own in enumerate(every):
+        if differing := _differing(small, whole, own, stage):
+            raise ValueError(
+                "`optimizer` holds a transform whose result for a leaf depends on leaves of other "
+                f"stages, as in a trial {differing}: each stage of a pipeline updates the leaves "
+                "that it holds. For a norm or a check of all gradients use "
+                "js.clip_by_global_norm(...) and js.dynamic_loss_scale(...), joined with the "
+                "optimizer by js.chain, which know of stages."
+            )
+    return _equal_on_all(small, every)
+
+
+def _small(packing: Packing) -> Packing:
+    """The same parameters with few elements each."""
+    leaves = tuple(
+        tuple(x._replace(shape=tuple(min(n, _SIDE) for n in x.shape), spec=P()) for x in own)
+        for own in packing.leaves
+    )
+    return replace(packing, leaves=leaves, axis_sizes=())
+
+
+def _first_that_runs(
+    tx: optax.GradientTransformation, small: Packing, names: Sequence[str]
+) -> tuple[_Results | None, Callable[[int | None], _Results]]:
+    """The results of all stages, and a function of a stage; mapped over axes if it must be."""
+
+    def run(stage: int | None) -> _Results:
+        return _run(tx, small, stage)
+
+    def mapped(stage: int | None) -> _Results:
+        fn: Callable[[], _Results] = lambda: run(stage)  # noqa: E731
+        for name in dict.fromkeys(names):
+            fn = jax.vmap(fn, axis_name=name, axis_size=1, out_axes=None)
+        return fn()
+
+    for each in (run, mapped):
+        try:
+            return each(None), each
+        except Exception:  # it may want anything that training has and a trial has not
+            continue
+    return None, run
+
+
+def _run(tx: optax.GradientTransformation, small: Packing, stage: int | None) -> _Results:
+    """Some updates of the leaves of one stage; of all with None."""
+
+    def tree(seed: int, scale: float = 1.0) -> PyTree:
+        drawn = np.random.default_rng(seed).normal
+        held = range(len(small.leaves)) if stage is None else small.stages[stage]
+        values = [
+            [jnp.asarray(scale * drawn(size=x.shape), jnp.float32) for x in own]
+            for own in small.leaves
+        ]
+        if seed == len(_SCALES):
+            values[0] = [x * jnp.nan for x in values[0]]
+        return small.outer.unflatten(
+            [
+                small.subtrees[i].unflatten(own) if i in held else optax.MaskedNode()
+                for i, own in enumerate(values)
+            ]
+        )
+
+    params = tree(0)
+    state, made = tx.init(params), []
+    for number, scale in enumerate(_SCALES, start=1):
+        grads = tree(number, scale)
+        told = {"value": jnp.float32(1 / number), "grad": grads, "value_fn": _value}
+        try:
+            updates, state = tx.update(grads, state, params, **told)  # type: ignore[call-arg]
+        except TypeError:  # it takes no more than it knows
+            updates, state = tx.update(grads, state, params)
+        made.append(updates)
+    return _Results(made, state)
+
+
+def _value(params: PyTree, *_: Any, **__: Any) -> jax.Array:
+    return sum((jnp.sum(x**2) for x in jax.tree.leaves(params)), start=jnp.float32(0))
+
+
+def _differing(small: Packing, whole: _Results, own: _Results, stage: int) -> str:
+    """The update or part of the state that differs; "" where all are alike."""
+    names = leaf_names(small.outer.unflatten([0] * len(small.leaves)))
+    known = [("the update", *pair) for pair in zip(whole.updates, own.updates, strict=True)]
+    nodes = [
+        jax.tree.flatten(state, is_leaf=small.mirrors)[0] for state in (whole.state, own.state)
+    ]
+    known += [("the state", *pair) for pair in zip(*nodes, strict=True) if small.mirrors(pair[0])]
+    for what, expected, found in known:
+        parts = small.outer.flatten_up_to(expected), small.outer.flatten_up_to(found)
+        for position in small.stages[stage]:
+            pair = [jax.tree.leaves(own[position]) for own in parts]
+            if not all(map(_alike, *pair)):
+                return f"{what} of {names[position]!r}"
+    return ""
+
+
+def _alike(x: Any, y: Any) -> bool:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    x, y = (np.asarray(v, np.float64) for v in (x, y))
+    finite = np.abs(y[np.isfinite(y)])
+    atol = _TOLERANCE * finite.max(initial=0.0)
+    return x.shape == y.shape and np.allclose(x, y, _TOLERANCE, atol, equal_nan=True)
+
+
+def _equal_on_all(small: Packing, every: Sequence[_Results]) -> Callable[[int], bool]:
+    """Which leaves that mirror no parameters are equal on all stages."""
+    flat = [jax.tree.leaves(own.state, is_leaf=small.mirrors) for own in every]
+    others = [[x for x in own if not small.mirrors(x)] for own in flat]
+    equal = [all(_alike(x, values[0]) for x in values) for values in zip(*others, strict=True)]
+    # A state may have another structure for other shapes.
+    return lambda number: equal[number] if number < len(equal) else True

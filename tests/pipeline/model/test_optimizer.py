@@ -1,0 +1,199 @@
+"""On each stage an optimizer sees the leaves of the model: steps equal those without stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.clipping import clip_state
+from support.exhaustive import sweep
+from support.layered import assert_close, language_model, tokens
+from support.optimizers import names, of_all_leaves, per_leaf
+
+STEPS = 20
+MODEL, PARAMS = language_model(6)
+SCHEDULES = {
+    "one_f_one_b": js.schedules.one_f_one_b(4, 4),
+    "zbv": js.schedules.zbv(2, 4),
+    "interleaved": js.schedules.interleaved(2, 4, 2),
+    "gpipe": js.schedules.gpipe(1, 4),
+}
+PER_LEAF = per_leaf(PARAMS)
+BLOCK = {"up": P("fsdp", "tensor"), "bias": P("tensor"), "down": P("tensor", "fsdp")}
+
+
+def pipeline(mesh, schedule=SCHEDULES["one_f_one_b"], **options):
+    return js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, **options)
+
+
+def trained(loss_fn, mesh, optimizer, **options):
+    options.setdefault("sync", js.local_sgd("replica", sync_every=2))
+    step = js.make_train_step(loss_fn, optimizer, mesh=mesh, **options)
+    state = step.init(PARAMS)
+    for i in range(STEPS):
+        state, metrics = step(state, tokens(16, seed=i))
+    return step, state, metrics
+
+
+def check(mesh, pipe, optimizer, tolerance=1e-5, **options):
+    """Parameters, metrics and states are those without stages."""
+    _, found, metrics = trained(pipe, mesh, optimizer, **options)
+    alone = js.virtual_mesh({"replica": mesh.shape["replica"]})
+    _, known, expected = trained(MODEL, alone, optimizer, **options)
+    assert_close(metrics, expected, tolerance)
+    assert_close(pipe.layout.unstack_like(found.params), known.params, tolerance)
+    return found, known
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    sweep(
+        [(name, kind) for name in PER_LEAF for kind in SCHEDULES],
+        lambda name, kind: list(SCHEDULES)[list(PER_LEAF).index(name) % 3] == kind,
+    ),
+)
+def test_steps_of_optimizers_equal_those_without_stages(mesh_of, name, kind):
+    schedule = SCHEDULES[kind]
+    mesh = mesh_of({"replica": 2, "stage": schedule.num_stages})
+    # Muon's iteration makes all singular values equal, those of rounding too.
+    tolerance = 1e-4 if name == "muon" else 1e-5
+    pipe = pipeline(mesh, schedule)
+    found, known = check(mesh, pipe, PER_LEAF[name], tolerance)
+    layers = pipe.layout.unstack_like(found.opt_state)
+    if name != "flatten":  # whose state is a vector for each stage
+        assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "adafactor", "mask_by_name"])
+def test_leaves_may_be_sharded_inside_of_stages(mesh_of, name):
+    mesh = mesh_of({"replica": 1, "stage": 2, "fsdp": 2, "tensor": 2})
+    specs = [P(None, "fsdp"), *[BLOCK] * 6, P(None, "fsdp")]
+    options = {"data_axes": ("fsdp",), "param_specs": specs}
+    pipe = pipeline(mesh, SCHEDULES["zbv"], **options)
+    check(mesh, pipe, PER_LEAF[name], sync="none")
+
+
+def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
+    mesh = mesh_of({"replica": 1, "stage": 2, "fsdp": 2, "tensor": 2})
+    specs = [P(None, "fsdp"), *[BLOCK] * 6, P(None, "fsdp")]
+    pipe = pipeline(mesh, SCHEDULES["zbv"], data_axes=("fsdp",), param_specs=specs)
+    tx = optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree))
+    stacked = pipe.layout.stack(PARAMS)
+    state = jax.jit(over(tx).init)(stacked)
+    mu = state[0].mu
+    assert {name: x.shape for name, x in mu.items()} == {n: x.shape for n, x in stacked.items()}
+    update = jax.jit(over(tx).update).lower(stacked, state, stacked).compile()
+    text = update.as_text()
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "permute"))
+    assert jax.tree.map(lambda x: x.spec, update.output_shardings[0]) == pipe.layout.specs
+
+
+def over(tx):
+    return js.chain(tx)
+
+
+@pytest.mark.parametrize("name", of_all_leaves())
+def test_what_needs_all_leaves_is_refused_when_the_state_is_made(mesh_of, name):
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    step = js.make_train_step(
+        pipeline(mesh, SCHEDULES["zbv"]), of_all_leaves()[name], sync="none", mesh=mesh
+    )
+    with pytest.raises(ValueError, match=r"depends on leaves of other stages.*js\.clip_by_global"):
+        step.init(PARAMS)
+
+
+@pytest.mark.parametrize("validate", ["before", "after"])
+@pytest.mark.parametrize("kind", ["zbv", "one_f_one_b"])
+def test_ours_see_all_stages_and_count_tied_leaves_once(mesh_of, kind, validate):
+    schedule = SCHEDULES[kind]
+    mesh = mesh_of({"replica": 2, "stage": schedule.num_stages})
+    once = [None] * 7 + [{"table": np.zeros((8, 4))}]
+
+    def optimizer(counted):
+        clip = js.clip_by_global_norm(0.3, counted=counted)
+        return js.dynamic_loss_scale(js.chain(clip, PER_LEAF["lamb"]), initial=8.0)
+
+    pipe = pipeline(mesh, schedule)
+    _, found, _ = trained(pipe, mesh, optimizer(None), validate=validate)
+    alone = js.virtual_mesh({"replica": 2})
+    _, known, _ = trained(MODEL, alone, optimizer(once), validate=validate)
+    assert_close(pipe.layout.unstack_like(found.params), known.params)
+    both = [clip_state(s.opt_state) for s in (found, known)]
+    assert_close(*both)
+    assert (np.asarray(both[0].clip_factor) < 1).all()
+
+
+def test_one_stage_that_overflows_makes_all_skip(mesh_of):
+    mesh = mesh_of({"replica": 1, "stage": 4})
+    pipe = pipeline(mesh)
+    tx = js.dynamic_loss_scale(PER_LEAF["adamw"], initial=8.0)
+    stacked = pipe.layout.stack(PARAMS)
+    state = tx.init(stacked)
+    grads = [jax.tree.map(np.ones_like, layer) for layer in PARAMS]
+    grads[4]["bias"] = grads[4]["bias"] * np.inf
+    updates, after = jax.jit(tx.update)(pipe.layout.stack(grads), state, stacked)
+    assert after.skipped == 1
+    assert all(not np.any(x) for x in jax.tree.leaves(updates))
+    assert after.loss_scale == 4.0
+
+
+def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_of):
+    seen = []
+
+    def init(params):
+        seen.append(jax.tree.map(jnp.shape, params))
+        assert jax.tree.leaves(names(params))
+        return optax.EmptyState()
+
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    step = js.make_train_step(
+        pipeline(mesh_of({"replica": 1, "stage": 4})), tx, sync="none",
+        mesh=mesh_of({"replica": 1, "stage": 4}),
+    )  # fmt: skip
+    step.init(PARAMS)
+    shapes = jax.tree.map(np.shape, PARAMS)
+    whole = [s for s in seen if s[1]["up"] == shapes[1]["up"]]
+    assert whole
+    for tree in whole:
+        assert tree[:2] == shapes[:2]
+        assert all(isinstance(x, optax.MaskedNode) for own in tree[2:] for x in own.values())
+
+
+def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    sync = js.slowmo("replica", sync_every=2, learning_rate="optimizer",
+                     base=js.local_sgd("replica", sync_every=1))  # fmt: skip
+    tx = optax.inject_hyperparams(optax.sgd)(0.1)
+    pipe = pipeline(mesh, SCHEDULES["zbv"])
+    step = js.make_train_step(pipe, tx, sync=sync, mesh=mesh)
+    alone = js.make_train_step(MODEL, tx, sync=sync, mesh=js.virtual_mesh({"replica": 2}))
+    state, known = step.init(PARAMS), alone.init(PARAMS)
+    for i, rate in enumerate((0.1, 0.05, 0.2)):
+        state, known = (js.set_hyperparams(s, learning_rate=rate) for s in (state, known))
+        state, _ = step(state, tokens(16, seed=i))
+        known, _ = alone(known, tokens(16, seed=i))
+    assert_close(pipe.layout.unstack_like(state.params), known.params)
+
+
+def test_copies_of_parameters_follow_what_is_exchanged(mesh_of):
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    check(mesh, pipeline(mesh, SCHEDULES["zbv"]), optax.contrib.madgrad(0.01))
+
+
+def test_stages_with_equal_leaves_share_a_branch(mesh_of):
+    pipe = pipeline(mesh_of({"stage": 4}))
+
+    def branches(tx):
+        stacked = pipe.layout.stack(PARAMS)
+        tx = over(tx)
+        text = jax.jit(tx.update).lower(stacked, tx.init(stacked), stacked).as_text()
+        (found,) = [line for line in text.splitlines() if '"stablehlo.case"' in line]
+        body = text[text.index(found) :]
+        return body[: body.index("}) :")].count("}, {") + 1
+
+    assert branches(optax.adam(0.1)) == 3  # first, the two in between, last
+    decay = lambda tree: [jax.tree.map(lambda _: i != 2, x) for i, x in enumerate(tree)]  # noqa: E731
+    assert branches(optax.adamw(0.1, mask=decay)) == 4
