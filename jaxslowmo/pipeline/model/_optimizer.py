@@ -17,7 +17,7 @@ from ...mesh import only_over, vary_over, varying_axes
 from ...tracing import run_where_values_vary
 from ...tree import Staged
 from ._packing import Leaf, Packing, buffer_name
-from ._trial import shared_leaves
+from ._trial import trial_of
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
@@ -46,10 +46,12 @@ class StagePacking(Packing):
         """
         kinds = {name: x.dtype for name, x in params.items()}
         every = [jax.eval_shape(tx.init, self.types(s, kinds)) for s in range(self.num_stages)]
-        form = _form(self, every, shared_leaves(self, tx))
+        trial = trial_of(self, tx)
+        form = _form(self, every, trial.is_shared)
+        keeps = trial.is_elementwise and form.is_like(self)
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
-            return form.packed(tx.init(self._tree(staged[0], stage)), stage)
+            return form.packed(tx.init(self.tree(staged[0], stage, keeps)), stage, keeps)
 
         return form.state(*_per_stage(self, branch, [params.buffers], []))
 
@@ -63,6 +65,7 @@ class StagePacking(Packing):
     ) -> tuple[Staged, PyTree]:
         """Return updates and state, as `tx.update` makes them of each stage's own leaves."""
         form, staged, shared = _Form.of(self, state)
+        keeps = trial_of(self, tx).is_elementwise and form.is_like(self)
         names = ["updates"] + ["params"] * (params is not None)
         names += [name for name, x in extra.items() if isinstance(x, Staged)]
         trees = {"updates": updates, "params": params, **extra}
@@ -70,15 +73,15 @@ class StagePacking(Packing):
         rest = {name: x for name, x in extra.items() if name not in (*names, *arrays)}
 
         def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
-            own = dict(zip(names, (self._tree(x, stage) for x in staged), strict=False))
-            before = form.unpacked(staged[len(names) :], shared[len(arrays) :], stage)
+            own = dict(zip(names, (self.tree(x, stage, keeps) for x in staged), strict=False))
+            before = form.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
             given = own.pop("updates"), before, own.pop("params", None)
             told = {**own, **dict(zip(arrays, shared, strict=False))}
             moved, after = run_where_values_vary(
                 lambda given, told: tx.update(*given, **told, **rest), given, told
             )
-            buffers, alike = form.packed(after, stage)
-            return [self.pack(moved, stage), *buffers], alike
+            buffers, alike = form.packed(after, stage, keeps)
+            return [self.buffers(moved, stage, keeps), *buffers], alike
 
         found, alike = _per_stage(
             self,
@@ -88,21 +91,39 @@ class StagePacking(Packing):
         )
         return self.staged(found[0]), form.state(found[1:], alike)
 
-    def _tree(self, buffers: Buffers, stage: int) -> PyTree:
-        """The tree of a stage, laid out over the axes that are the compiler's."""
-        automatic = _automatic()
-        tree = self.unpack(buffers, stage)
-        if not automatic or not any(self.axes.values()):
+    def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
+        """Return the tree of a stage, laid out over the axes that are the compiler's.
+
+        Args:
+          buffers: of the stage.
+          stage: the device stage.
+          keeps_parts: whether leaves stay in parts; False makes them whole. Where arithmetic joins
+            elements of a leaf, the compiler may move parts by permutes in which devices of all
+            stages take part, and some of them would wait in this branch for others that are in
+            none like it (seen on CPU with Muon: jax 0.10.2 hangs).
+        """
+        return self._laid_out(self.unpack(buffers, stage), stage, keeps_parts)
+
+    def buffers(self, tree: PyTree, stage: int, keeps_parts: bool) -> Buffers:
+        """Return the buffers of a stage, of its tree, in which leaves lie as `tree` makes them."""
+        if not keeps_parts:
+            tree = self._laid_out(tree, stage, keeps_parts)
+        return self.pack(self._laid_out(tree, stage, keeps_parts=True), stage)
+
+    def _laid_out(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
+        """The tree with every leaf laid out as its buffer is.
+
+        Left to itself the compiler may split buffers in other ways, and permute their parts.
+        """
+        automatic = jax.sharding.get_abstract_mesh().auto_axes
+        if not automatic:
             return tree
-
-        def place(leaf: Leaf, x: Any) -> Any:
-            return lax.with_sharding_constraint(x, only_over(leaf.spec, automatic))
-
         parts = self.outer.flatten_up_to(tree)
         for position in self.stages[stage]:
             subtree, leaves = self.subtrees[position], self.leaves[position]
-            own = map(place, leaves, subtree.flatten_up_to(parts[position]))
-            parts[position] = subtree.unflatten(own)
+            specs = [only_over(leaf.spec, automatic if keeps_parts else ()) for leaf in leaves]
+            own = map(lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs)
+            parts[position] = subtree.unflatten(list(own))
         return self.outer.unflatten(parts)
 
 
@@ -125,7 +146,20 @@ class _Form(NamedTuple):
         staged = [x.buffers for x in nodes if isinstance(x, Staged)]
         return cls(structure, tuple(packings)), staged, [x for x in nodes if _is_shared(x)]
 
-    def packed(self, state: PyTree, stage: int) -> tuple[list[Buffers], list[Any]]:
+    def is_like(self, packing: Packing) -> bool:
+        """Whether arrays of the state have the shapes of the parameters in whose places they are.
+
+        Those of a factored second moment do not, and it joins the elements of rows and columns.
+        """
+        for own in (p for p in self.nodes if p is not None and p.outer == packing.outer):
+            for leaves, (leaf,) in zip(own.leaves, packing.leaves, strict=True):
+                if any(x.shape != leaf.shape for x in leaves):
+                    return False
+        return True
+
+    def packed(
+        self, state: PyTree, stage: int, keeps_parts: bool
+    ) -> tuple[list[Buffers], list[Any]]:
         """Return the buffers of one stage's state, and what is equal on all stages.
 
         Raises:
@@ -134,7 +168,7 @@ class _Form(NamedTuple):
         try:
             nodes = self.structure.flatten_up_to(state)
             pairs = list(zip(self.nodes, nodes, strict=True))
-            staged = [_pack(p, x, stage) for p, x in pairs if p is not None]
+            staged = [_pack(p, x, stage, keeps_parts) for p, x in pairs if p is not None]
         except ValueError as error:
             raise ValueError(
                 "`optimizer` must keep a state of one structure, and an update changes what it has "
@@ -142,11 +176,16 @@ class _Form(NamedTuple):
             ) from None
         return staged, [jnp.asarray(x) for p, x in pairs if p is None]
 
-    def unpacked(self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int) -> PyTree:
+    def unpacked(
+        self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int, keeps_parts: bool
+    ) -> PyTree:
         """Return the state of one stage."""
         buffers, alike = iter(staged), iter(shared)
         return self.structure.unflatten(
-            [next(alike) if p is None else _unpack(p, next(buffers), stage) for p in self.nodes]
+            [
+                next(alike) if p is None else _unpack(p, next(buffers), stage, keeps_parts)
+                for p in self.nodes
+            ]
         )
 
     def state(self, staged: Sequence[Buffers], shared: Sequence[Any]) -> PyTree:
@@ -162,16 +201,16 @@ class _Form(NamedTuple):
 _OF_STAGE = "of each stage"
 
 
-def _pack(packing: Packing, x: PyTree, stage: int) -> Buffers:
+def _pack(packing: StagePacking, x: PyTree, stage: int, keeps_parts: bool) -> Buffers:
     if _is_per_stage(packing):
         x = {_OF_STAGE: [x] * packing.num_stages}
-    return packing.pack(x, stage)
+    return packing.buffers(x, stage, keeps_parts)
 
 
-def _unpack(packing: StagePacking, buffers: Buffers, stage: int) -> PyTree:
+def _unpack(packing: StagePacking, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
     if _is_per_stage(packing):
         return packing.unpack(buffers, stage)[_OF_STAGE][stage]
-    return packing._tree(buffers, stage)
+    return packing.tree(buffers, stage, keeps_parts)
 
 
 def _is_per_stage(packing: Packing) -> bool:
@@ -234,11 +273,6 @@ def _own(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
     )
 
 
-def _automatic() -> frozenset[str]:
-    """Axes that are the compiler's here, and of which types do not tell."""
-    return frozenset(jax.sharding.get_abstract_mesh().auto_axes)
-
-
 def _per_stage(
     packing: Packing, branch: Branch, staged: list[Buffers], shared: list[Any]
 ) -> tuple[list[Buffers], list[Any]]:
@@ -269,6 +303,8 @@ def _per_stage(
         out_specs=(P(axis), P()),
         check_vma=False,
     )
+    if context.empty:  # outside of a program jax maps over all axes of a mesh or over none
+        mapped = jax.jit(mapped)
     return vary_over(mapped(staged, shared), axes)
 
 

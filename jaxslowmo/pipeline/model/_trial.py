@@ -6,8 +6,11 @@ Nothing tells the two apart, so each is asked: it makes some updates of small ar
 model's own names, once of all stages together and once of each alone.
 """
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,30 +42,48 @@ class _Results(NamedTuple):
     state: PyTree
 
 
-def shared_leaves(packing: Packing, tx: optax.GradientTransformation) -> Callable[[int], bool]:
-    """Return which leaves of the states of `tx` are equal on all stages, where it may be used.
+class Trial(NamedTuple):
+    """What a trial has shown of a transform.
+
+    Attributes:
+      shared: for each leaf of its state that mirrors no parameters, whether it is equal on all
+        stages; () where the transform could not be tried (it wants arguments or shapes that a trial
+        does not have).
+      is_elementwise: whether its result for an element depends on this element alone.
+    """
+
+    shared: tuple[bool, ...] = ()
+    is_elementwise: bool = False
+
+    def is_shared(self, number: int) -> bool:
+        """Whether leaf `number` of those that mirror no parameters is equal on all stages."""
+        # A state may have another structure for other shapes.
+        return self.shared[number] if number < len(self.shared) else True
+
+
+@functools.lru_cache(maxsize=64)
+def trial_of(packing: Packing, tx: optax.GradientTransformation) -> Trial:
+    """Try a transform.
 
     Args:
       packing: of the parameters.
       tx: the transform.
-
-    Returns:
-      A function of the number of a leaf, among those that mirror no parameters. Where `tx` cannot
-      be tried (it wants arguments or shapes that a trial does not have) all are.
 
     Raises:
       ValueError: results for a leaf depend on leaves of other stages.
 
     Communication: none; it runs on one device of this process, now.
     """
-    if packing.num_stages == 1:
-        return lambda number: True
     small = _small(packing)
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of axes of size 1, over which there is nothing to do
         names = (packing.axis_name, *packing.mesh.axis_names)
         whole, run = _first_that_runs(tx, small, names)
         if whole is None:
-            return lambda number: True
+            return Trial()
+        is_elementwise = _is_elementwise(whole, run(None, 2.0))
+        if small.num_stages == 1:
+            return Trial((), is_elementwise)
         every = [run(stage) for stage in range(small.num_stages)]
     for stage, own in enumerate(every):
         if differing := _differing(small, whole, own, stage):
@@ -73,7 +94,7 @@ def shared_leaves(packing: Packing, tx: optax.GradientTransformation) -> Callabl
                 "js.clip_by_global_norm(...) and js.dynamic_loss_scale(...), joined with the "
                 "optimizer by js.chain, which know of stages."
             )
-    return _equal_on_all(small, every)
+    return Trial(_equal_on_all(small, every), is_elementwise)
 
 
 def _small(packing: Packing) -> Packing:
@@ -87,14 +108,14 @@ def _small(packing: Packing) -> Packing:
 
 def _first_that_runs(
     tx: optax.GradientTransformation, small: Packing, names: Sequence[str]
-) -> tuple[_Results | None, Callable[[int | None], _Results]]:
+) -> tuple[_Results | None, Callable[..., _Results]]:
     """The results of all stages, and a function of a stage; mapped over axes if it must be."""
 
-    def run(stage: int | None) -> _Results:
-        return _run(tx, small, stage)
+    def run(stage: int | None, factor: float = 1.0) -> _Results:
+        return _run(tx, small, stage, factor)
 
-    def mapped(stage: int | None) -> _Results:
-        fn: Callable[[], _Results] = lambda: run(stage)  # noqa: E731
+    def mapped(stage: int | None, factor: float = 1.0) -> _Results:
+        fn: Callable[[], _Results] = lambda: run(stage, factor)  # noqa: E731
         for name in dict.fromkeys(names):
             fn = jax.vmap(fn, axis_name=name, axis_size=1, out_axes=None)
         return fn()
@@ -107,8 +128,13 @@ def _first_that_runs(
     return None, run
 
 
-def _run(tx: optax.GradientTransformation, small: Packing, stage: int | None) -> _Results:
-    """Some updates of the leaves of one stage; of all with None."""
+def _run(
+    tx: optax.GradientTransformation, small: Packing, stage: int | None, factor: float
+) -> _Results:
+    """Some updates of the leaves of one stage; of all with None.
+
+    The first element of each gradient is multiplied by `factor`.
+    """
 
     def tree(seed: int, scale: float = 1.0) -> PyTree:
         drawn = np.random.default_rng(seed).normal
@@ -129,7 +155,7 @@ def _run(tx: optax.GradientTransformation, small: Packing, stage: int | None) ->
     params = tree(0)
     state, made = tx.init(params), []
     for number, scale in enumerate(_SCALES, start=1):
-        grads = tree(number, scale)
+        grads = jax.tree.map(partial(_first_times, factor), tree(number, scale))
         told = {"value": jnp.float32(1 / number), "grad": grads, "value_fn": _value}
         try:
             updates, state = tx.update(grads, state, params, **told)  # type: ignore[call-arg]
@@ -137,6 +163,16 @@ def _run(tx: optax.GradientTransformation, small: Packing, stage: int | None) ->
             updates, state = tx.update(grads, state, params)
         made.append(updates)
     return _Results(made, state)
+
+
+def _first_times(factor: float, x: jax.Array) -> jax.Array:
+    return x if factor == 1 else x.at[(0,) * x.ndim].multiply(factor)
+
+
+def _is_elementwise(one: _Results, other: _Results) -> bool:
+    """Whether only first elements differ, up to where a gradient is not finite."""
+    pairs = zip(*map(jax.tree.leaves, (one.updates[:-1], other.updates[:-1])), strict=True)
+    return all(_alike(x.ravel()[1:], y.ravel()[1:]) for x, y in pairs)
 
 
 def _value(params: PyTree, *_: Any, **__: Any) -> jax.Array:
@@ -169,10 +205,8 @@ def _alike(x: Any, y: Any) -> bool:
     return x.shape == y.shape and np.allclose(x, y, _TOLERANCE, atol, equal_nan=True)
 
 
-def _equal_on_all(small: Packing, every: Sequence[_Results]) -> Callable[[int], bool]:
+def _equal_on_all(small: Packing, every: Sequence[_Results]) -> tuple[bool, ...]:
     """Which leaves that mirror no parameters are equal on all stages."""
     flat = [jax.tree.leaves(own.state, is_leaf=small.mirrors) for own in every]
     others = [[x for x in own if not small.mirrors(x)] for own in flat]
-    equal = [all(_alike(x, values[0]) for x in values) for values in zip(*others, strict=True)]
-    # A state may have another structure for other shapes.
-    return lambda number: equal[number] if number < len(equal) else True
+    return tuple(all(_alike(x, own[0]) for x in own) for own in zip(*others, strict=True))
