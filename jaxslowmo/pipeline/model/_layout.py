@@ -358,7 +358,9 @@ def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
                 f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
-    return leaf._replace(buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes]))
+    return leaf._replace(
+        buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes])
+    )
 
 
 def _as_array(x: Any) -> Any:

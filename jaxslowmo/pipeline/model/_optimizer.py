@@ -293,6 +293,9 @@ def _per_stage(
         found, alike = branches(lax.axis_index(axis), own, shared)
         return jax.tree.map(lambda x: x[None], found), alike
 
+    if packing.num_stages == 1:
+        found, alike = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
+        return jax.tree.map(lambda x: x[None], found), alike
     context = jax.sharding.get_abstract_mesh()
     # Types cannot tell that what is shared is equal on all stages: it follows from equal numbers.
     mapped = jax.shard_map(
@@ -314,8 +317,6 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
     Branches that turn out to be the same program, as those of stages with equal layers, are one, so
     that they are compiled once. Results are of the widest dtype that some branch gives.
     """
-    if len(branches) == 1:
-        return lambda index, *operands: branches[0](*operands)
     programs: dict[Any, Any] = {}
     numbers, kinds, structure = [], [], None
     for branch in branches:

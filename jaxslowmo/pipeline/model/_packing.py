@@ -194,9 +194,7 @@ class Packing:
         lead = _lead_of(tree, num_lead)
         return {name: self._filled(name, own, numpy, lead) for name, own in pieces.items()}
 
-    def _filled(
-        self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]
-    ) -> Any:
+    def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
         """The pieces of a buffer one after the other, and zeros up to its end."""
         shape = *lead, *self.shapes[name][1:]
         dtype = jnp.result_type(*pieces) if pieces else np.dtype(name.partition("/")[0])

@@ -9,6 +9,7 @@ model's own names, once of all stages together and once of each alone.
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,8 +75,14 @@ def trial_of(packing: Packing, tx: optax.GradientTransformation) -> Trial:
 
     Communication: none; it runs on one device of this process, now.
     """
+    # In a thread of its own no axis is mapped and nothing is traced.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_tried, packing, tx).result()
+
+
+def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
     small = _small(packing)
-    with jax.ensure_compile_time_eval(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of axes of size 1, over which there is nothing to do
         names = (packing.axis_name, *packing.mesh.axis_names)
         whole, run = _first_that_runs(tx, small, names)

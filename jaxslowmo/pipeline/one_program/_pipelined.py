@@ -242,30 +242,35 @@ class Pipelined:
         """Loss and gradients, from outside of the stages."""
         context = jax.sharding.get_abstract_mesh()
         manual = frozenset(context.manual_axes)
-        check_not_mapped(self._plan.axis_name, manual)
+        if self.schedule.num_stages > 1:
+            check_not_mapped(self._plan.axis_name, manual)
         # Between devices along an axis that is mapped already the caller has split the batch.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         shares = {a: self.mesh.shape[a] for a in data_axes}
         microbatches = in_microbatches(batch, self._plan.num_microbatches, shares)
         if self._batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
-        own = (self._plan.axis_name, *data_axes)
+        own = tuple(a for a in (self._plan.axis_name, *data_axes) if a not in manual)
         specs = {name: only_over(spec, own) for name, spec in self.layout.specs.items()}
         of_grads = {
             name: spec
             for name, spec in specs.items()
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
-        axes = set(own).union(*map(varying_axes, jax.tree.leaves((stacked, batch, rng))))
+        axes = {self._plan.axis_name, *own}.union(
+            *map(varying_axes, jax.tree.leaves((stacked, batch, rng)))
+        )
         mesh = self.mesh if context.empty else context
         step = Step(self._plan, table, data_axes, tuple(sorted(axes)), differentiates)
-        mapped = jax.shard_map(
-            step,
-            mesh=mesh,
-            axis_names=set(own),
-            in_specs=(specs, P(None, data_axes), P()),
-            out_specs=(P(), of_grads),
-        )
+        mapped: Any = step
+        if own:  # not mapped already, as an axis of one stage may be
+            mapped = jax.shard_map(
+                step,
+                mesh=mesh,
+                axis_names=set(own),
+                in_specs=(specs, P(None, data_axes), P()),
+                out_specs=(P(), of_grads),
+            )
         microbatches = laid_out(microbatches, P(None, data_axes), mesh)
         loss, grads = mapped(stacked.buffers, microbatches, rng)
         none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}

@@ -71,8 +71,9 @@ def test_leaves_of_any_kind_come_back_and_no_device_has_more_than_the_fullest_st
 def test_parts_lie_where_a_named_sharding_would_have_put_them():
     params = [{"w": np.arange(64.0).reshape(8, 8)}, {"w": np.zeros((8, 8))}]
     layout = layout_of(params, specs=P(("tensor", "fsdp"), None))
-    stacked = layout.stack(params)["float64/fsdp/tensor" if jax.config.jax_enable_x64 else
-                                   "float32/fsdp/tensor"]
+    stacked = layout.stack(params)[
+        "float64/fsdp/tensor" if jax.config.jax_enable_x64 else "float32/fsdp/tensor"
+    ]
     for shard in stacked.addressable_shards:
         stage, f, t = (index.start or 0 for index in shard.index[:3])
         rows = params[stage]["w"][2 * (2 * t + f) :][:2]
@@ -90,7 +91,9 @@ def test_stages_with_equal_leaves_lie_alike_and_equal_layers_one_leaf_after_the_
 def test_chunks_of_a_stage_lie_one_behind_the_other():
     params = [{"w": np.full(3, i)} for i in range(4)]
     layout = layout_of(params, model_blocks(4, 2, 2), placement=(0, 1, 1, 0))
-    np.testing.assert_array_equal(layout.stack(params)["int32"], [[0] * 3 + [3] * 3, [1] * 3 + [2] * 3])
+    np.testing.assert_array_equal(
+        layout.stack(params)["int32"], [[0] * 3 + [3] * 3, [1] * 3 + [2] * 3]
+    )
 
 
 def test_packings_are_equal_if_what_lies_where_is():
