@@ -32,15 +32,16 @@ from ._exchange import check_are_specs as check_are_specs
 from ._exchange import check_axis_argument as check_axis_argument
 from ._exchange import checked_bytes as checked_bytes
 from ._exchange import checked_exchange as checked_exchange
-from ._gradients import checked_optax as checked_optax
 from ._gradients import GradientSpec as GradientSpec
 from ._gradients import GradientTransform as GradientTransform
 from ._gradients import OwnReductionState as OwnReductionState
 from ._gradients import Reduction as Reduction
 from ._gradients import Validation as Validation
+from ._gradients import checked_optax as checked_optax
 from ._gradients import gradient_transform as gradient_transform
 from ._gradients import is_identity as is_identity
 from ._gradients import joined as joined
+from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
 from ._init import init as init
 from ._isolated import isolated as isolated
@@ -53,7 +54,6 @@ from ._packing import Packing as Packing
 from ._packing import on_blocks as on_blocks
 from ._packing import packing_of as packing_of
 from ._packing import planned_by_group as planned_by_group
-from ._gradients import over_stages as over_stages
 from ._parameter_transform import ParameterTransform as ParameterTransform
 from ._parameter_transform import parameter_transform as parameter_transform
 from ._parameter_transform import phase_name as phase_name

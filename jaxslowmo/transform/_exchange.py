@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax
-import optax
 from jax.sharding import PartitionSpec
 
 from .._integers import checked_int

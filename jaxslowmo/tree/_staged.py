@@ -1,31 +1,9 @@
 """Parameters of a model whose stages lie on different devices, in one tree for all of them."""
 
 from collections.abc import Hashable, ItemsView, Iterator, KeysView, ValuesView
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-
-from .._typing import PyTree
-
-
-class Packing(Protocol):
-    """What a `Staged` tree knows of its buffers; two trees are alike if theirs are equal."""
-
-    def __hash__(self) -> int: ...
-
-    def init(self, tx: Any, params: "Staged") -> PyTree:
-        """Return the state of an optax transform, made of each stage's own leaves."""
-        ...
-
-    def update(
-        self, tx: Any, updates: "Staged", state: PyTree, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[PyTree, PyTree]:
-        """Return what an optax transform makes of each stage's own leaves."""
-        ...
-
-    def repeated(self, name: str) -> jax.Array | None:
-        """Return where a buffer holds parameters that count elsewhere; None: nowhere."""
-        ...
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -39,10 +17,12 @@ class Staged:
     Attributes:
       buffers: by name an array (stages, *sizes of the axes over which its leaves are sharded,
         elements of the fullest stage), or what stands for it, such as a `PartitionSpec`.
-      packing: what lies where.
+      packing: what lies where, hashable; two trees are alike if theirs are equal. It applies
+        optax transforms to the leaves of each stage (`init`, `update`), and says which elements of
+        a buffer count elsewhere, being copies of tied parameters (`repeated`).
     """
 
-    def __init__(self, buffers: dict[str, Any], packing: Packing) -> None:
+    def __init__(self, buffers: dict[str, Any], packing: Any) -> None:
         self.buffers, self.packing = buffers, packing
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Hashable]:

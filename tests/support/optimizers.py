@@ -41,7 +41,7 @@ def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
         "partition": optax.partition({"table": optax.sgd(0.02), "rest": _adam()}, _kinds),
         "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.005, eps=_EPS),
         "multi_steps": optax.MultiSteps(_adam(), 3).gradient_transformation(),
-        "muon": contrib.muon(0.002, adam_eps_root=1e-4),
+        "muon": contrib.muon(0.002, ns_steps=2, adam_eps_root=1e-4),
         "lamb": optax.lamb(0.005, eps=_EPS),
         "lars": optax.lars(0.02),
         "adafactor": optax.adafactor(0.005, min_dim_size_to_factor=4, eps=1e-3),

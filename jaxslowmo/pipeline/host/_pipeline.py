@@ -15,9 +15,19 @@ from ..._typing import PyTree
 from ...mesh import consensus, replicate
 from ...transform import init
 from ...tree import check_floating
-from ..model import Block, LayeredModel, Loss, as_axes, check_pipeline, model_blocks, specs_of
+from ..model import (
+    Block,
+    LayeredModel,
+    Loss,
+    LossTerms,
+    as_axes,
+    check_pipeline,
+    model_blocks,
+    specs_of,
+)
 from ..schedules import Schedule
 from ._batch import HostBatch
+from ._check import check_like, check_placed
 from ._dispatch import Feed, Pass, evaluate
 from ._programs import GradientPrograms, Microbatches, StagePrograms
 from ._submeshes import SubMesh, sub_meshes
@@ -109,6 +119,11 @@ class HostPipeline:
         donate: bool = True,
     ) -> None:
         check_pipeline(model, schedule)
+        if model.takes_state:
+            raise ValueError(
+                f"{_OWNER}: `model` must have no layers that take `state`, which js.pipelined "
+                "carries from microbatch to microbatch."
+            )
         model.check_params(params)
         check_floating(_OWNER, params)
         if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm > 0):
@@ -152,7 +167,7 @@ class HostPipeline:
           ValueError: parameters of other trees, shapes or dtypes than those of the pipeline.
         """
         self.model.check_params(params)
-        _check_like(params, self.param_types)
+        check_like(params, self.param_types)
         placed: list[PyTree] = []
         whole = self.model.as_one(params)
         for block, at in zip(self.blocks, self._at, strict=True):
@@ -207,11 +222,14 @@ class HostPipeline:
             for program, total in zip(self._gradients, one_pass.totals, strict=True)
         ]
         grads = sum_over_copies(self._copies, grads)
+        terms = self._mean(one_pass.results)
         in_their_dtypes = [
-            program.cast(own, like)
-            for program, own, like in zip(self._gradients, grads, weights, strict=True)
+            program.cast(own, like, jax.device_put(terms.weight, at.whole))
+            for program, own, like, at in zip(
+                self._gradients, grads, weights, self._at, strict=True
+            )
         ]
-        return self._mean(one_pass.results), [layer for own in in_their_dtypes for layer in own]
+        return terms.value(1), [layer for own in in_their_dtypes for layer in own]
 
     def evaluate(
         self, placed: Sequence[PyTree], batch: PyTree, *, rng: jax.Array | None = None
@@ -220,7 +238,7 @@ class HostPipeline:
         weights = self._by_stage(placed)
         programs, feed = self._prepared(batch, rng)
         count = self.schedule.num_microbatches
-        return _metrics(self._mean(evaluate(programs, weights, feed, count)))
+        return _metrics(self._mean(evaluate(programs, weights, feed, count)).value(1))
 
     def init(
         self,
@@ -308,7 +326,7 @@ class HostPipeline:
 
     def _by_stage(self, layers: Sequence[PyTree]) -> list[tuple[PyTree, ...]]:
         """Trees of layers by stage of the model."""
-        _check_placed(layers, self.param_types, self._at[0].replicas)
+        check_placed(layers, self.param_types, self._at[0].replicas)
         return [tuple(layers[block.start : block.end]) for block in self.blocks]
 
     def _prepared(self, batch: PyTree, rng: Any) -> tuple[list[StagePrograms], Feed]:
@@ -332,7 +350,7 @@ class HostPipeline:
             x = program.y
         return programs
 
-    def _mean(self, results: dict[int, PyTree]) -> PyTree:
+    def _mean(self, results: dict[int, LossTerms]) -> LossTerms:
         """Means per replica over microbatches and data shards."""
         return _means([results[m] for m in sorted(results)], self._at[-1].replicas)
 
@@ -351,38 +369,6 @@ def _laid_out(tree: PyTree, specs: PyTree, at: SubMesh) -> PyTree:
         return jax.device_put(x, NamedSharding(at.mesh, spec))
 
     return jax.tree.map(put, tree, specs)
-
-
-def _check_like(params: Sequence[PyTree], types: Sequence[PyTree]) -> None:
-    for i, (layer, type_) in enumerate(zip(params, types, strict=True)):
-        found, wanted = (
-            jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", tree)
-            for tree in (jax.eval_shape(lambda x: x, layer), type_)
-        )
-        if found != wanted:
-            raise ValueError(f"{_OWNER}: `params` of layer {i} must be {wanted}, got {found}.")
-
-
-def _check_placed(layers: Sequence[PyTree], types: Sequence[PyTree], replicas: int) -> None:
-    if not isinstance(layers, Sequence) or len(layers) != len(types):
-        got = len(layers) if isinstance(layers, Sequence) else type(layers).__name__
-        raise ValueError(
-            f"{_OWNER}: `place` returns one tree per layer, {len(types)} of them, got {got}."
-        )
-    for i, (layer, type_) in enumerate(zip(layers, types, strict=True)):
-        leaves, wanted = jax.tree.leaves(layer), jax.tree.leaves(type_)
-        shapes = [(replicas, *t.shape) for t in wanted]
-        if list(map(np.shape, leaves)) != shapes:
-            raise ValueError(
-                f"{_OWNER}: layer {i} must be stacked for {replicas} replicas, as `place` returns "
-                f"it, with leaves {shapes}, got {list(map(np.shape, leaves))}."
-            )
-        if any(x.is_deleted() for x in leaves):
-            raise ValueError(
-                f"{_OWNER}: the buffers of layer {i} are gone: this state was given to a step "
-                "before, which updates it in place. Go on with the state that this step returned, "
-                "or make the pipeline with donate=False."
-            )
 
 
 def _metrics(value: Loss) -> Metrics:

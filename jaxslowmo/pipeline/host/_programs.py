@@ -11,7 +11,7 @@ from jax import lax
 from ..._typing import PyTree
 from ...mesh import map_replicas, own_keys
 from ...tree import at_least_float32
-from ..model import Keyed
+from ..model import Keyed, quotient
 from ..split import StageProgram, split_stage
 from ._submeshes import SubMesh
 
@@ -144,7 +144,8 @@ class GradientPrograms:
       zeros: of stacked weights, where each device sums the gradients of its microbatches.
       mean: of these sums, the mean over microbatches and data shards, stacked per replica; the one
         reduction over the data axes in a step.
-      cast: gradients in the dtypes of the weights.
+      cast: gradients in the dtypes of the weights, over the mean weight of a microbatch where the
+        loss is the quotient of a sum and a weight.
     """
 
     def __init__(self, at: SubMesh, num_microbatches: int) -> None:
@@ -159,7 +160,7 @@ class GradientPrograms:
         )
         self.zeros = jax.jit(mapped(_zeros, in_roles=("stacked",), out_roles="device"))
         self.mean = jax.jit(mapped(self._mean, in_roles=("device",), out_roles="stacked"))
-        self.cast = jax.jit(lambda grads, like: jax.tree.map(_cast, grads, like))
+        self.cast = jax.jit(_cast)
 
     def _mean(self, total: PyTree) -> PyTree:
         def of_all(x: jax.Array) -> jax.Array:
@@ -177,5 +178,10 @@ def _added(total: PyTree, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
 
 
-def _cast(x: jax.Array, like: jax.Array) -> jax.Array:
-    return x.astype(like.dtype)
+def _cast(grads: PyTree, like: PyTree, weight: jax.Array | None) -> PyTree:
+    def one(x: jax.Array, like: jax.Array) -> jax.Array:
+        if weight is not None:
+            x = quotient(x, weight.reshape(-1, *[1] * (x.ndim - 1)))
+        return x.astype(like.dtype)
+
+    return jax.tree.map(one, grads, like)

@@ -33,10 +33,17 @@ def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: An
     return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
 
 
-def takes_key(layer: Callable[..., Any]) -> bool:
-    """Whether a layer takes a PRNG key, as the keyword `key`."""
+def takes_keyword(layer: Callable[..., Any], name: str) -> bool:
+    """Whether a layer takes a keyword, such as the PRNG key `key`."""
     try:
         parameters = inspect.signature(layer).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return False
-    return "key" in parameters
+    return name in parameters
+
+
+def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:
+    """The signature of an object that is called, with `model_state` where it takes that."""
+    whole = inspect.signature(call)
+    kept = [p for n, p in whole.parameters.items() if n != "model_state" or takes_state]
+    return whole.replace(parameters=kept[1:])  # without `self`

@@ -1,7 +1,7 @@
 """A model of layers, and any run of them as a stage of a pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,24 @@ from jax import lax
 
 from ..._typing import PyTree
 from ...mesh import match_varying
-from ._keyed import Keyed, takes_key
+from ._keyed import Keyed, call_signature, takes_keyword
+from ._loss import loss_terms
 from ._runs import Run
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
 
 Layer = Callable[..., PyTree]
-Loss = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
-"""() loss, or (loss, metrics)."""
+
+
+class WithState(NamedTuple):
+    """What a stage is given or gives, and what its layers carry from microbatch to microbatch.
+
+    Attributes:
+      x: activations; None of the first stage.
+      states: one tree per run of layers.
+    """
+
+    x: PyTree
+    states: list[PyTree]
 
 
 class LayeredModel:
@@ -27,9 +38,13 @@ class LayeredModel:
     Args:
       layers: functions `layer(params, x) -> x`, one per layer; the first is given the microbatch,
         the last gives what `loss` wants. One that takes a keyword `key` is given a PRNG key of its
-        own per microbatch, or None where there are none.
-      loss: `loss(output, microbatch)` gives a scalar, or (scalar, dict of scalar metrics): means
-        over the examples of the microbatch. Metrics have no gradient.
+        own per microbatch, or None where there are none. One that takes a keyword `state` is given
+        its part of the model state, such as BatchNorm's statistics, and returns (x, new state); no
+        gradient passes through it.
+      loss: `loss(output, microbatch)` gives a scalar, the mean over the examples of the microbatch;
+        or a pair (sum, weight), such as a sum over tokens that are not masked and their number,
+        whose quotient over all examples is the loss, however these are divided. Beside either may
+        stand a dict of metrics that are such: `(loss, metrics)`. Metrics have no gradient.
       tied: groups of leaves that are one parameter, each as (layer, path in its parameters):
         `[((0, "table"), (9, "table"))]`. The first of a group gives the value of all, and the
         gradient of each is the sum over its group, so that any optimizer that works leaf by leaf
@@ -67,23 +82,47 @@ class LayeredModel:
                 f"`loss` must be a function of (output, microbatch), got {type(loss).__name__}."
             )
         self.tied: Ties = as_ties(tied, len(self.layers))
-        self._takes_key = tuple(map(takes_key, self.layers))
-        self.takes_key = any(self._takes_key)
+        self._takes_key = tuple(takes_keyword(layer, "key") for layer in self.layers)
+        self._takes_state = tuple(takes_keyword(layer, "state") for layer in self.layers)
+        self.takes_key, self.takes_state = any(self._takes_key), any(self._takes_state)
+        # Whoever calls it asks the signature whether there is model state.
+        self.__signature__ = call_signature(type(self).__call__, self.takes_state)
 
-    def __call__(self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None) -> Loss:
+    def __call__(
+        self,
+        params: Sequence[PyTree],
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        model_state: Sequence[PyTree] | None = None,
+    ) -> Any:
         """The loss of the whole model, without a pipeline.
 
         Args:
           params: one tree per layer.
           batch: all examples at once.
           rng: the key that the layers of this batch draw from; None: there is none.
+          model_state: one tree per layer, {} for layers without; for models whose layers take
+            `state`.
 
         Returns:
-          What `loss` returns.
+          The loss, or (loss, metrics); of a model whose layers take `state` (loss, (metrics, new
+          model state)).
+
+        Raises:
+          ValueError: parameters or model state of other layers, a loss that is none.
         """
         self.check_params(params)
         microbatch = batch if rng is None else Keyed(batch, rng)
-        return self.stage(0, len(self.layers))(tuple(as_one(self.tied, params)), None, microbatch)
+        whole = self.stage(0, len(self.layers))
+        weights = tuple(as_one(self.tied, params))
+        if not self.takes_state:
+            return whole(weights, None, microbatch).value(1)
+        states = self.checked_state(model_state)
+        terms = whole(weights, WithState(None, states), microbatch)
+        value = terms.value(1)
+        loss, metrics = value if isinstance(value, tuple) else (value, {})
+        return loss, (metrics, terms.state)
 
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None
@@ -92,12 +131,15 @@ class LayeredModel:
 
         Args:
           start: at 0 it takes no `x` (None) and begins with the microbatch.
-          end: at the number of layers it includes the loss, and returns what that returns.
+          end: at the number of layers it includes the loss, and returns its `LossTerms`.
           runs: the same layers, those that are computed alike as one; weights are then one tree
             per run, stacked where it has several layers. None: each layer stands alone.
 
+        Returns:
+          A function, which takes and returns `WithState` where layers of the model take `state`.
+
         Raises:
-          ValueError: at call, a loss that is no scalar, or metrics that are no dict of scalars.
+          ValueError: at call, a loss that is none.
         """
         is_first, is_last = start == 0, end == len(self.layers)
         every = [Run(i, 1) for i in range(start, end)] if runs is None else runs
@@ -105,38 +147,72 @@ class LayeredModel:
         def compute(weights: Sequence[PyTree], x: PyTree, microbatch: PyTree) -> Any:
             keyed = microbatch if isinstance(microbatch, Keyed) else None
             examples = microbatch if keyed is None else keyed.batch
+            states: Sequence[PyTree] = [None] * len(every)
+            if self.takes_state:
+                x, states = x.x, lax.stop_gradient(x.states)
             if is_first:
                 x = examples
-            for run, own in zip(every, weights, strict=True):
-                x = self._run(run, own, x, keyed)
-            return _checked_loss(self.loss(x, examples)) if is_last else x
+            after = []
+            for run, own, state in zip(every, weights, states, strict=True):
+                x, new = self._run(run, own, x, state, keyed)
+                after.append(lax.stop_gradient(new))
+            if is_last:
+                terms = loss_terms(self.loss(x, examples))
+                return terms._replace(state=after) if self.takes_state else terms
+            return WithState(x, after) if self.takes_state else x
 
         return compute
 
-    def _run(self, run: Run, weights: PyTree, x: PyTree, keyed: Keyed | None) -> PyTree:
-        """What the layers of a run make of `x`."""
+    def _run(
+        self, run: Run, weights: PyTree, x: PyTree, state: PyTree, keyed: Keyed | None
+    ) -> tuple[PyTree, PyTree]:
+        """What the layers of a run make of `x`, and their state after it."""
+        first = run.start
 
-        def layer(x: PyTree, own: PyTree, index: Any) -> PyTree:
-            if not self._takes_key[run.start]:
-                return self.layers[run.start](own, x)
-            key = None if keyed is None else keyed.layer_key(index)
-            return self.layers[run.start](own, x, key=key)
+        def layer(x: PyTree, own: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:
+            options = {}
+            if self._takes_key[first]:
+                options["key"] = None if keyed is None else keyed.layer_key(index)
+            if not self._takes_state[first]:
+                return self.layers[first](own, x, **options), state
+            return self._with_state(first, self.layers[first](own, x, state=state, **options))
 
         if run.count == 1:
-            return layer(x, weights, run.start)
-        first = jax.tree.map(lambda w: w[0], weights)
-        kind = jax.eval_shape(layer, x, first, run.start)
+            return layer(x, weights, state, first)
+        own = jax.tree.map(lambda w: w[0], (weights, state))
+        kind = jax.eval_shape(layer, x, *own, first)[0]
         if _types_of(kind) != _types_of(x):
             # What a loop carries has one type: these layers change that of what they are given.
+            after = []
             for i in range(run.count):
-                x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights), run.start + i)
-            return x
+                own = jax.tree.map(lambda w, i=i: w[i], (weights, state))
+                x, new = layer(x, *own, first + i)
+                after.append(new)
+            return x, jax.tree.map(lambda *each: jnp.stack(each), *after)
 
-        def step(x: PyTree, now: tuple[PyTree, jax.Array]) -> tuple[PyTree, None]:
-            return match_varying(layer(x, *now), x), None
+        def step(x: PyTree, now: tuple[PyTree, PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
+            y, new = layer(x, *now)
+            return match_varying(y, x), new
 
-        numbers = run.start + jnp.arange(run.count)
-        return lax.scan(step, x, (weights, numbers))[0]
+        return lax.scan(step, x, (weights, state, first + jnp.arange(run.count)))
+
+    def _with_state(self, index: int, result: Any) -> tuple[PyTree, PyTree]:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"`layers`: layer {index} takes `state` and must return (x, new state), got "
+                f"{jax.tree.map(jnp.shape, result)}."
+            )
+        return result
+
+    def checked_state(self, model_state: Any) -> list[PyTree]:
+        """Return one tree per layer; raise `ValueError` where `model_state` is none."""
+        if not isinstance(model_state, list | tuple) or len(model_state) != len(self.layers):
+            got = len(model_state) if isinstance(model_state, list | tuple) else model_state
+            raise ValueError(
+                f"`model_state` must be a list of one tree per layer, {len(self.layers)} of them, "
+                f"{{}} for layers that take no `state`, got {got!r}."
+            )
+        return list(model_state)
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
         """`params` with tied leaves replaced by the first of their group."""
@@ -156,16 +232,3 @@ class LayeredModel:
 def _types_of(tree: PyTree) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-
-
-def _checked_loss(value: Any) -> Any:
-    loss, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    is_fine = isinstance(metrics, dict) and all(
-        jnp.shape(x) == () for x in (loss, *metrics.values()) if not isinstance(x, tuple)
-    )
-    if not is_fine or isinstance(loss, tuple):
-        raise ValueError(
-            "`loss` must return a scalar, or (scalar, dict of scalar metrics), got "
-            f"{jax.tree.map(jnp.shape, value)}."
-        )
-    return value

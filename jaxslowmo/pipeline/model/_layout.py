@@ -38,6 +38,8 @@ class StageLayout:
       specs: a `PartitionSpec` for each buffer, for states, `param_specs` of transforms and
         checkpoints.
       blocks: the layers of each stage of the model.
+      placement: for each stage of the model the device stage that holds it.
+      all_runs: for each stage of the model its layers, equal ones in a row as one run.
       num_padding: elements that hold no parameter, on all devices together.
     """
 
@@ -51,7 +53,22 @@ class StageLayout:
         mesh: Mesh,
         axis_name: str = "stage",
         param_specs: PyTree | None = None,
+        beside: Sequence[PyTree] | None = None,
+        runs: Sequence[tuple[Run, ...]] | None = None,
     ) -> None:
+        """Lay out the parameters of a model.
+
+        Args:
+          model: the layers.
+          params: one tree per layer, arrays or types.
+          blocks: the layers of each stage of the model.
+          placement: for each stage of the model the device stage that holds it.
+          mesh: the devices.
+          axis_name: the axis of the stages.
+          param_specs: a `PartitionSpec` per leaf over axes inside a stage, or a prefix.
+          beside: one tree per layer of what else must be alike in layers of a run.
+          runs: for each stage of the model its layers in runs; None: rows of equal layers.
+        """
         model.check_params(params)
         self._model, self._mesh = model, mesh
         self.blocks, self.placement = tuple(blocks), tuple(placement)
@@ -61,12 +78,14 @@ class StageLayout:
         leaves = _leaves_of(params, param_specs, sizes)
         paths = [leaf_names(layer) for layer in params]
         self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
-        kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), strict=True))
-        self._runs = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        also = [str(jax.tree.map(_kind_of, x)) for x in beside or [None] * len(params)]
+        kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
+        rows = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
         self._paths, self._treedefs = paths, treedefs
         stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
-        for runs, stage in zip(self._runs, placement, strict=True):
-            for run in runs:
+        for own, stage in zip(self.all_runs, placement, strict=True):
+            for run in own:
                 # Leaf by leaf, so that those of equal layers are one array.
                 for i in range(treedefs[run.start].num_leaves):
                     each = range(run.start, run.start + run.count)
@@ -98,7 +117,7 @@ class StageLayout:
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
         """Return the layers of a stage of the model, equal ones in a row as one run."""
-        return self._runs[model_stage]
+        return self.all_runs[model_stage]
 
     def places(self, run: Run) -> list[Place]:
         """Return where the leaves of the first layer of a run lie; those of others follow."""
@@ -361,6 +380,10 @@ def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
     return leaf._replace(
         buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes])
     )
+
+
+def _kind_of(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
 def _as_array(x: Any) -> Any:

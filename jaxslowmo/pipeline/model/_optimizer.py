@@ -115,13 +115,15 @@ class StagePacking(Packing):
 
         Left to itself the compiler may split buffers in other ways, and permute their parts.
         """
-        automatic = jax.sharding.get_abstract_mesh().auto_axes
+        automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
         if not automatic:
             return tree
         parts = self.outer.flatten_up_to(tree)
         for position in self.stages[stage]:
             subtree, leaves = self.subtrees[position], self.leaves[position]
-            specs = [only_over(leaf.spec, automatic if keeps_parts else ()) for leaf in leaves]
+            specs = [
+                only_over(leaf.spec, automatic if keeps_parts else frozenset()) for leaf in leaves
+            ]
             own = map(lax.with_sharding_constraint, subtree.flatten_up_to(parts[position]), specs)
             parts[position] = subtree.unflatten(list(own))
         return self.outer.unflatten(parts)
@@ -318,15 +320,18 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
     that they are compiled once. Results are of the widest dtype that some branch gives.
     """
     programs: dict[Any, Any] = {}
-    numbers, kinds, structure = [], [], None
+    numbers, kinds = [], []
+    structure: Any = None
     for branch in branches:
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
         key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *_arrays(closed.jaxpr))))
-        numbers.append(list(programs.setdefault(key, (len(programs), closed)))[0])
+        numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # PRNG keys have no dtype but their own.
-    widest = [own[0] if len(set(own)) == 1 else jnp.result_type(*own) for own in zip(*kinds)]
+    widest = [
+        own[0] if len(set(own)) == 1 else jnp.result_type(*own) for own in zip(*kinds, strict=True)
+    ]
 
     def run(closed: Any, *operands: PyTree) -> PyTree:
         results = jaxpr_as_fun(closed)(*jax.tree.leaves(operands))

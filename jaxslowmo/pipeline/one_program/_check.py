@@ -2,16 +2,14 @@
 
 import math
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
-from ...mesh import axis_names
 from ...tree import leaf_names
 from ..model import check_pipeline
 

@@ -1,7 +1,7 @@
 """Batches in microbatches, and weights over the devices that share these."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +14,34 @@ from ...mesh import axis_names
 from ...tree import leaf_names
 
 
+class Shared(NamedTuple):
+    """A leaf of a batch that belongs to all examples, as it is."""
+
+    value: Any
+
+
 def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyTree:
-    """Leaves (count, examples / count, ...) of a batch.
+    """Leaves (count, examples / count, ...) of a batch, and `Shared` ones.
 
     Args:
-      batch: leaves (examples, ...).
+      batch: leaves (examples, ...); a scalar, or a leaf whose leading dimension is 1 where others
+        have several examples, is shared by all of them.
       count: of microbatches.
       shares: sizes of the axes between whose devices each microbatch is split.
 
     Raises:
-      ValueError: leaves without examples or with unlike numbers of them, a number that the
-        microbatches, or the axes then, do not divide.
+      ValueError: no leaf with examples, unlike numbers of them, a number that the microbatches, or
+        the axes then, do not divide.
     """
-    leaves = jax.tree.leaves(batch)
-    sizes = {
-        name: jnp.shape(x)[0] if jnp.ndim(x) else None
-        for name, x in zip(leaf_names(batch), leaves, strict=True)
-    }
-    if len(set(sizes.values())) != 1 or None in sizes.values():
+    named = dict(zip(leaf_names(batch), jax.tree.leaves(batch), strict=True))
+    sizes = {name: jnp.shape(x)[0] for name, x in named.items() if jnp.ndim(x)}
+    examples = max(sizes.values(), default=0)
+    if not sizes or set(sizes.values()) - {1, examples}:
         raise ValueError(
-            "`batch` must have leaves whose leading dimension counts its examples, got "
-            f"{', '.join(f'{name}: {n}' for name, n in sizes.items()) or 'no leaves'}."
+            "`batch` must have leaves whose leading dimension counts its examples, or is 1 where "
+            "all share them, got "
+            f"{', '.join(f'{n}: {sizes.get(n)}' for n in named) or 'no leaves'}."
         )
-    examples = jnp.shape(leaves[0])[0]
     if not examples or examples % count:
         raise ValueError(
             f"`schedule` has {count} microbatches, which must divide the batch of a replica, got "
@@ -50,19 +55,39 @@ def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyT
                 f"`data_axes` {tuple(shares)} split each microbatch of {examples // count} "
                 f"examples in parts, which axis {name!r} of size {size} does not divide."
             )
-    return jax.tree.map(
-        lambda x: jnp.reshape(x, (count, examples // count, *jnp.shape(x)[1:])), batch
-    )
+
+    def cut(x: Any) -> Any:
+        if not jnp.ndim(x) or jnp.shape(x)[0] < examples:
+            return Shared(x)
+        return jnp.reshape(x, (count, examples // count, *jnp.shape(x)[1:]))
+
+    return jax.tree.map(cut, batch)
 
 
-def laid_out(tree: PyTree, spec: P, mesh: Mesh | AbstractMesh) -> PyTree:
-    """`tree` as `spec` says over Explicit axes, of whose layout types tell; of others as it is."""
+def microbatch_specs(microbatches: PyTree, data_axes: Sequence[str]) -> PyTree:
+    """How microbatches lie over the data axes: each split, and what they share whole."""
+
+    def spec(x: Any) -> Any:
+        return Shared(P()) if is_shared(x) else P(None, tuple(data_axes))
+
+    return jax.tree.map(spec, microbatches, is_leaf=is_shared)
+
+
+def is_shared(x: Any) -> bool:
+    """Whether a part of a batch belongs to all examples."""
+    return isinstance(x, Shared)
+
+
+def laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """`tree` as `specs` say over Explicit axes, of whose layout types tell; of others as it is."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [name for name, kind in kinds if kind == AxisType.Explicit]
-    own = only_over(spec, explicit)
-    if not any(own):
-        return tree
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, own)), tree)
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        own = only_over(spec, explicit)
+        return jax.sharding.reshard(x, NamedSharding(mesh, own)) if any(own) else x
+
+    return jax.tree.map(place, tree, specs) if explicit else tree
 
 
 def only_over(spec: Iterable[Any], axes: Iterable[str]) -> P:

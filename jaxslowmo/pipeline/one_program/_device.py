@@ -14,6 +14,7 @@ from ..._typing import PyTree
 from ...mesh import vary_over
 from ...tree import at_least_float32
 from ..model import keyed_microbatch
+from ._data import is_shared
 from ._table import Channel, Half
 
 
@@ -23,8 +24,9 @@ class Device:
 
     Attributes:
       buffers: parameters of its stage, by name (*sizes, elements).
+      states: model state of its layers, by name (elements,).
       layouts: by name how those lie over axes that the compiler handles; None: whole.
-      batch: leaves (microbatches, examples, ...).
+      batch: leaves (microbatches, examples, ...), and `Shared` ones.
       rng: the key of the step, or None.
       shifts: per stage of the model, how far its layers are from those of the stage that stands
         for its kind.
@@ -33,6 +35,7 @@ class Device:
     """
 
     buffers: dict[str, jax.Array]
+    states: dict[str, jax.Array]
     layouts: Mapping[str, P | None]
     batch: PyTree
     rng: Any
@@ -43,19 +46,23 @@ class Device:
     def microbatch(self, now: Half) -> PyTree:
         """The one that an operation computes."""
 
-        def one(x: jax.Array) -> jax.Array:
-            x = lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False)
+        def one(x: Any) -> jax.Array:
+            if is_shared(x):
+                x = x.value
+            else:
+                x = lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False)
             waits = jax.typeof(x).memory_space == jax.memory.Space.Host
             return jax.device_put(x, jax.memory.Space.Device) if waits else x
 
-        own = jax.tree.map(one, self.batch)
+        own = jax.tree.map(one, self.batch, is_leaf=is_shared)
         shift = jnp.asarray(self.shifts)[now.model_stage]
         return keyed_microbatch(own, self.rng, now.microbatch, shift)
 
     def varied(self) -> "Device":
         """With all that it has typed alike."""
         rng = None if self.rng is None else self.vary(self.rng)
-        return replace(self, buffers=self.vary(self.buffers), batch=self.vary(self.batch), rng=rng)
+        own = self.vary((self.buffers, self.states, self.batch))
+        return replace(self, buffers=own[0], states=own[1], batch=own[2], rng=rng)
 
     def vary(self, tree: PyTree) -> PyTree:
         """`tree` typed as all values here are: branches must agree."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ..._typing import PyTree
 from ...mesh import varying_axes
 from ...tree import Staged
-from ..model import LayeredModel, Loss, StageLayout, as_axes, model_blocks
+from ..model import LayeredModel, StageLayout, as_axes, call_signature, model_blocks
 from ..schedules import Schedule
 from ._check import (
     BatchMemory,
@@ -21,7 +21,7 @@ from ._check import (
     check_not_mapped,
     only_once,
 )
-from ._data import in_microbatches, laid_out, only_over
+from ._data import in_microbatches, laid_out, microbatch_specs, only_over
 from ._kinds import stage_kinds
 from ._step import Plan, Step
 from ._table import TickTable, forward_ticks, tick_table
@@ -41,6 +41,7 @@ def pipelined(
     remat: bool = False,
     batch_memory: BatchMemory = "device",
     gradient_scale: float = 1.0,
+    model_state: Sequence[PyTree] | None = None,
 ) -> "Pipelined":
     """One program on all devices that runs a model as a pipeline of stages.
 
@@ -82,6 +83,8 @@ def pipelined(
         whole on a device.
       gradient_scale: what gradients are multiplied by between stages, and divided by at the end, in
         float32: for float16, in which small ones vanish.
+      model_state: of models whose layers take `state`: one tree per layer, {} for those without,
+        arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
 
     Returns:
       A `Pipelined`.
@@ -103,19 +106,20 @@ def pipelined(
     data_axes = as_axes(data_axes)
     check_arguments(model, schedule, mesh, axis_name, data_axes, gradient_scale, batch_memory)
     blocks = model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
-    layout = StageLayout(
-        model,
-        params,
-        blocks,
-        schedule.placement,
-        mesh=mesh,
-        axis_name=axis_name,
-        param_specs=param_specs,
-    )
-    kinds, of_stage = stage_kinds(model, layout)
+    lies: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
+    places = blocks, schedule.placement
+    state_layout, states = None, None
+    if model.takes_state:
+        states = model.checked_state(model_state)
+    layout = StageLayout(model, params, *places, param_specs=param_specs, beside=states, **lies)
+    if states is not None:
+        untied = LayeredModel(model.layers, model.loss)
+        state_layout = StageLayout(untied, states, *places, runs=layout.all_runs, **lies)
+    kinds, of_stage = stage_kinds(model, layout, state_layout)
     plan = Plan(
         model=model,
         layout=layout,
+        state_layout=state_layout,
         kinds=kinds,
         of_stage=of_stage,
         shifts=np.array([b.start for b in blocks]) - np.array([kinds[i].start for i in of_stage]),
@@ -134,6 +138,7 @@ class Pipelined:
 
     Attributes:
       layout: of its parameters; `layout.stack(params)` is what `loss_fn` takes.
+      state_layout: of the model state of its layers; None for models without.
       schedule: which stage computes what when.
       model: the layers.
       mesh: of the devices.
@@ -150,6 +155,7 @@ class Pipelined:
         batch_memory: BatchMemory,
     ) -> None:
         self.layout: StageLayout = plan.layout
+        self.state_layout: StageLayout | None = plan.state_layout
         self.schedule, self.model, self.remat = schedule, plan.model, plan.remat
         self.mesh, self.data_axes, self._plan = mesh, data_axes, plan
         self._batch_memory = batch_memory
@@ -157,6 +163,7 @@ class Pipelined:
         self._forward_table = tick_table(schedule, forward_ticks(schedule))
         self._run = jax.custom_vjp(self._evaluated)
         # So that it is known of what gradients are wanted.
+        self.__signature__ = call_signature(type(self).__call__, plan.model.takes_state)
         self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
 
     @property
@@ -172,7 +179,16 @@ class Pipelined:
         """
         return self.layout.stack(params) if isinstance(params, list | tuple) else params
 
-    def __call__(self, stacked: PyTree, batch: PyTree, *, rng: Any = None) -> Loss:
+    def model_state_form(self, model_state: PyTree) -> PyTree:
+        """Return model state as the loss function takes it: one tree per layer is stacked."""
+        if self.state_layout is None or not isinstance(model_state, list | tuple):
+            return model_state
+        self.model.checked_state(model_state)
+        return self.state_layout.stack(model_state)
+
+    def __call__(
+        self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
+    ) -> Any:
         """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
 
         Differentiated, it runs the schedule once, whose backward passes give the gradients; else
@@ -181,14 +197,19 @@ class Pipelined:
 
         Args:
           stacked: parameters as `layout.stack` makes them, or one replica's of those.
-          batch: arrays whose leading dimension counts the examples of the replica.
+          batch: arrays whose leading dimension counts the examples of the replica. Scalars, and
+            arrays whose leading dimension is 1, are shared by all examples.
           rng: the key of layers that take one: each layer of each microbatch draws from its own,
             `fold_in(fold_in(rng, microbatch), layer)`, forward and backward; before that the
             positions along `data_axes` are folded in. None: layers get None.
+          model_state: of models whose layers take `state`: what `model_state_form` returns, or an
+            earlier call. Each layer's goes on from microbatch to microbatch, in the order in which
+            the schedule computes them; at the end floating leaves are averaged over `data_axes`.
 
         Returns:
-          What the model's loss returns: the loss, or (loss, metrics), means over the microbatches;
-          metrics are float32. They have no gradient, and their cotangents are ignored.
+          The loss, or (loss, metrics), means over the microbatches, or quotients of sums over them
+          where the model's loss is a pair; metrics are float32. They have no gradient, and their
+          cotangents are ignored. With model state (loss, (metrics, new model state)).
 
         Raises:
           ValueError: see `js.pipelined`; gradients of the batch are asked for, or second
@@ -206,14 +227,24 @@ class Pipelined:
                     f"`stacked` must have buffers of (stages, ..., elements), {list(shape)} at "
                     f"{name!r}, got {list(jnp.shape(stacked[name]))}."
                 )
-        return self._run(stacked, batch, rng if self._plan.model.takes_key else None)
+        model, states = self._plan.model, {}
+        if self.state_layout is not None:
+            states = _checked_state(self.state_layout, model_state)
+        run = self._run(stacked, states, batch, rng if model.takes_key else None)
+        value, after = run
+        if self.state_layout is None:
+            return value
+        loss, metrics = value if isinstance(value, tuple) else (value, {})
+        return loss, (metrics, self.state_layout.packing.staged(after))
 
-    def _evaluated(self, stacked: PyTree, batch: PyTree, rng: Any) -> Loss:
-        return self._mapped(stacked, batch, rng, self._forward_table, differentiates=False)[0]
+    def _evaluated(self, stacked: PyTree, states: PyTree, batch: PyTree, rng: Any) -> Any:
+        return self._mapped(stacked, states, batch, rng, self._forward_table, differentiates=False)[
+            0
+        ]
 
-    def _differentiated(self, *primals: PyTree) -> tuple[Loss, PyTree]:
-        check_constant(primals[1])
-        stacked, batch, rng = jax.tree.map(lambda x: x.value, primals)
+    def _differentiated(self, *primals: PyTree) -> tuple[Any, PyTree]:
+        check_constant(primals[2])
+        stacked, states, batch, rng = jax.tree.map(lambda x: x.value, primals)
         if self._plan.tied:
             stacked = only_once(stacked)
         if self._table is None:
@@ -221,10 +252,11 @@ class Pipelined:
                 f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
                 "gradients of this pipeline."
             )
-        return self._mapped(stacked, batch, rng, self._table, differentiates=True)
+        return self._mapped(stacked, states, batch, rng, self._table, differentiates=True)
 
-    def _pulled_back(self, grads: PyTree, cotangent: Loss) -> tuple[PyTree, None, None]:
-        of_loss = cotangent[0] if isinstance(cotangent, tuple) else cotangent
+    def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
+        value, _ = cotangent
+        of_loss: Any = value[0] if isinstance(value, tuple) else value
         if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # of metrics alone
             of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
 
@@ -234,44 +266,63 @@ class Pipelined:
             wide = jnp.promote_types(g.dtype, jnp.float32)
             return (g.astype(wide) * of_loss.astype(wide)).astype(g.dtype)
 
-        return jax.tree.map(scaled, grads), None, None
+        return jax.tree.map(scaled, grads), None, None, None
 
     def _mapped(
-        self, stacked: PyTree, batch: PyTree, rng: Any, table: TickTable, *, differentiates: bool
-    ) -> tuple[Loss, PyTree]:
-        """Loss and gradients, from outside of the stages."""
-        context = jax.sharding.get_abstract_mesh()
+        self,
+        stacked: PyTree,
+        states: PyTree,
+        batch: PyTree,
+        rng: Any,
+        table: TickTable,
+        *,
+        differentiates: bool,
+    ) -> tuple[Any, PyTree]:
+        """Loss with model state, and gradients, from outside of the stages."""
+        context, axis_name = jax.sharding.get_abstract_mesh(), self._plan.axis_name
         manual = frozenset(context.manual_axes)
         if self.schedule.num_stages > 1:
-            check_not_mapped(self._plan.axis_name, manual)
+            check_not_mapped(axis_name, manual)
         # Between devices along an axis that is mapped already the caller has split the batch.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
+        outer_axes = tuple(a for a in self.data_axes if a in manual)
         shares = {a: self.mesh.shape[a] for a in data_axes}
         microbatches = in_microbatches(batch, self._plan.num_microbatches, shares)
         if self._batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
-        own = tuple(a for a in (self._plan.axis_name, *data_axes) if a not in manual)
+        own = tuple(a for a in (axis_name, *data_axes) if a not in manual)
         specs = {name: only_over(spec, own) for name, spec in self.layout.specs.items()}
         of_grads = {
             name: spec
             for name, spec in specs.items()
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
-        axes = {self._plan.axis_name, *own}.union(
-            *map(varying_axes, jax.tree.leaves((stacked, batch, rng)))
-        )
+        given = stacked.buffers, states, microbatches, rng
+        axes = {axis_name, *own}.union(*map(varying_axes, jax.tree.leaves(given)))
         mesh = self.mesh if context.empty else context
-        step = Step(self._plan, table, data_axes, tuple(sorted(axes)), differentiates)
+        step = Step(self._plan, table, data_axes, outer_axes, tuple(sorted(axes)), differentiates)
+        of_batch = microbatch_specs(microbatches, data_axes)
+        of_states = P(axis_name) if axis_name in own else P()
         mapped: Any = step
         if own:  # not mapped already, as an axis of one stage may be
             mapped = jax.shard_map(
                 step,
                 mesh=mesh,
                 axis_names=set(own),
-                in_specs=(specs, P(None, data_axes), P()),
-                out_specs=(P(), of_grads),
+                in_specs=(specs, of_states, of_batch, P()),
+                out_specs=(P(), of_states, of_grads),
             )
-        microbatches = laid_out(microbatches, P(None, data_axes), mesh)
-        loss, grads = mapped(stacked.buffers, microbatches, rng)
+        microbatches = laid_out(microbatches, of_batch, mesh)
+        value, after, grads = mapped(stacked.buffers, states, microbatches, rng)
         none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        return loss, self.layout.packing.staged({**none, **grads})
+        return (value, after), self.layout.packing.staged({**none, **grads})
+
+
+def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
+    """The buffers of a model state, as `state_layout.stack` made them."""
+    if not isinstance(model_state, Staged) or model_state.packing != layout.packing:
+        raise ValueError(
+            "`model_state` must be what `pipe.model_state_form(trees)` makes of one tree per "
+            f"layer, got {type(model_state).__name__}."
+        )
+    return model_state.buffers

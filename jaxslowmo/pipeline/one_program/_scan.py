@@ -11,6 +11,7 @@ from jax import lax
 
 from ..._typing import PyTree
 from ...tree import at_least_float32
+from ..model import LossTerms, WithState
 from ..split import StageProgram
 from ._activations import Activations, nothing
 from ._device import Device
@@ -28,10 +29,12 @@ class Totals(NamedTuple):
     Attributes:
       loss: what the last stage gives, summed over microbatches; at least float32.
       grads: by buffer, (*sizes, elements) at least float32; None for those without gradients.
+      states: the model state of the layers, after the last microbatch.
     """
 
-    loss: PyTree
+    loss: LossTerms
     grads: dict[str, jax.Array | None]
+    states: dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
@@ -64,7 +67,7 @@ class Scan:
       of_stage: per stage of the model its kind.
       programs: per kind its operations; None for forward passes alone.
       activations: what travels.
-      loss: type of what the last stage gives.
+      loss: types of what the last stage gives.
       seed: cotangent of the loss of a microbatch.
       in_branches: whether branches write into the buffers; see `InBranches`.
     """
@@ -74,7 +77,7 @@ class Scan:
     of_stage: np.ndarray
     programs: Sequence[StageProgram] | None
     activations: Activations
-    loss: PyTree
+    loss: LossTerms
     seed: float
     in_branches: bool
 
@@ -159,7 +162,9 @@ class Scan:
             stash=self.stash.start(),
             kept=self.kept.start(),
             totals=Totals(
-                jax.tree.map(lambda x: jnp.zeros((), at_least_float32(x.dtype)), self.loss), grads
+                jax.tree.map(lambda x: jnp.zeros((), at_least_float32(x.dtype)), self.loss),
+                grads,
+                device.states,
             ),
         )
 
@@ -197,40 +202,51 @@ class _Forward:
     def step(self, carry: Carry, branch: jax.Array, now: Half) -> tuple[Carry, Values]:
         device, types = self._device, self._scan.activations.types
 
-        def idle(activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
-            return device.vary((nothing(types), self._writing.idle(stash), loss))
+        def idle(activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
+            return device.vary((nothing(types), self._writing.idle(stash), loss, states))
 
         def run(own: Branch) -> Branch:
             return lambda *buffers: device.vary(own(now, *buffers))
 
-        y, left, loss = lax.switch(
+        y, left, loss, states = lax.switch(
             branch,
             [idle, *map(run, self._branches)],
             carry.activations,
             carry.stash,
             carry.totals.loss,
+            carry.totals.states,
         )
         stash = self._writing.taken(carry.stash, left, now.stash, branch)
-        return carry._replace(stash=stash, totals=carry.totals._replace(loss=loss)), y
+        totals = carry.totals._replace(loss=loss, states=states)
+        return carry._replace(stash=stash, totals=totals), y
 
     def _branch(self, _: str, i: int) -> Branch:
         scan, device, kind = self._scan, self._device, self._scan.kinds[i]
 
-        def run(now: Half, activations: Buffers, stash: Buffers, loss: PyTree) -> Any:
-            weights = kind.weights(device.buffers, now.model_stage)
+        def run(
+            now: Half, activations: Buffers, stash: Buffers, loss: LossTerms, states: Any
+        ) -> Any:
+            weights = kind.weights.read(device.buffers, now.model_stage)
             microbatch, x = device.microbatch(now), None
             if not kind.is_first:
                 arrived = [row_of(x, now.source) for x in activations]
                 x = scan.activations.tree(arrived)
+            before = kind.states and kind.states.read(states, now.model_stage)
+            given = kind.given(x, before)
             if scan.programs is None:
-                y, left = kind.fn(weights, x, microbatch), self._writing.idle(stash)
+                y, left = kind.fn(weights, given, microbatch), self._writing.idle(stash)
             else:
-                y, values = scan.programs[i].forward(weights, x, microbatch)
+                y, values = scan.programs[i].forward(weights, given, microbatch)
                 left = self._writing.left(stash, i, now.stash, values)
+            if kind.states is not None:
+                after = tuple(y.state if kind.is_last else y.states)
+                states = kind.states.written(states, after, now.model_stage)
             if not kind.is_last:
-                return scan.activations.flat(y), left, loss
+                y = y.x if isinstance(y, WithState) else y
+                return scan.activations.flat(y), left, loss, states
+            y = y._replace(state=None)
             loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
-            return nothing(scan.activations.types), left, loss
+            return nothing(scan.activations.types), left, loss, states
 
         return run
 
@@ -273,7 +289,7 @@ class _Backward:
         kind, program = scan.kinds[i], self._programs[i]
 
         def run(now: Half, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-            weights = kind.weights(device.buffers, now.model_stage)
+            weights = kind.weights.read(device.buffers, now.model_stage)
             microbatch = device.microbatch(now)
             values = self._stash.read(stash, i, now.stash)
             left, dx, dw = self._writing.idle(kept), None, None
@@ -288,9 +304,10 @@ class _Backward:
                     dx, given = program.backward_input(weights, microbatch, values, dy)
                     left = self._writing.left(kept, i, now.kept, given)
             if dw is not None:
-                grads = kind.added(grads, dw, now.model_stage)
+                grads = kind.weights.added(grads, dw, now.model_stage)
             if operation == "W" or kind.is_first:
                 return nothing(scan.activations.cotangents), left, grads
+            dx = dx.x if isinstance(dx, WithState) else dx
             return scan.activations.flat_cotangents(dx), left, grads
 
         return run
@@ -298,7 +315,9 @@ class _Backward:
     def _cotangent(self, kind: StageKind, cotangents: Buffers, now: Half) -> PyTree:
         activations = self._scan.activations
         if kind.is_last:
-            loss = jax.tree.leaves(self._scan.loss)[0]
-            return jnp.asarray(self._scan.seed, loss.dtype)
+            return jnp.asarray(self._scan.seed, self._scan.loss.total.dtype)
         arrived = [row_of(x, now.source) for x in cotangents]
-        return activations.cotangent_tree(arrived)
+        dy = activations.cotangent_tree(arrived)
+        if kind.states is None:
+            return dy
+        return WithState(dy, jax.tree.map(lambda _: None, kind.states.empty()))

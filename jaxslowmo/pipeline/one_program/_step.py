@@ -13,8 +13,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
-from ...mesh import axis_size
-from ..model import LayeredModel, Loss, Place, StageLayout
+from ...mesh import axis_size, from_first
+from ..model import (
+    LayeredModel,
+    Loss,
+    LossTerms,
+    Place,
+    StageLayout,
+    WithState,
+    quotient,
+)
 from ..split import split_stage
 from ._activations import Activations, activations_of, nothing
 from ._data import gathered, only_over, scattered_sum
@@ -32,6 +40,7 @@ class Plan:
     Attributes:
       model: whole.
       layout: of its parameters.
+      state_layout: of the model state of its layers; None for models without.
       kinds: of its stages.
       of_stage: per stage of the model its kind.
       shifts: per stage of the model, how far its layers are from those of the stage that stands
@@ -46,6 +55,7 @@ class Plan:
 
     model: LayeredModel
     layout: StageLayout
+    state_layout: StageLayout | None
     kinds: Sequence[StageKind]
     of_stage: np.ndarray
     shifts: np.ndarray
@@ -65,6 +75,8 @@ class Step:
       plan: of the pipeline.
       table: of the schedule.
       data_axes: between whose devices microbatches are split.
+      outer_axes: data axes that are mapped already, between whose devices the caller has split the
+        batch, and averages.
       axes: all axes that some value varies over.
       differentiates: whether there are gradients.
     """
@@ -72,18 +84,30 @@ class Step:
     plan: Plan
     table: TickTable
     data_axes: tuple[str, ...]
+    outer_axes: tuple[str, ...]
     axes: tuple[str, ...]
     differentiates: bool
 
-    def __call__(self, buffers: dict[str, Any], batch: PyTree, rng: Any) -> tuple[Loss, PyTree]:
-        """Loss and metrics, equal on all these devices, and the gradients of this device's part."""
-        device = self._device(buffers, batch, rng)
+    def __call__(
+        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
+    ) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
+        """Loss and metrics, equal on all these devices; model state and gradients of its stage."""
+        device = self._device(buffers, states, batch, rng)
         scan = self._scan(device)
         totals = scan.run(device)
-        loss = self._mean_loss(totals, scan.loss)
-        return loss, self._gradients(totals) if self.differentiates else {}
+        terms = self._terms(totals)
+        grads = self._gradients(totals, terms) if self.differentiates else {}
+        value = terms.value(self.plan.num_microbatches * self._num_shares)
+        dtype = scan.loss.total.dtype
+        if isinstance(value, tuple):
+            value = value[0].astype(dtype), value[1]
+        else:
+            value = value.astype(dtype)
+        return value, self._states(totals), grads
 
-    def _device(self, buffers: dict[str, Any], batch: PyTree, rng: Any) -> Device:
+    def _device(
+        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
+    ) -> Device:
         plan = self.plan
         whole = {name: gathered(x[0], self._spec(name)) for name, x in buffers.items()}
         if rng is not None:
@@ -91,6 +115,7 @@ class Step:
                 rng = jax.random.fold_in(rng, lax.axis_index(name))
         device = Device(
             buffers=whole,
+            states={name: x[0] for name, x in states.items()},
             layouts={name: _automatic(P(*plan.layout.specs[name][1:])) for name in buffers},
             batch=batch,
             rng=rng,
@@ -105,8 +130,9 @@ class Step:
         plan = self.plan
         zero = jnp.zeros((), jnp.int32)
         microbatch = device.vary(device.microbatch(Half(*[zero] * 6, arrivals=())))
-        weights = [kind.weights(device.buffers, 0) for kind in plan.kinds]
-        activations, loss = self._types(weights, microbatch)
+        weights = [kind.weights.read(device.buffers, 0) for kind in plan.kinds]
+        states = [kind.states and kind.states.read(device.states, 0) for kind in plan.kinds]
+        activations, loss = self._types(weights, states, microbatch)
         x = device.vary(activations.tree(nothing(activations.types)))
         programs = None
         if self.differentiates:
@@ -114,12 +140,12 @@ class Step:
                 split_stage(
                     kind.fn,
                     own,
-                    None if kind.is_first else x,
+                    kind.given(None if kind.is_first else x, state),
                     microbatch,
                     loss=kind.is_last,
                     remat=plan.remat,
                 )
-                for kind, own in zip(plan.kinds, weights, strict=True)
+                for kind, own, state in zip(plan.kinds, weights, states, strict=True)
             ]
         return Scan(
             table=self.table,
@@ -128,14 +154,19 @@ class Step:
             programs=programs,
             activations=activations,
             loss=loss,
-            seed=plan.gradient_scale / plan.num_microbatches,
+            # Of a quotient the sum is differentiated; its weight is known when all have run.
+            seed=plan.gradient_scale / (1 if loss.weight is not None else plan.num_microbatches),
             in_branches=plan.in_branches,
         )
 
-    def _types(self, weights: Sequence[PyTree], microbatch: PyTree) -> tuple[Activations, PyTree]:
+    def _types(
+        self, weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+    ) -> tuple[Activations, LossTerms]:
         """What travels, and what the last stage gives; from tracing one stage after the other."""
 
-        def one_after_the_other(weights: Sequence[PyTree], microbatch: PyTree) -> list[PyTree]:
+        def one_after_the_other(
+            weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+        ) -> list[PyTree]:
             results: list[PyTree] = []
             known: dict[Any, PyTree] = {}
             x = None
@@ -143,40 +174,57 @@ class Step:
                 # Of a stage that is like one before and is given the like, the result is known.
                 key = int(i), str(jax.tree.map(jax.typeof, x))
                 if key not in known:
-                    known[key] = self.plan.kinds[i].fn(weights[i], x, microbatch)
-                x = known[key]
+                    kind = self.plan.kinds[i]
+                    known[key] = kind.fn(weights[i], kind.given(x, states[i]), microbatch)
+                result = known[key]
+                x = result.x if isinstance(result, WithState) else result
                 results.append(x)
             return results
 
-        types = jax.tree.map(jax.typeof, (weights, microbatch))
+        types = jax.tree.map(jax.typeof, (weights, states, microbatch))
         results = jax.make_jaxpr(one_after_the_other, return_shape=True)(*types)[1]
-        return activations_of(results[:-1]), results[-1]
+        return activations_of(results[:-1]), results[-1]._replace(state=None)
 
-    def _mean_loss(self, totals: Totals, types: PyTree) -> Loss:
-        """Means over microbatches, of what the last stage alone has added up.
+    def _terms(self, totals: Totals) -> LossTerms:
+        """Sums over all microbatches of what the last stage alone has added up.
 
-        Communication: one all-reduce of a few numbers over the stages and the data axes.
+        Communication: one all-reduce of a few numbers over the stages and the data axes; of a
+          weight one over data axes that are mapped outside.
         """
-        axes = (self.plan.axis_name, *self.data_axes)
-        count = self.plan.num_microbatches * self._num_shares
-        leaves, treedef = jax.tree.flatten(types)
-        sums = lax.psum(treedef.flatten_up_to(totals.loss), axes)
-        loss, *metrics = (x / count for x in sums)
-        return treedef.unflatten([loss.astype(leaves[0].dtype), *metrics])
+        terms = totals.loss
+        if self.outer_axes:
+            # The caller takes the mean over these axes, of quotients by the mean weight.
+            terms = terms.with_weights(lambda x: lax.pmean(x, self.outer_axes))
+        return lax.psum(terms, (self.plan.axis_name, *self.data_axes))
 
-    def _gradients(self, totals: Totals) -> dict[str, jax.Array]:
+    def _states(self, totals: Totals) -> dict[str, jax.Array]:
+        """By buffer the model state of a stage, (1, elements), after all microbatches.
+
+        Communication: over the data axes one all-reduce of each buffer.
+        """
+
+        def agreed(x: jax.Array) -> jax.Array:
+            if not self.data_axes:
+                return x
+            is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+            return lax.pmean(x, self.data_axes) if is_float else from_first(x, self.data_axes)
+
+        return {name: agreed(x)[None] for name, x in totals.states.items()}
+
+    def _gradients(self, totals: Totals, terms: LossTerms) -> dict[str, jax.Array]:
         """By buffer, (1, *sizes, elements), in the dtypes of the parameters.
 
         Communication: over the data axes one reduce-scatter of each buffer that is sharded there,
           an all-reduce of the others; over the stages that of tied parameters.
         """
         plan = self.plan
-        scale = 1 / (plan.gradient_scale * self._num_shares)
+        scale = 1 / (plan.gradient_scale * (1 if terms.weight is not None else self._num_shares))
         sums: dict[str, jax.Array] = {}
         for name, total in totals.grads.items():
             if total is not None:
                 total = scattered_sum(total, self._spec(name), self.data_axes)
-                sums[name] = total if scale == 1 else total * scale
+                total = total if scale == 1 else total * scale
+                sums[name] = total if terms.weight is None else quotient(total, terms.weight)
         sums = with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
         dtypes = {name: name.partition("/")[0] for name in sums}
         return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}

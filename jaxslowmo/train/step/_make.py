@@ -47,9 +47,9 @@ def make_train_step(
         the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`, with `rng`
         where it is wanted. metrics: dict of scalars. Where it has an attribute `before_run`, that
         is called before every program that is run, and what it raises is raised: such as that what
-        was compiled is out of date. Where it has an attribute `params_form`, `step.init` calls that
-        with the parameters, for the form in which the loss function takes them: what `js.pipelined`
-        returns is such a loss function.
+        was compiled is out of date. Where it has attributes `params_form` and
+        `model_state_form`, `step.init` calls these with parameters and model state, for the form in
+        which the loss function takes them: what `js.pipelined` returns is such a loss function.
       optimizer: any optax transform; its state stays local to each replica. A whole `js.chain` is
         taken apart: everything up to the last transform that reduces gradients, and clipping of
         ours behind it, is `gradients`, a parameter transform at its end `sync`, the rest the
@@ -210,5 +210,6 @@ def make_train_step(
         policy=policy,
         before_run=getattr(loss_fn, "before_run", None),
         params_form=getattr(loss_fn, "params_form", None),
+        model_state_form=getattr(loss_fn, "model_state_form", None),
     )
     return TrainStep(parts, mesh, mode, host_batch, donate)

@@ -64,6 +64,8 @@ class TrainStep:
         if runner.parts.params_form is not None:
             refuse_untrainable(params)  # by the names that it has here
             params = runner.parts.params_form(params)
+        if runner.parts.model_state_form is not None and model_state is not None:
+            model_state = runner.parts.model_state_form(model_state)
         stacked = lookup.stacked(params, seed, **lies)
         refuse_untrainable(lookup.dense(stacked))
         state = started(stacked, self.tx, model_state=model_state, seed=seed, **lies)

@@ -23,8 +23,8 @@ def test_chunks_of_one_device_are_told_apart_by_where_they_begin(mesh_of):
     of_stage, plan = kinds(mesh_of, 6, js.schedules.interleaved(2, 4, 4))
     assert of_stage == [0, 1, 1, 1, 1, 1, 1, 2]
     block = 4 * 6 + 6 + 6 * 4  # elements; the first device holds the table in front of them
-    starts = plan.kinds[1].starts["float32"]
-    assert plan.kinds[1].segments[0].place.start == 0
+    starts = plan.kinds[1].weights.starts["float32"]
+    assert plan.kinds[1].weights.segments[0].place.start == 0
     assert starts[1:7].tolist() == [0, 32, block, 32 + block, 2 * block, 32 + 2 * block]
 
 

@@ -274,7 +274,7 @@ def test_a_schedule_must_be_one(mesh_of):
     [
         (tokens(6), "4 microbatches, which must divide the batch of a replica, got 6"),
         (tokens(4), "of 1 examples in parts, which axis 'fsdp' of size 2"),
-        ({"tokens": np.zeros(8, int), "next": np.zeros((), int)}, "leading dimension counts its"),
+        ({"tokens": np.zeros((), int), "next": np.zeros((), int)}, "leading dimension counts its"),
         ({"tokens": np.zeros(8, int), "next": np.zeros(4, int)}, "next: 4, tokens: 8"),
         ({}, "got no leaves"),
         (tokens(0), "must divide the batch of a replica, got 0"),
@@ -291,7 +291,7 @@ def test_parameters_that_were_not_stacked_are_refused(mesh_of):
     pipe, stacked, _, params = pipeline(mesh_of)
     with pytest.raises(ValueError, match="`stacked` must be parameters"):
         pipe.loss_fn(params, tokens(8))
-    other, others, *_ = pipeline(mesh_of, num_blocks=4)
+    _, others, *_ = pipeline(mesh_of, num_blocks=4)
     with pytest.raises(ValueError, match="got those of another layout"):
         pipe.loss_fn(others, tokens(8))
     with pytest.raises(ValueError, match=r"buffers of \(stages, \.\.\., elements\), .* got \[1, 2"):

@@ -101,6 +101,7 @@ class StepParts:
     policy: Policy | None = None  # that the loss function computes by
     before_run: Callable[[], None] | None = None  # raises where programs are out of date
     params_form: Callable[[PyTree], PyTree] | None = None  # the parameters as the loss takes them
+    model_state_form: Callable[[PyTree], PyTree] | None = None  # and the model state
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
         """Gradient transform and optimizer."""

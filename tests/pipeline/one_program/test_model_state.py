@@ -1,0 +1,144 @@
+"""Model state of layers, such as BatchNorm's statistics, in pipelines."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from support.exhaustive import sweep
+from support.layered import assert_close
+
+WIDTH, LAYERS = 4, 8
+RANDOM = np.random.default_rng(3)
+
+
+def dense(params, x):
+    x = x["x"] if isinstance(x, dict) else x
+    return x @ params["kernel"]
+
+
+def normalized(params, x, *, state):
+    """Batch normalisation that trains by the statistics so far, and counts its calls."""
+    mean = 0.5 * state["mean"] + 0.5 * jnp.mean(x, 0)
+    y = jnp.tanh((x - state["mean"]) @ params["kernel"]) + x
+    return y, {"mean": mean, "count": state["count"] + 1}
+
+
+def matrix():
+    return {"kernel": RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4}
+
+
+def loss(x, batch):
+    return jnp.mean((x - batch["x"]) ** 2), {"size": jnp.mean(x**2)}
+
+
+PARAMS = [matrix() for _ in range(LAYERS)]
+STATES = [
+    {},
+    *({"mean": np.full(WIDTH, 0.1 * i, np.float32), "count": np.int32(i)} for i in range(6)),
+    {},
+]
+MODEL = js.LayeredModel([dense, *[normalized] * 6, dense], loss)
+BATCH = {"x": RANDOM.normal(size=(16, WIDTH)).astype(np.float32)}
+
+
+def one_by_one(params, states, batch, microbatches):
+    """The model on one device, microbatch by microbatch."""
+
+    def whole(params):
+        total, now = 0.0, states
+        for part in np.split(batch["x"], microbatches):
+            value, (_, now) = MODEL(params, {"x": part}, model_state=now)
+            total = total + value / microbatches
+        return total, now
+
+    return jax.value_and_grad(whole, has_aux=True)(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "remat"),
+    sweep(
+        [
+            (k, s, r)
+            for k in ("one_f_one_b", "zero_bubble", "interleaved", "zbv", "gpipe")
+            for s in (1, 2, 4)
+            for r in (False, True)
+        ],
+        lambda k, s, r: (
+            (k, s, r) in [("zero_bubble", 2, False), ("interleaved", 2, True), ("gpipe", 1, False)]
+        ),
+    ),
+)
+def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, remat):
+    chunks = 2 if kind in ("interleaved", "zbv") else None
+    schedule = js.schedules.by_name(kind, stages, 4, chunks)
+    mesh = mesh_of({"stage": stages})
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, remat=remat, model_state=STATES)
+    given = pipe.layout.stack(PARAMS), BATCH
+    states = pipe.model_state_form(STATES)
+    run = jax.jit(jax.value_and_grad(pipe, has_aux=True))
+    (value, (_, after)), grads = run(*given, model_state=states)
+    (expected, known), wanted = one_by_one(PARAMS, STATES, BATCH, 4)
+    assert_close(value, expected)
+    assert_close(pipe.state_layout.unstack(after), known)
+    assert_close(pipe.layout.unstack(grads), wanted)
+    value, (_, after) = jax.jit(pipe)(*given, model_state=states)
+    assert_close((value, pipe.state_layout.unstack(after)), (expected, known))
+
+
+@pytest.mark.parametrize("mode", ["sync_mean", "broadcast", "local"])
+def test_steps_keep_model_state_together_as_without_stages(mesh_of, mode):
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    # One microbatch: the whole batch gives the statistics, as without stages.
+    pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 1), mesh=mesh, model_state=STATES)
+
+    def trained(loss_fn, mesh):
+        sync = js.local_sgd("replica", sync_every=2)
+        step = js.make_train_step(loss_fn, optax.sgd(0.05), sync=sync, mesh=mesh, model_state=mode)
+        state = step.init(PARAMS, model_state=STATES)
+        for i in range(3):
+            state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
+        return state, metrics
+
+    found, metrics = trained(pipe, mesh)
+    known, expected = trained(MODEL, js.virtual_mesh({"replica": 2}))
+    assert_close(metrics, expected)
+    assert_close(pipe.layout.unstack_like(found.params), known.params)
+    assert_close(pipe.state_layout.unstack_like(found.model_state), known.model_state)
+
+
+def test_statistics_of_data_shards_are_averaged(mesh_of):
+    mesh = mesh_of({"stage": 2, "data": 2})
+    pipe = js.pipelined(
+        MODEL,
+        PARAMS,
+        js.schedules.one_f_one_b(2, 1),
+        mesh=mesh,
+        data_axes="data",
+        model_state=STATES,
+    )
+    states = pipe.model_state_form(STATES)
+    _, (_, after) = jax.jit(pipe)(pipe.layout.stack(PARAMS), BATCH, model_state=states)
+    halves = [
+        MODEL(PARAMS, {"x": part}, model_state=STATES)[1][1] for part in np.split(BATCH["x"], 2)
+    ]
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, *halves)
+    assert_close(pipe.state_layout.unstack(after), mean)
+
+
+def test_what_is_refused(mesh_of):
+    schedule, mesh = js.schedules.gpipe(2, 2), mesh_of({"stage": 2})
+    with pytest.raises(ValueError, match="`model_state` must be a list of one tree per layer, 8"):
+        js.pipelined(MODEL, PARAMS, schedule, mesh=mesh)
+    with pytest.raises(ValueError, match="got 3"):
+        MODEL(PARAMS, BATCH, model_state=STATES[:3])
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, model_state=STATES)
+    with pytest.raises(ValueError, match=r"`model_state` must be what `pipe\.model_state_form"):
+        pipe(pipe.layout.stack(PARAMS), BATCH, model_state=STATES)
+    with pytest.raises(ValueError, match="must have no layers that take `state`"):
+        js.HostPipeline(MODEL, PARAMS, schedule, mesh=mesh)
+    wrong = js.LayeredModel([dense, lambda p, x, *, state: x], loss)
+    with pytest.raises(ValueError, match=r"layer 1 takes `state` and must return \(x, new state"):
+        wrong(PARAMS[:2], BATCH, model_state=STATES[:2])
