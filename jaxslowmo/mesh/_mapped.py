@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._typing import AxisName, PyTree
-from ..tree import reshaped
+from ..tree import Staged, parts_of, reshaped
 from ._axes import axis_names
 from ._build import VirtualMesh
 
@@ -44,9 +44,11 @@ def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
 def model_axes(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> frozenset[str]:
     """Axes of `mesh`, `axis_name` apart, over which leaves of `tree` are sharded.
 
-    They lie inside a replica (FSDP, tensor parallel) and stay automatic.
+    They lie inside a replica (FSDP, tensor parallel, stages) and stay automatic.
     """
     found: set[str] = set()
+    # jax drops axes of size 1 from shardings, and a model may have one stage.
+    found.update(x.packing.axis_name for x in parts_of(tree, Staged))
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -90,7 +90,8 @@ def at_least_float32(dtype: Any) -> np.dtype:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves together (arrays or `ShapeDtypeStruct`s)."""
+    """Bytes of all leaves together (arrays, numbers or `ShapeDtypeStruct`s)."""
     return sum(
-        int(np.prod(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+        int(np.prod(jnp.shape(leaf))) * jnp.dtype(jnp.result_type(leaf)).itemsize
+        for leaf in jax.tree.leaves(tree)
     )

@@ -19,7 +19,8 @@ class Staged:
         elements of the fullest stage), or what stands for it, such as a `PartitionSpec`.
       packing: what lies where, hashable; two trees are alike if theirs are equal. It applies
         optax transforms to the leaves of each stage (`init`, `update`), and says which elements of
-        a buffer count elsewhere, being copies of tied parameters (`repeated`).
+        a buffer count elsewhere, being copies of tied parameters (`repeated`). `axis_name` is
+        the axis of the stages.
     """
 
     def __init__(self, buffers: dict[str, Any], packing: Any) -> None:

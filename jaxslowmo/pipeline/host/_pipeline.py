@@ -25,6 +25,7 @@ from ..model import (
     model_blocks,
     specs_of,
 )
+from ..partition import partition_by_bytes
 from ..schedules import Schedule
 from ._batch import HostBatch
 from ._check import check_like, check_placed
@@ -71,7 +72,7 @@ class HostPipeline:
       params: one tree per layer, or types of them.
       schedule: which stage computes what, in which order.
       parts: which layers each stage holds, as `js.partition_balanced` and its kin return it. None:
-        as even as can be.
+        such that the stage with the most bytes of parameters has as few as can be.
       mesh: a mesh with `axis_name`; every other axis lies inside of a stage.
       axis_name: the axis over stages, of the size of the schedule's.
       replica_axis: the axis over replicas; a mesh without it has one replica.
@@ -129,9 +130,10 @@ class HostPipeline:
         if max_norm is not None and not (isinstance(max_norm, numbers.Real) and max_norm > 0):
             raise ValueError(f"{_OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")
         self.model, self.schedule, self.mesh = model, schedule, mesh
-        self.blocks = model_blocks(
-            len(model.layers), schedule.num_stages, schedule.num_chunks, parts
-        )
+        stages, chunks = schedule.num_stages, schedule.num_chunks
+        if parts is None:
+            parts = partition_by_bytes(params, stages, chunks)
+        self.blocks = model_blocks(len(model.layers), stages, chunks, parts)
         meshes = sub_meshes(
             mesh,
             schedule.num_stages,

@@ -179,14 +179,14 @@ class LayeredModel:
 
         if run.count == 1:
             return layer(x, weights, state, first)
-        own = jax.tree.map(lambda w: w[0], (weights, state))
-        kind = jax.eval_shape(layer, x, *own, first)[0]
+        one, before = jax.tree.map(lambda w: w[0], (weights, state))
+        kind = jax.eval_shape(layer, x, one, before, first)[0]
         if _types_of(kind) != _types_of(x):
             # What a loop carries has one type: these layers change that of what they are given.
             after = []
             for i in range(run.count):
-                own = jax.tree.map(lambda w, i=i: w[i], (weights, state))
-                x, new = layer(x, *own, first + i)
+                one, before = jax.tree.map(lambda w, i=i: w[i], (weights, state))
+                x, new = layer(x, one, before, first + i)
                 after.append(new)
             return x, jax.tree.map(lambda *each: jnp.stack(each), *after)
 

@@ -51,7 +51,8 @@ class StagePacking(Packing):
         keeps = trial.is_elementwise and form.is_like(self)
 
         def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
-            return form.packed(tx.init(self.tree(staged[0], stage, keeps)), stage, keeps)
+            tree = self.tree(staged[0], stage, keeps)
+            return form.packed(run_where_values_vary(tx.init, tree), stage, keeps)
 
         return form.state(*_per_stage(self, branch, [params.buffers], []))
 
@@ -64,31 +65,40 @@ class StagePacking(Packing):
         extra: Mapping[str, Any],
     ) -> tuple[Staged, PyTree]:
         """Return updates and state, as `tx.update` makes them of each stage's own leaves."""
-        form, staged, shared = _Form.of(self, state)
-        keeps = trial_of(self, tx).is_elementwise and form.is_like(self)
+        before, staged, shared = _Form.of(self, state)
+        trial = trial_of(self, tx)
+        keeps = trial.is_elementwise and before.is_like(self)
         names = ["updates"] + ["params"] * (params is not None)
         names += [name for name, x in extra.items() if isinstance(x, Staged)]
         trees = {"updates": updates, "params": params, **extra}
         arrays = [name for name, x in extra.items() if _is_array(x)]
         rest = {name: x for name, x in extra.items() if name not in (*names, *arrays)}
 
-        def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
+        def updated(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
             own = dict(zip(names, (self.tree(x, stage, keeps) for x in staged), strict=False))
-            before = form.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
-            given = own.pop("updates"), before, own.pop("params", None)
+            given = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
+            known = own.pop("updates"), given, own.pop("params", None)
             told = {**own, **dict(zip(arrays, shared, strict=False))}
-            moved, after = run_where_values_vary(
-                lambda given, told: tx.update(*given, **told, **rest), given, told
+            return run_where_values_vary(
+                lambda known, told: tx.update(*known, **told, **rest), known, told
             )
+
+        operands = [*(trees[name].buffers for name in names), *staged]
+        alike = [*(extra[name] for name in arrays), *shared]
+        form = before
+        if not trial.keeps_structure:  # such as that of optax.monitor, which begins empty
+            own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
+            every = [
+                jax.eval_shape(partial(updated, s), own, alike)[1] for s in range(self.num_stages)
+            ]
+            form = _form(self, every, trial.is_shared)
+
+        def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
+            moved, after = updated(stage, staged, shared)
             buffers, alike = form.packed(after, stage, keeps)
             return [self.buffers(moved, stage, keeps), *buffers], alike
 
-        found, alike = _per_stage(
-            self,
-            branch,
-            [*(trees[name].buffers for name in names), *staged],
-            [*(extra[name] for name in arrays), *shared],
-        )
+        found, alike = _per_stage(self, branch, operands, alike)
         return self.staged(found[0]), form.state(found[1:], alike)
 
     def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
@@ -334,7 +344,7 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
     ]
 
     def run(closed: Any, *operands: PyTree) -> PyTree:
-        results = jaxpr_as_fun(closed)(*jax.tree.leaves(operands))
+        results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(operands)))
         pairs = zip(results, widest, strict=True)
         return structure.unflatten([x if x.dtype == t else x.astype(t) for x, t in pairs])
 

@@ -7,8 +7,9 @@ model's own names, once of all stages together and once of each alone.
 """
 
 import functools
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,9 +26,10 @@ from ...tree import leaf_names
 from ._packing import Packing
 
 _SIDE = 3  # elements along an axis, at most
-# How large gradients are, one update after the other: limits of clipping lie anywhere. In the last
-# one a gradient is not finite.
-_SCALES = (1.0, 1e-3, 1e6, 1.0)
+# How large gradients are, one update after the other: some rates follow distances, which take a
+# while to grow, and limits of clipping lie anywhere. In the last one a gradient is not finite.
+_SCALES = (*[1.0] * 8, 1e-3, 1e6, 1.0, 1.0)
+_DOUBLED = len(_SCALES) - 2  # the update before which leaves of the state may be doubled
 _TOLERANCE = 1e-4
 
 
@@ -37,10 +39,12 @@ class _Results(NamedTuple):
     Attributes:
       updates: one tree for each update.
       state: after the last one.
+      keeps_structure: whether it has the structure of the first state.
     """
 
     updates: list[PyTree]
     state: PyTree
+    keeps_structure: bool
 
 
 class Trial(NamedTuple):
@@ -50,11 +54,14 @@ class Trial(NamedTuple):
       shared: for each leaf of its state that mirrors no parameters, whether it is equal on all
         stages; () where the transform could not be tried (it wants arguments or shapes that a trial
         does not have).
-      is_elementwise: whether its result for an element depends on this element alone.
+      is_elementwise: whether its result for an element depends on this element alone; it is only
+        asked where leaves are sharded inside a stage.
+      keeps_structure: whether updates leave the structure of its state as it is.
     """
 
     shared: tuple[bool, ...] = ()
     is_elementwise: bool = False
+    keeps_structure: bool = True
 
     def is_shared(self, number: int) -> bool:
         """Whether leaf `number` of those that mirror no parameters is equal on all stages."""
@@ -88,12 +95,18 @@ def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
         whole, run = _first_that_runs(tx, small, names)
         if whole is None:
             return Trial()
-        is_elementwise = _is_elementwise(whole, run(None, 2.0))
+        is_sharded = any(math.prod(packing.sizes(name)) > 1 for name in packing.axes)
+        is_elementwise = is_sharded and _is_elementwise(whole, run(None, factor=2.0))
         if small.num_stages == 1:
-            return Trial((), is_elementwise)
+            return Trial((), is_elementwise, whole.keeps_structure)
         every = [run(stage) for stage in range(small.num_stages)]
+        differing = ""
+        if statistics := _statistics(small, whole, every):
+            # Of all leaves together; whether updates depend on them shows where they change.
+            doubled, now = run(None, doubled=statistics), slice(_DOUBLED, _DOUBLED + 1)
+            differing = _differing(small, whole, doubled, None, updates=now)
     for stage, own in enumerate(every):
-        if differing := _differing(small, whole, own, stage):
+        if differing := differing or _differing(small, whole, own, stage):
             raise ValueError(
                 "`optimizer` holds a transform whose result for a leaf depends on leaves of other "
                 f"stages, as in a trial {differing}: each stage of a pipeline updates the leaves "
@@ -101,16 +114,22 @@ def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
                 "js.clip_by_global_norm(...) and js.dynamic_loss_scale(...), joined with the "
                 "optimizer by js.chain, which know of stages."
             )
-    return Trial(_equal_on_all(small, every), is_elementwise)
+    shared = tuple(all(_alike(x, own[0]) for x in own) for own in _others(small, every))
+    return Trial(shared, is_elementwise, whole.keeps_structure)
 
 
 def _small(packing: Packing) -> Packing:
-    """The same parameters with few elements each."""
+    """The same parameters with few elements each; of equal layers of a stage the first alone."""
     leaves = tuple(
         tuple(x._replace(shape=tuple(min(n, _SIDE) for n in x.shape), spec=P()) for x in own)
         for own in packing.leaves
     )
-    return replace(packing, leaves=leaves, axis_sizes=())
+    names = leaf_names(packing.outer.unflatten([0] * len(leaves)))
+    stages = []
+    for positions in packing.stages:
+        kinds = {(names[i].partition("/")[2], packing.leaves[i]): i for i in reversed(positions)}
+        stages.append(tuple(sorted(kinds.values())))
+    return replace(packing, leaves=leaves, stages=tuple(stages), axis_sizes=())
 
 
 def _first_that_runs(
@@ -118,11 +137,11 @@ def _first_that_runs(
 ) -> tuple[_Results | None, Callable[..., _Results]]:
     """The results of all stages, and a function of a stage; mapped over axes if it must be."""
 
-    def run(stage: int | None, factor: float = 1.0) -> _Results:
-        return _run(tx, small, stage, factor)
+    def run(stage: int | None, **options: Any) -> _Results:
+        return _run(tx, small, stage, **options)
 
-    def mapped(stage: int | None, factor: float = 1.0) -> _Results:
-        fn: Callable[[], _Results] = lambda: run(stage, factor)  # noqa: E731
+    def mapped(stage: int | None, **options: Any) -> _Results:
+        fn: Callable[[], _Results] = partial(run, stage, **options)
         for name in dict.fromkeys(names):
             fn = jax.vmap(fn, axis_name=name, axis_size=1, out_axes=None)
         return fn()
@@ -136,22 +155,33 @@ def _first_that_runs(
 
 
 def _run(
-    tx: optax.GradientTransformation, small: Packing, stage: int | None, factor: float
+    tx: optax.GradientTransformation,
+    small: Packing,
+    stage: int | None,
+    factor: float = 1.0,
+    doubled: Collection[int] = (),
 ) -> _Results:
     """Some updates of the leaves of one stage; of all with None.
 
-    The first element of each gradient is multiplied by `factor`.
+    Args:
+      tx: the transform.
+      small: the parameters.
+      stage: the device stage.
+      factor: by which the first element of each gradient is multiplied.
+      doubled: numbers of leaves of the state, of those that mirror no parameters, that are doubled
+        before one of the updates.
     """
 
     def tree(seed: int, scale: float = 1.0) -> PyTree:
         drawn = np.random.default_rng(seed).normal
-        held = range(len(small.leaves)) if stage is None else small.stages[stage]
+        held = _positions(small, stage)
         values = [
             [jnp.asarray(scale * drawn(size=x.shape), jnp.float32) for x in own]
             for own in small.leaves
         ]
         if seed == len(_SCALES):
-            values[0] = [x * jnp.nan for x in values[0]]
+            first = min(_positions(small, None))
+            values[first] = [x * jnp.nan for x in values[first]]
         return small.outer.unflatten(
             [
                 small.subtrees[i].unflatten(own) if i in held else optax.MaskedNode()
@@ -161,7 +191,10 @@ def _run(
 
     params = tree(0)
     state, made = tx.init(params), []
+    structure = jax.tree.structure(state)
     for number, scale in enumerate(_SCALES, start=1):
+        if number == _DOUBLED + 1 and doubled:
+            state = _with_doubled(small, state, doubled)
         grads = jax.tree.map(partial(_first_times, factor), tree(number, scale))
         told = {"value": jnp.float32(1 / number), "grad": grads, "value_fn": _value}
         try:
@@ -169,7 +202,31 @@ def _run(
         except TypeError:  # it takes no more than it knows
             updates, state = tx.update(grads, state, params)
         made.append(updates)
-    return _Results(made, state)
+    return _Results(made, state, jax.tree.structure(state) == structure)
+
+
+def _with_doubled(small: Packing, state: PyTree, numbers: Collection[int]) -> PyTree:
+    nodes, structure = jax.tree.flatten(state, is_leaf=small.mirrors)
+    others = [i for i, x in enumerate(nodes) if not small.mirrors(x)]
+    for number in numbers:
+        nodes[others[number]] = nodes[others[number]] * 2
+    return structure.unflatten(nodes)
+
+
+def _statistics(small: Packing, whole: _Results, every: Sequence[_Results]) -> list[int]:
+    """Numbers of floating leaves that have other values for one stage than for all together."""
+    found = []
+    for number, (expected, *own) in enumerate(_others(small, [whole, *every])):
+        is_float = jnp.issubdtype(jnp.result_type(expected), jnp.floating)
+        same_shape = all(np.shape(x) == np.shape(expected) for x in own)
+        if is_float and same_shape and not all(_alike(x, expected) for x in own):
+            found.append(number)
+    return found
+
+
+def _positions(small: Packing, stage: int | None) -> Sequence[int]:
+    """The parameters that take part in a trial, of one stage or of all."""
+    return small.stages[stage] if stage is not None else [i for own in small.stages for i in own]
 
 
 def _first_times(factor: float, x: jax.Array) -> jax.Array:
@@ -186,17 +243,29 @@ def _value(params: PyTree, *_: Any, **__: Any) -> jax.Array:
     return sum((jnp.sum(x**2) for x in jax.tree.leaves(params)), start=jnp.float32(0))
 
 
-def _differing(small: Packing, whole: _Results, own: _Results, stage: int) -> str:
-    """The update or part of the state that differs; "" where all are alike."""
+def _differing(
+    small: Packing,
+    whole: _Results,
+    own: _Results,
+    stage: int | None,
+    updates: slice | None = None,
+) -> str:
+    """The update or part of the state of a stage that differs; "" where all are alike.
+
+    Of `updates`, if given, these alone are looked at, and no state.
+    """
     names = leaf_names(small.outer.unflatten([0] * len(small.leaves)))
-    known = [("the update", *pair) for pair in zip(whole.updates, own.updates, strict=True)]
-    nodes = [
-        jax.tree.flatten(state, is_leaf=small.mirrors)[0] for state in (whole.state, own.state)
-    ]
-    known += [("the state", *pair) for pair in zip(*nodes, strict=True) if small.mirrors(pair[0])]
+    pairs = zip(whole.updates, own.updates, strict=True)
+    known = [("the update", *pair) for pair in pairs][updates or slice(None)]
+    if updates is None:
+        nodes = [
+            jax.tree.flatten(state, is_leaf=small.mirrors)[0] for state in (whole.state, own.state)
+        ]
+        every = zip(*nodes, strict=True)
+        known += [("the state", *pair) for pair in every if small.mirrors(pair[0])]
     for what, expected, found in known:
         parts = small.outer.flatten_up_to(expected), small.outer.flatten_up_to(found)
-        for position in small.stages[stage]:
+        for position in _positions(small, stage):
             pair = [jax.tree.leaves(own[position]) for own in parts]
             if not all(map(_alike, *pair)):
                 return f"{what} of {names[position]!r}"
@@ -204,7 +273,7 @@ def _differing(small: Packing, whole: _Results, own: _Results, stage: int) -> st
 
 
 def _alike(x: Any, y: Any) -> bool:
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     x, y = (np.asarray(v, np.float64) for v in (x, y))
     finite = np.abs(y[np.isfinite(y)])
@@ -212,8 +281,7 @@ def _alike(x: Any, y: Any) -> bool:
     return x.shape == y.shape and np.allclose(x, y, _TOLERANCE, atol, equal_nan=True)
 
 
-def _equal_on_all(small: Packing, every: Sequence[_Results]) -> tuple[bool, ...]:
-    """Which leaves that mirror no parameters are equal on all stages."""
+def _others(small: Packing, every: Sequence[_Results]) -> list[tuple[Any, ...]]:
+    """The leaves of states that mirror no parameters, those of all results together."""
     flat = [jax.tree.leaves(own.state, is_leaf=small.mirrors) for own in every]
-    others = [[x for x in own if not small.mirrors(x)] for own in flat]
-    return tuple(all(_alike(x, own[0]) for x in own) for own in zip(*others, strict=True))
+    return list(zip(*([x for x in own if not small.mirrors(x)] for own in flat), strict=True))

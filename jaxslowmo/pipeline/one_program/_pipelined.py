@@ -13,6 +13,7 @@ from ..._typing import PyTree
 from ...mesh import varying_axes
 from ...tree import Staged
 from ..model import LayeredModel, StageLayout, as_axes, call_signature, model_blocks
+from ..partition import partition_by_bytes
 from ..schedules import Schedule
 from ._check import (
     BatchMemory,
@@ -65,8 +66,8 @@ def pipelined(
         what its input gives, `jnp.zeros_like(x[0])`, not with `jnp.zeros(...)`.
       params: one tree per layer, arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
       schedule: which stage computes what when; of as many stages as `mesh` has along `axis_name`.
-      parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: as even
-        as can be.
+      parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: such
+        that the stage with the most bytes of parameters has as few as can be.
       mesh: devices; axes other than `axis_name` and `data_axes` (replicas, tensor parallel) are
         left to whoever maps them outside, or to the compiler.
       axis_name: of the stages.
@@ -105,7 +106,10 @@ def pipelined(
     """
     data_axes = as_axes(data_axes)
     check_arguments(model, schedule, mesh, axis_name, data_axes, gradient_scale, batch_memory)
-    blocks = model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    if parts is None:
+        parts = partition_by_bytes(params, stages, chunks)
+    blocks = model_blocks(len(model.layers), stages, chunks, parts)
     lies: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
     places = blocks, schedule.placement
     state_layout, states = None, None
@@ -258,7 +262,7 @@ class Pipelined:
         value, _ = cotangent
         of_loss: Any = value[0] if isinstance(value, tuple) else value
         if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # of metrics alone
-            of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+            of_loss = jnp.zeros((), jnp.float32)
 
         def scaled(g: Any) -> Any:
             if g.dtype == jax.dtypes.float0:

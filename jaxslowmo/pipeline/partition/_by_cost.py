@@ -1,9 +1,11 @@
 """The split whose most expensive block is cheapest, by a dynamic programme."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ..._typing import PyTree
+from ...tree import tree_bytes
 from ._blocks import Interval, check_costs, check_count, dealt
 
 _OWNER = "partition_by_cost"
@@ -52,6 +54,26 @@ def partition_by_cost(
     largest = _best(block, num_blocks, np.maximum)[0, num_blocks]
     squares = np.where(block <= largest, block, np.inf) ** 2
     return dealt(_cuts(squares, _best(squares, num_blocks, np.add)), num_stages)
+
+
+def partition_by_bytes(
+    layers: Sequence[PyTree], num_stages: int, num_chunks: int
+) -> list[list[Interval]] | None:
+    """Return the split of layers whose largest block has the fewest bytes of parameters.
+
+    Args:
+      layers: one tree of arrays or types per layer.
+      num_stages: >= 1.
+      num_chunks: blocks that each stage holds, >= 1.
+
+    Returns:
+      As `partition_by_cost`; None where there are fewer layers than blocks.
+    """
+    if len(layers) < num_stages * num_chunks:
+        return None
+    # Layers without parameters are dealt out evenly.
+    costs = [1 + tree_bytes(layer) for layer in layers]
+    return partition_by_cost(costs, num_stages, num_chunks)
 
 
 def _ends_later(num_layers: int) -> np.ndarray:

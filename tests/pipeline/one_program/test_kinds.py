@@ -7,7 +7,11 @@ from support.layered import language_model
 def kinds(mesh_of, num_blocks, schedule, model=None):
     own, params = language_model(num_blocks)
     pipe = js.pipelined(
-        model or own, params, schedule, mesh=mesh_of({"stage": schedule.num_stages})
+        model or own,
+        params,
+        schedule,
+        parts=js.partition_uniform(num_blocks + 2, schedule.num_stages, schedule.num_chunks),
+        mesh=mesh_of({"stage": schedule.num_stages}),
     )
     return list(pipe._plan.of_stage), pipe._plan
 
