@@ -62,4 +62,10 @@ class Staged:
         return self.buffers.items()
 
     def __repr__(self) -> str:
-        return f"Staged({self.buffers!r})"
+        """Return names and types; the elements of a buffer tell nothing."""
+
+        def text(x: Any) -> str:
+            has_type = hasattr(x, "shape") and hasattr(x, "dtype")
+            return f"{x.dtype}{list(x.shape)}" if has_type else repr(x)
+
+        return f"Staged({', '.join(f'{name}: {text(x)}' for name, x in self.buffers.items())})"

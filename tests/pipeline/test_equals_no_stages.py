@@ -171,18 +171,17 @@ def trained(case, loss_fn, params, mesh, specs=None, counted=None):
     return state, metrics
 
 
+def spec_of(x):
+    return P("fsdp") if x.ndim > 1 and x.shape[0] % 2 == 0 else P()
+
+
 def check(case):
     model, params = model_of(case)
     sizes = case.sizes
     chunks = 2 if case.kind in ("interleaved", "zbv") else None
     schedule = js.schedules.by_name(case.kind, sizes["stage"], 4, chunks)
     mesh = js.make_mesh(sizes)
-    specs = None
-    if "fsdp" in sizes:
-        specs = [
-            {n: P("fsdp") if len(x.shape) > 1 and x.shape[0] % 2 == 0 else P() for n, x in own.items()}
-            for own in params
-        ]  # fmt: skip
+    specs = [{n: spec_of(x) for n, x in own.items()} for own in params] if "fsdp" in sizes else None
     pipe = js.pipelined(
         model,
         params,
@@ -194,8 +193,7 @@ def check(case):
     )
     once = None
     if case.is_tied:
-        once = [None if i < len(params) - 1 else {"table": np.zeros((8, WIDTH))}
-                for i in range(len(params))]  # fmt: skip
+        once = [*[None] * (len(params) - 1), {"table": np.zeros((8, WIDTH))}]
     alone = js.virtual_mesh({"replica": sizes["replica"]})
     found, metrics = trained(case, pipe, params, mesh, pipe.layout.specs)
     known, expected = trained(case, model, params, alone, counted=once)

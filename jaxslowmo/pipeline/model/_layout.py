@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
@@ -15,9 +14,10 @@ from ...tree import Staged, leaf_names
 from ._blocks import Block
 from ._layered import LayeredModel
 from ._optimizer import StagePacking
-from ._packing import Leaf, Packing, Place, buffer_name
+from ._packing import Leaf, Place, buffer_name
 from ._runs import Run, runs_of
 from ._specs import specs_of_layers
+from ._stacking import buffer_types, stacked, unstacked
 
 
 class StageLayout:
@@ -113,7 +113,7 @@ class StageLayout:
     @property
     def types(self) -> Staged:
         """The types of `stack(params)`."""
-        return self.packing.staged(self._types(self.packing, self._dtypes, ()))
+        return self.packing.staged(buffer_types(self.packing, self._dtypes))
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
         """Return the layers of a stage of the model, equal ones in a row as one run."""
@@ -182,21 +182,21 @@ class StageLayout:
                 raise ValueError(
                     f"`params` must have {list(leaf.shape)} at {name!r}, got {list(x.shape)}."
                 )
-        return self._stacked(self.packing, whole, 0, on_mesh=True)
+        return stacked(self.packing, whole, on_mesh=True)
 
-    def unstack(self, stacked: Staged | Mapping[str, Any]) -> PyTree:
+    def unstack(self, buffers: Staged | Mapping[str, Any]) -> PyTree:
         """Return one tree per layer, from one tree of all stages; padding is left out.
 
         Arrays on a mesh then lie on it as `param_specs` said, on every stage: of a model that no
         device can hold, give NumPy arrays.
         """
         names = list(self.packing.axes)
-        if not isinstance(stacked, Staged | Mapping) or sorted(stacked) != sorted(names):
+        if not isinstance(buffers, Staged | Mapping) or sorted(buffers) != sorted(names):
             raise ValueError(
-                f"`stacked` must hold the buffers {names}, got "
-                f"{list(stacked) if isinstance(stacked, Mapping) else type(stacked).__name__}."
+                f"`buffers` must be {names}, as `stack` makes them, got "
+                f"{list(buffers) if isinstance(buffers, Mapping) else type(buffers).__name__}."
             )
-        return self._unstacked(self.packing, dict(stacked.items()))
+        return unstacked(self.packing, dict(buffers.items()))
 
     def stack_like(self, tree: PyTree) -> PyTree:
         """Return `tree` with every part that mirrors the parameters stacked, as Adam's moments do.
@@ -212,7 +212,7 @@ class StageLayout:
         """Return what `stack_like` was given."""
 
         def whole(x: Any) -> Any:
-            return self._unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
+            return unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
 
         return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
 
@@ -232,108 +232,7 @@ class StageLayout:
             return x
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
         packing = self.packing.like([types] * self.packing.num_stages)
-        return self._stacked(packing, x, num_lead, on_mesh=False)
-
-    def _types(
-        self, packing: Packing, dtypes: Mapping[str, Any], lead: tuple[int, ...]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(
-                (*lead, *shape),
-                dtypes[name],
-                sharding=NamedSharding(self._mesh, P(*[None] * len(lead), *packing.specs[name])),
-            )
-            for name, shape in packing.shapes.items()
-        }
-
-    def _stacked(self, packing: StagePacking, tree: PyTree, num_lead: int, *, on_mesh: bool) -> Any:
-        def stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
-            own = [packing.pack(tree, s, numpy, num_lead) for s in range(packing.num_stages)]
-            return {name: numpy.stack([x[name] for x in own], num_lead) for name in packing.axes}
-
-        leaves = jax.tree.leaves(tree)
-        if not leaves:
-            return packing.staged({})
-        if any(isinstance(x, Tracer) for x in leaves):
-            return packing.staged(stages(jnp, tree))
-        if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
-            return packing.staged(stages(np, tree))
-        kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
-        dtypes = {name: x.dtype for name, x in kinds.items()}
-        types = self._types(packing, dtypes, np.shape(leaves[0])[:num_lead])
-        if all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return packing.staged(types)
-        shardings = {name: x.sharding for name, x in types.items()}
-        if all(_is_on(self._mesh, x) for x in leaves):
-            fn = _placing(lambda tree: stages(jnp, tree), self._mesh, shardings)
-            return packing.staged(fn(tree))
-        part = _Part(packing, jax.tree.map(np.asarray, tree), num_lead)
-        return packing.staged(
-            {
-                name: jax.make_array_from_callback(x.shape, x.sharding, part.of(name, x))
-                for name, x in types.items()
-            }
-        )
-
-    def _unstacked(self, packing: Packing, buffers: Mapping[str, Any]) -> PyTree:
-        name, shape = next(iter(packing.shapes.items()), ("", ()))
-        num_lead = np.ndim(buffers[name]) - len(shape) if name else 0
-        for name, shape in packing.shapes.items():
-            got = tuple(np.shape(buffers[name]))
-            if num_lead < 0 or got[num_lead:] != shape:
-                raise ValueError(
-                    f"`stacked` must end in {list(shape)} at {name!r}, got an array of {list(got)}."
-                )
-        lead = (slice(None),) * num_lead
-
-        def whole(buffers: Mapping[str, Any]) -> PyTree:
-            parts = []
-            for subtree, places in zip(packing.subtrees, packing.places, strict=True):
-                own = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
-                parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in own]))
-            return packing.outer.unflatten(parts)
-
-        arrays = list(buffers.values())
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-            return jax.eval_shape(whole, dict(buffers))
-        sharding = getattr(arrays[0], "sharding", None) if arrays else None
-        if isinstance(arrays[0] if arrays else None, Tracer) or not isinstance(
-            sharding, NamedSharding
-        ):
-            return whole(buffers)
-        front = [*sharding.spec, *[None] * num_lead][:num_lead]
-        mesh, where = sharding.mesh, iter([p for own in packing.places for p in own])
-        kinds = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in buffers.items()}
-        shardings = jax.tree.map(
-            lambda _: NamedSharding(mesh, P(*front, *next(where).leaf.spec)),
-            jax.eval_shape(whole, kinds),
-        )
-        return _placing(whole, mesh, shardings)(dict(buffers))
-
-
-def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
-    """`fn` of arrays on a mesh, whose results lie as said."""
-    if AxisType.Explicit in mesh.axis_types:
-        fn = jax.sharding.auto_axes(fn, out_sharding=shardings)
-    return jax.jit(fn, out_shardings=shardings)
-
-
-class _Part:
-    """Any part of the buffers of leaves on the host."""
-
-    def __init__(self, packing: Packing, tree: PyTree, num_lead: int) -> None:
-        self._packing, self._tree, self._num_lead = packing, tree, num_lead
-
-    def of(self, name: str, kind: Any) -> Any:
-        """Return a function of an index of a buffer."""
-
-        def part(index: Any) -> np.ndarray:
-            stages = range(*index[self._num_lead].indices(kind.shape[self._num_lead]))
-            rest = *index[: self._num_lead], *index[self._num_lead + 1 :]
-            packed = (self._packing.pack(self._tree, s, np, self._num_lead) for s in stages)
-            return np.stack([own[name][rest] for own in packed], self._num_lead).astype(kind.dtype)
-
-        return part
+        return stacked(packing, x, num_lead)
 
 
 def _refuse_keys(params: Sequence[PyTree]) -> None:
@@ -389,10 +288,3 @@ def _kind_of(x: Any) -> str:
 def _as_array(x: Any) -> Any:
     """`x`, or the array that jax makes of a number of Python."""
     return np.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x
-
-
-def _is_on(mesh: Mesh, x: Any) -> bool:
-    """Whether an array lies on the devices of `mesh`, or is no whole array of this process."""
-    if not isinstance(x, jax.Array):
-        return False
-    return not x.is_fully_addressable or x.sharding.device_set == set(mesh.devices.flat)

@@ -118,7 +118,13 @@ class StagePacking(Packing):
         """Return the buffers of a stage, of its tree, in which leaves lie as `tree` makes them."""
         if not keeps_parts:
             tree = self._laid_out(tree, stage, keeps_parts)
-        return self.pack(self._laid_out(tree, stage, keeps_parts=True), stage)
+        buffers = self.pack(self._laid_out(tree, stage, keeps_parts=True), stage)
+        explicit = frozenset(jax.sharding.get_abstract_mesh().explicit_axes)
+        if not explicit:
+            return buffers
+        # Of Explicit axes types tell, and branches must agree.
+        specs = {name: only_over(P(*axes, None), explicit) for name, axes in self.axes.items()}
+        return {name: jax.sharding.reshard(x, specs[name]) for name, x in buffers.items()}
 
     def _laid_out(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
         """The tree with every leaf laid out as its buffer is.

@@ -197,13 +197,15 @@ class Packing:
     def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
         """The pieces of a buffer one after the other, and zeros up to its end."""
         shape = *lead, *self.shapes[name][1:]
-        dtype = jnp.result_type(*pieces) if pieces else np.dtype(name.partition("/")[0])
-        lack = shape[-1] - sum(piece.shape[-1] for piece in pieces)
-        if lack:
-            pieces = [*pieces, numpy.zeros((*shape[:-1], lack), dtype)]
-        if len(pieces) == 1:
-            return pieces[0]
-        return numpy.concatenate([piece.astype(dtype) for piece in pieces], -1)
+        if not pieces:
+            return numpy.zeros(shape, np.dtype(name.partition("/")[0]))
+        dtype = jnp.result_type(*pieces)
+        if len(pieces) > 1:
+            pieces = [numpy.concatenate([piece.astype(dtype) for piece in pieces], -1)]
+        lack = shape[-1] - pieces[0].shape[-1]
+        return (
+            numpy.pad(pieces[0], [*[(0, 0)] * (len(shape) - 1), (0, lack)]) if lack else pieces[0]
+        )
 
     def read(self, buffer: Any, place: Place, num_lead: int = 0) -> Any:
         """Return a leaf of a stage's buffer, of shape (*lead, *sizes, elements)."""

@@ -125,7 +125,7 @@ def test_replicas_may_lead(stacked, layout, params):
             lambda own, p: own.stack([p[0], {**p[1], "bias": np.zeros(3)}, *p[2:]]),
             "must have [4] at '1/bias', got [3]",
         ),
-        (lambda own, p: own.unstack({"a": 1}), "must hold the buffers"),
+        (lambda own, p: own.unstack({"a": 1}), "`buffers` must be"),
         (lambda own, p: own.unstack(dict.fromkeys(own.specs, np.zeros(2))), "must end in"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
@@ -230,3 +230,14 @@ def test_stages_with_equal_leaves_share_a_branch(mesh_of):
         return jax.tree.map(lambda name: "[2]" not in name, path_names(tree))
 
     assert branches(optax.adamw(0.1, mask=decay)) == 4
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_axes_may_be_explicit(is_mixed):
+    kinds = [AxisType.Auto if is_mixed else AxisType.Explicit] * 2 + [AxisType.Explicit]
+    names_of_axes = ("replica", "stage", "fsdp")
+    mesh = jax.make_mesh((2, 2, 2), names_of_axes, axis_types=tuple(kinds))
+    block = {"up": P("fsdp"), "bias": P(), "down": P(None, "fsdp")}
+    specs = [P(None, "fsdp"), *[block] * 4, P(None, "fsdp")]
+    pipe = pipeline(mesh, SCHEDULES["zbv"], data_axes=("fsdp",), param_specs=specs)
+    check(mesh, pipe, PER_LEAF["lamb"])

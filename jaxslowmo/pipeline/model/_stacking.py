@@ -1,0 +1,142 @@
+"""Between a tree of the whole model and the buffers of its stages: arrays anywhere, and types."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..._typing import PyTree
+from ...mesh import only_over
+from ...tree import Staged
+from ._packing import Packing
+
+
+def buffer_types(
+    packing: Packing, dtypes: Mapping[str, Any], lead: tuple[int, ...] = ()
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the types of buffers (*lead, stages, ...) on the mesh, with a dtype for each."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            (*lead, *shape),
+            dtypes[name],
+            sharding=NamedSharding(packing.mesh, P(*[None] * len(lead), *packing.specs[name])),
+        )
+        for name, shape in packing.shapes.items()
+    }
+
+
+def stacked(packing: Packing, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False) -> Staged:
+    """Return the buffers of all stages.
+
+    Args:
+      packing: what lies where.
+      tree: of the whole model, arrays or types.
+      num_lead: how many dimensions leaves have in front of their own, such as replicas.
+      on_mesh: whether arrays of NumPy go to the mesh, too; else they stay on the host.
+    """
+
+    def stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
+        own = [packing.pack(tree, s, numpy, num_lead) for s in range(packing.num_stages)]
+        return {name: numpy.stack([x[name] for x in own], num_lead) for name in packing.axes}
+
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return packing.staged({})
+    if any(isinstance(x, Tracer) for x in leaves):
+        return packing.staged(stages(jnp, tree))
+    if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
+        return packing.staged(stages(np, tree))
+    kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
+    dtypes = {name: x.dtype for name, x in kinds.items()}
+    types = buffer_types(packing, dtypes, np.shape(leaves[0])[:num_lead])
+    if all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return packing.staged(types)
+    shardings = {name: x.sharding for name, x in types.items()}
+    if all(_is_on(packing.mesh, x) for x in leaves):
+        fn = _placing(lambda tree: stages(jnp, tree), packing.mesh, shardings)
+        return packing.staged(fn(tree))
+    part = _Part(packing, jax.tree.map(np.asarray, tree), num_lead)
+    return packing.staged(
+        {
+            name: jax.make_array_from_callback(x.shape, x.sharding, part.of(name, x))
+            for name, x in types.items()
+        }
+    )
+
+
+def unstacked(packing: Packing, buffers: Mapping[str, Any]) -> PyTree:
+    """Return the tree of the whole model, of buffers (*lead, stages, ...).
+
+    Raises:
+      ValueError: buffers of other shapes.
+    """
+    name, shape = next(iter(packing.shapes.items()), ("", ()))
+    num_lead = np.ndim(buffers[name]) - len(shape) if name else 0
+    for name, shape in packing.shapes.items():
+        got = tuple(np.shape(buffers[name]))
+        if num_lead < 0 or got[num_lead:] != shape:
+            raise ValueError(
+                f"`buffers` must end in {list(shape)} at {name!r}, got an array of {list(got)}."
+            )
+    lead = (slice(None),) * num_lead
+
+    def whole(buffers: Mapping[str, Any]) -> PyTree:
+        parts = []
+        for subtree, places in zip(packing.subtrees, packing.places, strict=True):
+            own = [(buffers[p.leaf.buffer][(*lead, p.stage)], p) for p in places]
+            parts.append(subtree.unflatten([packing.read(x, p, num_lead) for x, p in own]))
+        return packing.outer.unflatten(parts)
+
+    arrays = list(buffers.values())
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        return jax.eval_shape(whole, dict(buffers))
+    sharding = getattr(arrays[0], "sharding", None) if arrays else None
+    if isinstance(arrays[0] if arrays else None, Tracer) or not isinstance(sharding, NamedSharding):
+        return whole(buffers)
+    front = [*sharding.spec, *[None] * num_lead][:num_lead]
+    mesh, where = sharding.mesh, iter([p for own in packing.places for p in own])
+    kinds = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in buffers.items()}
+    shardings = jax.tree.map(
+        lambda _: NamedSharding(mesh, P(*front, *next(where).leaf.spec)),
+        jax.eval_shape(whole, kinds),
+    )
+    return _placing(whole, mesh, shardings)(dict(buffers))
+
+
+def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
+    """`fn` of arrays on a mesh, whose results lie as said."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if explicit := frozenset(name for name, kind in kinds if kind == AxisType.Explicit):
+        typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
+        fn = jax.sharding.auto_axes(fn, out_sharding=typed)
+    return jax.jit(fn, out_shardings=shardings)
+
+
+class _Part:
+    """Any part of the buffers of leaves on the host."""
+
+    def __init__(self, packing: Packing, tree: PyTree, num_lead: int) -> None:
+        self._packing, self._tree, self._num_lead = packing, tree, num_lead
+
+    def of(self, name: str, kind: Any) -> Any:
+        """Return a function of an index of a buffer."""
+
+        def part(index: Any) -> np.ndarray:
+            stages = range(*index[self._num_lead].indices(kind.shape[self._num_lead]))
+            rest = *index[: self._num_lead], *index[self._num_lead + 1 :]
+            packed = (self._packing.pack(self._tree, s, np, self._num_lead) for s in stages)
+            return np.stack([own[name][rest] for own in packed], self._num_lead).astype(kind.dtype)
+
+        return part
+
+
+def _is_on(mesh: Mesh, x: Any) -> bool:
+    """Whether an array lies on the devices of `mesh`, or is no whole array of this process."""
+    if not isinstance(x, jax.Array):
+        return False
+    return not x.is_fully_addressable or x.sharding.device_set == set(mesh.devices.flat)

@@ -1,0 +1,218 @@
+"""Ten steps of random small models with stages equal ten without, whatever stands beside."""
+
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from support.layered import assert_close
+from support.optimizers import per_leaf
+
+WIDTH, STEPS, KINDS = 4, 10, ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv")
+
+
+def embed(params, batch):
+    return {"x": params["table"][batch["tokens"]], "place": batch["tokens"]}
+
+
+def dense(params, x):
+    y = x["x"] @ params["kernel"] + params.get("bias", 0)
+    return {**x, "x": x["x"] + jnp.tanh(y)}
+
+
+def gated(params, x):
+    """With a leaf of another rank, and one of no dimension."""
+    y = jnp.einsum("nd,hde->nhe", x["x"], params["heads"]).sum(1)
+    return {**x, "x": x["x"] + params["scale"] * y}
+
+
+def by_place(params, x):
+    """Integers travel beside activations, and are read."""
+    return {**x, "x": x["x"] * params["scales"][x["place"] % 3]}
+
+
+def plain(params, x):
+    return {**x, "x": x["x"] * 0.9}
+
+
+def drawn(params, x, *, key):
+    """Without keys in training both ways it shows that layers that take one are called."""
+    return {**x, "x": x["x"] + params["bias"]}
+
+
+def head(params, x):
+    return x["x"] @ params["table"].T
+
+
+def mean_loss(logits, batch):
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)[:, 0]
+    return -jnp.mean(own), {"largest": jnp.mean(jnp.max(logits, -1))}
+
+
+def masked_loss(logits, batch):
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["next"][:, None], 1)[:, 0]
+    return (-jnp.sum(own * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+SHAPES: dict[Any, dict[str, tuple[int, ...]]] = {
+    dense: {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)},
+    gated: {"heads": (2, WIDTH, WIDTH), "scale": ()},
+    by_place: {"scales": (3, WIDTH)},
+    plain: {},
+    drawn: {"bias": (WIDTH,)},
+}
+
+
+class Case(NamedTuple):
+    """What is trained, and how.
+
+    Attributes:
+      blocks: the layers between embedding and head.
+      is_tied: whether these two share their table.
+      is_masked: whether the loss is a quotient of sums.
+      sizes: of the mesh.
+      kind: of the schedule.
+      remat: whether forward passes are computed again.
+      optimizer: its name.
+      clips: whether all gradients are clipped by their norm.
+      sync: "local_sgd", "slowmo" or "gradients".
+      mode: of the step.
+      accumulate: batches per update.
+    """
+
+    blocks: list[Any]
+    is_tied: bool
+    is_masked: bool
+    sizes: dict[str, int]
+    kind: str
+    remat: bool
+    optimizer: str
+    clips: bool
+    sync: str
+    mode: str
+    accumulate: int
+
+
+@st.composite
+def cases(draw):
+    kind = draw(st.sampled_from(KINDS))
+    chunks = 2 if kind in ("interleaved", "zbv") else 1
+    stages = draw(st.sampled_from([1, 2, 4]))
+    inner = draw(st.sampled_from([{}, {"fsdp": 2}] if stages < 4 else [{}]))
+    runs = draw(st.lists(st.tuples(st.sampled_from(list(SHAPES)), st.integers(1, 5)), max_size=4))
+    blocks = [layer for layer, count in runs for _ in range(count)]
+    blocks += [dense] * max(0, stages * chunks - len(blocks) - 2)
+    optimizers = sorted(set(per_leaf([{}])) - {"muon", "lars", "flatten"})
+    return Case(
+        blocks,
+        draw(st.booleans()),
+        draw(st.booleans()),
+        {"replica": draw(st.sampled_from([1, 2])), "stage": stages, **inner},
+        kind,
+        draw(st.booleans()),
+        draw(st.sampled_from(optimizers)),
+        draw(st.booleans()),
+        draw(st.sampled_from(["local_sgd", "slowmo", "gradients"])),
+        draw(st.sampled_from(["traced", "host"])),
+        draw(st.sampled_from([1, 2])),
+    )
+
+
+def model_of(case):
+    random = np.random.default_rng(5).normal
+    table = {"table": (8, WIDTH)}
+    shapes = [table, *(SHAPES[layer] for layer in case.blocks), table]
+    params = [{n: np.float32(random(size=shape) / 3) for n, shape in own.items()} for own in shapes]
+    tied = [((0, "table"), (len(params) - 1, "table"))] if case.is_tied else []
+    if case.is_tied:
+        params[-1]["table"] = params[0]["table"]
+    loss = masked_loss if case.is_masked else mean_loss
+    return js.LayeredModel([embed, *case.blocks, head], loss, tied=tied), params
+
+
+def batches(case):
+    examples = 16 * case.accumulate * case.sizes["replica"]
+    for seed in range(STEPS):
+        drawn = np.random.default_rng(seed).integers(0, 8, (3, examples)).astype(np.int32)
+        # Of parts of equal weight: a mean over parts is then one over examples.
+        mask = (np.arange(examples) % 4 < 2).astype(np.float32) * 2
+        yield {"tokens": drawn[0], "next": drawn[1], "mask": mask}
+
+
+def trained(case, loss_fn, params, mesh, specs=None, counted=None):
+    base = js.local_sgd("replica", sync_every=2)
+    sync = {
+        "local_sgd": base,
+        "slowmo": js.slowmo("replica", base=base, sync_every=4, param_specs=specs),
+        "gradients": None,
+    }[case.sync]
+    gradients = js.all_reduce_gradients("replica") if sync is None else None
+    optimizer = per_leaf(params)[case.optimizer]
+    if case.clips:
+        optimizer = js.chain(js.clip_by_global_norm(0.5, counted=counted), optimizer)
+    step = js.make_train_step(
+        loss_fn,
+        optimizer,
+        sync=sync,
+        gradients=gradients,
+        mesh=mesh,
+        mode=case.mode,
+        accumulate=case.accumulate,
+    )
+    state = step.init(params)
+    for batch in batches(case):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def check(case):
+    model, params = model_of(case)
+    sizes = case.sizes
+    chunks = 2 if case.kind in ("interleaved", "zbv") else None
+    schedule = js.schedules.by_name(case.kind, sizes["stage"], 4, chunks)
+    mesh = js.make_mesh(sizes)
+    specs = None
+    if "fsdp" in sizes:
+        specs = [
+            {n: P("fsdp") if len(x.shape) > 1 and x.shape[0] % 2 == 0 else P() for n, x in own.items()}
+            for own in params
+        ]  # fmt: skip
+    pipe = js.pipelined(
+        model,
+        params,
+        schedule,
+        mesh=mesh,
+        remat=case.remat,
+        data_axes=("fsdp",) if specs else (),
+        param_specs=specs,
+    )
+    once = None
+    if case.is_tied:
+        once = [None if i < len(params) - 1 else {"table": np.zeros((8, WIDTH))}
+                for i in range(len(params))]  # fmt: skip
+    alone = js.virtual_mesh({"replica": sizes["replica"]})
+    found, metrics = trained(case, pipe, params, mesh, pipe.layout.specs)
+    known, expected = trained(case, model, params, alone, counted=once)
+    assert_close(metrics, expected)
+    assert_close(pipe.layout.unstack_like(found.params), known.params)
+
+
+@pytest.mark.filterwarnings("ignore:.*axis 'replica' has size 1")
+@settings(max_examples=3)
+@given(cases())
+def test_a_few_models(case):
+    check(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*axis 'replica' has size 1")
+@settings(max_examples=150, derandomize=False)
+@given(cases())
+def test_many_models(case):
+    check(case)
