@@ -6,7 +6,7 @@ from itertools import pairwise
 import jax
 
 from ...pipeline import Schedule
-from ._stages import Stage, is_floating, num_bytes
+from ._stages import Stage, activations, is_floating, num_bytes
 
 
 def held_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -44,8 +44,10 @@ def sent_bytes(schedule: Schedule, stages: Sequence[Stage]) -> tuple[int, ...]:
 def message_bytes(stages: Sequence[Stage], model_stage: int, kind: str) -> int:
     """What a stage of the model sends after F, an activation, or after B, a cotangent of one."""
     if kind == "F":
-        return num_bytes(stages[model_stage].program.y)
-    return num_bytes([x for x in jax.tree.leaves(stages[model_stage].x) if is_floating(x)])
+        return num_bytes(activations(stages[model_stage].program.y))
+    return num_bytes(
+        [x for x in jax.tree.leaves(activations(stages[model_stage].x)) if is_floating(x)]
+    )
 
 
 def permuted_bytes(schedule: Schedule, stages: Sequence[Stage]) -> int:

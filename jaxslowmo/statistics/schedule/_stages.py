@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._typing import PyTree
 from ...pipeline import HostPipeline, LayeredModel, Pipelined, Schedule, StageProgram, split_stage
-from ...pipeline.model import Keyed
+from ...pipeline.model import Keyed, WithState
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Parts:
       schedule: which stage computes what when.
       blocks: [start, end) of the layers of each stage of the model.
       types: of the parameters, one tree per layer.
+      states: types of the model state, one tree per layer; None for models without.
       num_shares: devices of one stage that share a batch: data shards, and replicas where the
         batch is that of all of them.
       remat: whether forward passes are computed again.
@@ -53,6 +54,7 @@ class Parts:
     schedule: Schedule
     blocks: Sequence[tuple[int, int]]
     types: Sequence[PyTree]
+    states: Sequence[PyTree] | None
     num_shares: int
     remat: bool
 
@@ -65,14 +67,17 @@ def parts_of(pipe: Pipelined | HostPipeline) -> Parts:
             schedule=pipe.schedule,
             blocks=pipe.blocks,
             types=pipe.param_types,
+            states=None,
             num_shares=pipe.num_shares,
             remat=pipe.remat,
         )
+    states = pipe.state_layout
     return Parts(
         model=pipe.model,
         schedule=pipe.schedule,
         blocks=pipe.layout.blocks,
         types=pipe.layout.unstack(pipe.layout.types),
+        states=None if states is None else states.unstack(states.types),
         num_shares=math.prod(pipe.mesh.shape[axis] for axis in pipe.data_axes),
         remat=pipe.remat,
     )
@@ -93,11 +98,18 @@ def stages_of(parts: Parts, batch: PyTree) -> list[Stage]:
     x: PyTree = None
     for k, (start, end) in enumerate(parts.blocks):
         weights = tuple(parts.types[start:end])
+        # Layers are written out: of a loop the compiler counts one turn.
         fn = model.stage(start, end)
-        program = split_stage(fn, weights, x, microbatch, loss=k == last, remat=parts.remat)
-        stages.append(Stage(program, weights, x, microbatch))
-        x = program.y
+        given = x if parts.states is None else WithState(x, list(parts.states[start:end]))
+        program = split_stage(fn, weights, given, microbatch, loss=k == last, remat=parts.remat)
+        stages.append(Stage(program, weights, given, microbatch))
+        x = activations(program.y)
     return stages
+
+
+def activations(x: PyTree) -> PyTree:
+    """Return what travels between stages, without the model state that stays on a device."""
+    return x.x if isinstance(x, WithState) else x
 
 
 def num_bytes(types: PyTree) -> int:
@@ -115,14 +127,18 @@ def _microbatch(parts: Parts, batch: PyTree) -> PyTree:
     microbatches = parts.schedule.num_microbatches
     count = microbatches * parts.num_shares
 
+    examples = max((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
+
     def part(x: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(jnp.shape(x))
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        if examples and (not shape or shape[0] == 1 < examples):  # shared by all of them
+            return jax.ShapeDtypeStruct(shape, dtype)
         if not shape or shape[0] % count or not shape[0]:
             raise ValueError(
                 f"`batch`: leading dimensions must divide by {count}, {microbatches} microbatches "
                 f"* {parts.num_shares} devices that share each, got a leaf of shape {shape}."
             )
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
         return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]), dtype)
 
     return jax.tree.map(part, batch)

@@ -53,6 +53,26 @@ def test_costs_are_those_of_the_matrix_products(report):
     assert report.unit == "FLOP"
 
 
+def test_costs_of_layers_that_are_one_loop_are_those_of_all(mesh_of):
+    model, params = js.LayeredModel([linear] * 10, loss), PARAMS[:1] * 10
+    pipe = js.pipelined(model, params, js.schedules.gpipe(2, M), mesh=mesh_of({"stage": 2}))
+    assert [run.count for run in pipe.layout.runs(0)] == [5]
+    first, last = js.schedule_report(pipe, BATCH).stages
+    assert first.forward == pytest.approx(5 * FLOPS, rel=0.01)
+    assert last.backward_input + last.backward_weight == pytest.approx(10 * FLOPS, rel=0.05)
+
+
+def test_model_state_stays_on_its_device(mesh_of):
+    def counted(params, x, *, state):
+        return x @ params, state + 1
+
+    model = js.LayeredModel([counted] * 4, loss)
+    states = [np.zeros((), np.float32)] * 4
+    mesh, schedule = mesh_of({"stage": 2}), js.schedules.gpipe(2, M)
+    pipe = js.pipelined(model, PARAMS, schedule, mesh=mesh, model_state=states)
+    assert js.schedule_report(pipe, BATCH).sent_bytes == (M * SIZE, M * SIZE)
+
+
 def test_the_bubble_is_that_of_the_table_with_these_costs(report):
     costs = {
         name: [getattr(stage, name) for stage in report.stages]
