@@ -1,10 +1,11 @@
-"""What a pipeline of stages costs beside the model on one device, and how long it compiles.
+"""What a pipeline costs beside the model on one device, what it holds, and how long it compiles.
 
     python benchmarks/bench_pipeline.py --out benchmarks/results/bench_pipeline
 
 A GPT of bytes over four CPU devices. Every way computes the same loss and gradients of the same
 batch; they take turns, a ratio is to the first of them in the same round, and a cell is the median
-over rounds. Compiling is measured in processor time. All devices share the cores of one machine, so
+over rounds. One way is GPipe as it is written by hand for equal layers, differentiated by
+`jax.grad`. Compiling is measured in processor time. All devices share the cores of one machine, so
 that work is only divided, never done by more hardware: a ratio tells what dispatch, copies and
 waiting add to the work, and nothing of the speed of a pipeline. An idle device leaves its core to
 the others, so bubbles hardly show.
@@ -12,12 +13,13 @@ the others, so bubbles hardly show.
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PARSER = argparse.ArgumentParser(description=__doc__)
 PARSER.add_argument("--stages", type=int, default=4)
@@ -28,6 +30,7 @@ PARSER.add_argument("--microbatches", type=int, default=16)
 PARSER.add_argument("--examples", type=int, default=2, help="of a microbatch")
 PARSER.add_argument("--rounds", type=int, default=5)
 PARSER.add_argument("--compile", type=int, nargs="+", default=[4, 16, 64], help="microbatches")
+PARSER.add_argument("--compile-blocks", type=int, nargs="+", default=[16, 64])
 PARSER.add_argument("--compile-rounds", type=int, default=2)
 PARSER.add_argument("--out", type=Path, help="path without suffix; .json and .md are added")
 ARGS = PARSER.parse_args()
@@ -39,81 +42,171 @@ jax.config.update("jax_num_cpu_devices", ARGS.stages)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 from machine import describe  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
 from jaxslowmo.models import GPTConfig, gpt_layers, init_gpt  # noqa: E402
 
-CONFIG = GPTConfig(
-    num_layers=ARGS.blocks, num_heads=4, embed_dim=ARGS.width, context_length=ARGS.context
-)
-PARTS = gpt_layers(CONFIG)
-MODEL = js.LayeredModel(PARTS.layers, PARTS.loss)
 STEPS = (
     "Loss and gradients of one batch, median of {} rounds in which all take turns; the ratios are "
-    "to the first row in the same round. The devices share the cores: a ratio tells what dispatch, "
-    "copies and waiting add to the same work, not how fast a pipeline is. Waiting threads spin, "
-    "which is processor time, too."
+    "to the first row in the same round. Compiled: seconds of processor time of the first call, "
+    "which traces and compiles, without those of a step. KB: parameters on the fullest device, and "
+    "those of the layers of the largest stage. The devices share the cores: a ratio tells what "
+    "dispatch, copies and waiting add to the same work, not how fast a pipeline is. Waiting "
+    "threads spin, which is processor time, too."
 )
 COMPILED = (
-    "The one program of 1F1B by microbatches: seconds of processor time until it is lowered and "
-    "until it is compiled, medians of {} runs; their sum, and the length of the lowered text, "
-    "beside the first row."
+    "Seconds of processor time until a program is lowered and until it is compiled, medians of {} "
+    "runs; their sum, and the length of the lowered text, beside the first row."
 )
-CELLS = (("milliseconds", ".0f"), ("ratio", ".2f"), ("processor_ratio", ".2f"))
+HEADER = ["", "ms", "ratio", "of processor time", "compiled", "KB on a device", "largest stage"]
+CELLS = (
+    ("milliseconds", ".0f"),
+    ("ratio", ".2f"),
+    ("processor_ratio", ".2f"),
+    ("compile_seconds", ".1f"),
+    ("held_kilobytes", ",.0f"),
+    ("largest_stage_kilobytes", ",.0f"),
+)
 BASE = "no pipeline: one device, microbatch by microbatch"
+NAMES = {
+    "gpipe": "GPipe",
+    "one_f_one_b": "1F1B",
+    "interleaved": "interleaved, 2 chunks",
+    "zero_bubble": "ZB-H1",
+    "zbv": "ZB-V",
+    "lockstep": "lockstep",
+}
+ON_HOST = ("gpipe", "one_f_one_b", "zero_bubble")
 
 
-def parameters() -> list[Any]:
-    """One tree per layer."""
-    return PARTS.split(init_gpt(CONFIG))
+class Way(NamedTuple):
+    """A way to compute loss and gradients.
+
+    Attributes:
+      run: gives both.
+      params: parameters as it takes them.
+      largest: bytes of the parameters of its largest stage.
+    """
+
+    run: Callable[[], Any]
+    params: Any
+    largest: int
 
 
-def batch_of(microbatches: int) -> np.ndarray:
-    """Random bytes."""
-    shape = (microbatches * ARGS.examples, ARGS.context + 1)
-    return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+class Bench:
+    """A GPT of so many blocks, and a batch of so many microbatches."""
+
+    def __init__(self, blocks: int, microbatches: int) -> None:
+        config = GPTConfig(
+            num_layers=blocks, num_heads=4, embed_dim=ARGS.width, context_length=ARGS.context
+        )
+        parts = gpt_layers(config)
+        self.model = js.LayeredModel(parts.layers, parts.loss)
+        self.params = parts.split(init_gpt(config))
+        self.microbatches = microbatches
+        self.mesh = js.make_mesh({"stage": ARGS.stages})
+        shape = microbatches * ARGS.examples, ARGS.context + 1
+        self.batch = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+
+    def one_by_one(self, params: Any, batch: jax.Array) -> Any:
+        """Loss and gradients of microbatches in a scan, as one device accumulates them."""
+        differentiate = jax.value_and_grad(self.model)
+
+        def add(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, differentiate(params, microbatch)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = lax.scan(add, zeros, batch.reshape(self.microbatches, ARGS.examples, -1))
+        return jax.tree.map(lambda x: x / self.microbatches, total)
+
+    def by_hand(self) -> tuple[Any, Any, int]:
+        """GPipe for equal layers: loss and gradients, parameters on the mesh, the largest stage."""
+        (embed, block, *_), head = self.model.layers, self.model.layers[-1]
+        p, m = ARGS.stages, self.microbatches
+
+        def stage(params: Any, batch: jax.Array) -> jax.Array:
+            (first, blocks, last), here = params, lax.axis_index("stage")
+
+            def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
+                x, total = carry
+                x = jnp.where(here == 0, embed(first, batch[jnp.minimum(t, m - 1)]), x)
+                x, _ = lax.scan(lambda x, own: (block(own, x), None), x, blocks)
+                loss = self.model.loss(head(last, x), batch[jnp.maximum(t - p + 1, 0)])
+                total += jnp.where((here == p - 1) & (t >= p - 1), loss, 0)
+                return (lax.ppermute(x, "stage", [(i, (i + 1) % p) for i in range(p)]), total), None
+
+            start = jnp.zeros((ARGS.examples, ARGS.context, ARGS.width)) * here, 0.0 * here
+            (_, total), _ = lax.scan(tick, start, jnp.arange(m + p - 1))
+            return lax.psum(total, "stage") / m
+
+        specs = P(), P("stage"), P()
+        mapped = jax.shard_map(stage, mesh=self.mesh, in_specs=(specs, P()), out_specs=P())
+        first, *blocks, last = self.params
+        trees = first, jax.tree.map(lambda *x: np.stack(x), *blocks), last
+        pairs = zip(trees, specs, strict=True)
+        placed = tuple(jax.device_put(x, NamedSharding(self.mesh, s)) for x, s in pairs)
+        run = jax.value_and_grad(
+            lambda params, batch: mapped(params, batch.reshape(m, ARGS.examples, -1))
+        )
+        return run, placed, size_of(blocks) // p + max(size_of(first), size_of(last))
+
+    def one_program(self, kind: str) -> tuple[Any, Any, int]:
+        """The same of `js.pipelined`."""
+        schedule, options = self._staged(kind)
+        pipe = js.pipelined(self.model, self.params, schedule, **options)
+        layout = pipe.layout
+        stages = [0] * ARGS.stages
+        for (start, end), stage in zip(layout.blocks, layout.placement, strict=True):
+            stages[stage] += size_of(self.params[start:end])
+        return jax.value_and_grad(pipe.loss_fn), layout.stack(self.params), max(stages)
+
+    def ways(self) -> dict[str, Way]:
+        """All by name; a program is traced and compiled when it is first called."""
+        whole = size_of(self.params)
+        in_one = jax.value_and_grad(self.model), self.params, whole
+        programs = {
+            BASE: (self.one_by_one, self.params, whole),
+            "no pipeline: one device, the whole batch at once": in_one,
+            "by hand, GPipe": self.by_hand(),
+        }
+        programs |= {f"one program, {name}": self.one_program(k) for k, name in NAMES.items()}
+        found = {
+            name: Way(partial(jax.jit(fn), params, self.batch), params, largest)
+            for name, (fn, params, largest) in programs.items()
+        }
+        for kind in ON_HOST:
+            schedule, options = self._staged(kind)
+            host = js.HostPipeline(self.model, self.params, schedule, **options)
+            params, (_, _, largest) = host.place(self.params), self.one_program(kind)
+            run = partial(host.value_and_grad, params, self.batch)
+            found[f"host, {NAMES[kind]}"] = Way(run, params, largest)
+        return found
+
+    def _staged(self, kind: str) -> tuple[Any, dict[str, Any]]:
+        """A schedule, and options of a pipeline; its stages are as even as can be by parameters."""
+        chunks = 2 if kind == "interleaved" else None
+        schedule = js.schedules.by_name(kind, ARGS.stages, self.microbatches, chunks)
+        costs = js.count_layer_params(self.params)
+        parts = js.partition_by_cost(costs, ARGS.stages, schedule.num_chunks)
+        return schedule, {"parts": parts, "mesh": self.mesh}
 
 
-def one_by_one(params: Any, batch: jax.Array) -> Any:
-    """Loss and gradients of microbatches in a scan, as one device accumulates them."""
-    differentiate = jax.value_and_grad(MODEL)
-
-    def add(total: Any, microbatch: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, differentiate(params, microbatch)), None
-
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    parts = batch.reshape(ARGS.microbatches, ARGS.examples, -1)
-    total, _ = jax.lax.scan(add, zeros, parts)
-    return jax.tree.map(lambda x: x / ARGS.microbatches, total)
+def size_of(tree: Any) -> int:
+    """Bytes of arrays."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def ways(params: list[Any], batch: np.ndarray) -> dict[str, Callable[[], Any]]:
-    """By name a function that gives loss and gradients, once per call."""
-    p, m = ARGS.stages, ARGS.microbatches
-    mesh = js.make_mesh({"stage": p})
-    schedules = js.schedules
-    alone = jax.jit(one_by_one)
-    whole = jax.jit(jax.value_and_grad(MODEL))
-    found: dict[str, Callable[[], Any]] = {
-        BASE: lambda: alone(params, batch),
-        "no pipeline: one device, the whole batch at once": lambda: whole(params, batch),
-    }
-    for name, schedule in (
-        ("1F1B", schedules.one_f_one_b(p, m)),
-        ("lockstep", schedules.lockstep(p, m)),
-    ):
-        pipe = js.pipelined(MODEL, params, schedule, mesh=mesh)
-        run = jax.jit(jax.value_and_grad(pipe.loss_fn))
-        found[f"one program, {name}"] = partial(run, pipe.layout.stack(params), batch)
-    for name, schedule in (
-        ("GPipe", schedules.gpipe(p, m)),
-        ("1F1B", schedules.one_f_one_b(p, m)),
-        ("ZB-H1", schedules.zero_bubble(p, m)),
-    ):
-        host = js.HostPipeline(MODEL, params, schedule, mesh=mesh)
-        found[f"host, {name}"] = partial(host.value_and_grad, host.place(params), batch)
-    return found
+def held(tree: Any) -> int:
+    """Bytes on the device that holds most."""
+    on: dict[Any, int] = {}
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+            on[shard.device] = on.get(shard.device, 0) + shard.data.nbytes
+    return max(on.values(), default=size_of(tree))
 
 
 def seconds(fn: Callable[[], Any]) -> tuple[float, float]:
@@ -123,20 +216,24 @@ def seconds(fn: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - worked
 
 
-def step_times(params: list[Any]) -> dict[str, dict[str, Any]]:
+def step_times(bench: Bench) -> dict[str, dict[str, Any]]:
     """Every way in turn; the losses are equal."""
-    found = ways(params, batch_of(ARGS.microbatches))
-    losses = {name: float(np.ravel(fn()[0])[0]) for name, fn in found.items()}  # compiles, too
-    np.testing.assert_allclose(list(losses.values()), losses[BASE], rtol=1e-5)
+    found = bench.ways()
+    first = {name: seconds(way.run)[1] for name, way in found.items()}
+    losses = [float(np.ravel(way.run()[0])[0]) for way in found.values()]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
     for _ in range(ARGS.rounds):
-        for name, fn in found.items():
-            times[name].append(seconds(fn))
+        for name, way in found.items():
+            times[name].append(seconds(way.run))
     return {
         name: {
             "milliseconds": 1e3 * statistics.median(wall for wall, _ in own),
             "ratio": _ratio(own, times[BASE], 0),
             "processor_ratio": _ratio(own, times[BASE], 1),
+            "compile_seconds": first[name] - statistics.median(worked for _, worked in own),
+            "held_kilobytes": held(found[name].params) / 1e3,
+            "largest_stage_kilobytes": found[name].largest / 1e3,
             "wall_and_processor_seconds": own,
         }
         for name, own in times.items()
@@ -148,27 +245,26 @@ def _ratio(own: list[tuple[float, float]], base: list[tuple[float, float]], whic
     return statistics.median(t[which] / b[which] for t, b in zip(own, base, strict=True))
 
 
-def compile_times(params: list[Any]) -> dict[str, dict[str, float]]:
-    """Of the one program by number of microbatches: processor time, and length of its text."""
-    mesh = js.make_mesh({"stage": ARGS.stages})
-    found: dict[str, list[tuple[float, float, int]]] = {str(m): [] for m in ARGS.compile}
-    for _ in range(ARGS.compile_rounds):
-        for m in ARGS.compile:
+def compile_times(cases: Iterable[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    """Of ways with so many blocks and microbatches: processor time, and length of the text."""
+    rows = []
+    for way, blocks, microbatches in cases:
+        runs = []
+        for _ in range(ARGS.compile_rounds):
             jax.clear_caches()
-            schedule = js.schedules.one_f_one_b(ARGS.stages, m)
-            pipe = js.pipelined(MODEL, params, schedule, mesh=mesh)
-            stacked, batch = pipe.layout.stack(params), batch_of(m)
+            bench = Bench(blocks, microbatches)
+            fn, params, _ = bench.by_hand() if way == "by hand" else bench.one_program(way)
             began = time.process_time()
-            lowered = jax.jit(jax.value_and_grad(pipe.loss_fn)).lower(stacked, batch)
+            lowered = jax.jit(fn).lower(params, bench.batch)
             traced = time.process_time()
             lowered.compile()
             done = time.process_time()
-            found[str(m)].append((traced - began, done - traced, len(lowered.as_text())))
-    names = ("trace_seconds", "compile_seconds", "characters")
-    return {
-        m: {n: statistics.median(run[i] for run in runs) for i, n in enumerate(names)}
-        for m, runs in found.items()
-    }
+            runs.append((traced - began, done - traced, len(lowered.as_text())))
+        trace, compiled, characters = map(statistics.median, zip(*runs, strict=True))
+        row = {"way": way, "blocks": blocks, "microbatches": microbatches}
+        times = {"trace_seconds": trace, "compile_seconds": compiled, "characters": characters}
+        rows.append({**row, **times})
+    return rows
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -183,21 +279,23 @@ def report(result: dict[str, Any]) -> str:
     steps = [
         [name, *(f"{row[n]:{form}}" for n, form in CELLS)] for name, row in result["steps"].items()
     ]
-    first = next(iter(result["compile"].values()))
+    first, *_ = result["compile"]
     compiled = [
         [
-            m,
+            "by hand, GPipe" if row["way"] == "by hand" else f"one program, {NAMES[row['way']]}",
+            *(str(row[name]) for name in ("blocks", "microbatches")),
             *(f"{row[name]:.2f}" for name in ("trace_seconds", "compile_seconds")),
             f"{_both(row) / _both(first):.2f}",
             f"{row['characters'] / first['characters']:.3f}",
         ]
-        for m, row in result["compile"].items()
+        for row in result["compile"]
     ]
     where = ", ".join(
         (
             f"`{result['command']}`",
             machine["processor"],
             f"{machine['cores']} cores",
+            f"load average {machine['load']:.1f} at the start",
             f"Python {machine['python']}",
             f"jax {machine['jax']}",
             f"{machine['devices']}.",
@@ -212,9 +310,12 @@ def report(result: dict[str, Any]) -> str:
         "# Pipelines on one machine",
         where,
         model + STEPS.format(settings["rounds"]),
-        table(["", "ms", "ratio", "of processor time"], steps),
+        table(HEADER, steps),
         COMPILED.format(settings["compile_rounds"]),
-        table(["microbatches", "traced", "compiled", "together", "text"], compiled),
+        table(
+            ["", "blocks", "microbatches", "traced", "compiled", "together", "text"],
+            compiled,
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -224,19 +325,22 @@ def _both(row: dict[str, float]) -> float:
 
 
 def main() -> None:
-    params = parameters()
+    load = os.getloadavg()[0]
     settings = {name: value for name, value in vars(ARGS).items() if name != "out"}
     changed = [
         f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}"
         for name, value in settings.items()
         if value != PARSER.get_default(name)
     ]
+    cases = [("one_f_one_b", ARGS.blocks, m) for m in ARGS.compile]
+    for way in ("one_f_one_b", "by hand"):
+        cases += [(way, blocks, ARGS.microbatches) for blocks in ARGS.compile_blocks]
     result = {
         "command": " ".join(["python benchmarks/bench_pipeline.py", *changed]),
-        "machine": describe(),
+        "machine": {**describe(), "load": load},
         "settings": settings,
-        "steps": step_times(params),
-        "compile": compile_times(params),
+        "steps": step_times(Bench(ARGS.blocks, ARGS.microbatches)),
+        "compile": compile_times(cases),
     }
     print(report(result))
     if ARGS.out is not None:

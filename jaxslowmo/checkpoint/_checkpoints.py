@@ -44,7 +44,8 @@ class Restored:
       state: to go on with.
       extra: what was saved beside it.
       is_exact: every value is as it was saved, so the run goes on as if nothing had happened.
-      notes: what was averaged, kept and made new, in sentences; () where nothing was.
+      notes: what was averaged, kept, made new and moved to other stages, in sentences; () where
+        nothing was.
     """
 
     step: int
@@ -232,6 +233,10 @@ class Checkpoints:
         kept exactly, floats of the optimizers' states are averaged, counters go on, and PRNG keys
         are made anew; each process then reads the whole checkpoint into its memory.
 
+        Parameters that a pipeline kept in other stages, or in none, are moved by their names in the
+        model, and with them what the optimizer and the parameter transform keep for each. No value
+        changes, and a note says so.
+
         Args:
           train_step: with the model, optimizer and transforms that the checkpoint was made with.
           params: one copy, as for `train_step.init`; values do not matter.
@@ -239,17 +244,17 @@ class Checkpoints:
           seed: of new PRNG keys, where the number of replicas is another; the step is folded in.
           step: which one; None is the newest.
           fallback: where the newest cannot be read, warn and take the one before.
-          saved_form: where parameters were a tree of another form when it was saved, such as that
-            of another number of stages: how they were, and what makes those of now of it; or a
-            function that gives it of what was saved beside the state, where checkpoints differ.
+          saved_form: where parameters had other names in the model when it was saved: how they
+            were, and what makes those of now of it; or a function that gives it, or None, of what
+            was saved beside the state, where checkpoints differ.
 
         Returns:
           A `Restored`.
 
         Raises:
           CheckpointError: no such checkpoint; damaged files; another library's, or a newer format;
-            one of another model, optimizer or algorithm; with `saved_form`, a state that depends on
-            the parameters and is not a tree like them.
+            one of another model, optimizer or algorithm; with `saved_form` or from other stages, a
+            state that depends on the parameters and does not tell of which.
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
         Communication: on as many replicas one all-reduce of 8 bytes per array, over all devices, to

@@ -19,6 +19,7 @@ from ..train import TrainState
 from ..transform import Placement, SavedForm
 from ..tree import leaf_names
 from ._folder import RECORD, UnreadableError
+from ._layout import layout_of, parts_of
 from ._orbax import epath
 
 FORMAT = 1
@@ -70,6 +71,8 @@ class Record:
       leaves: in flattening order.
       prints: fingerprints of the arrays, in that order.
       extra: the caller's.
+      layout: what lies where in buffers of stages, plain JSON as `layout_of` returns it. None:
+        there are no stages, or the record is of a version that did not note it.
     """
 
     step: int
@@ -80,6 +83,7 @@ class Record:
     leaves: tuple[LeafRecord, ...]
     prints: tuple[tuple[int, int], ...]
     extra: dict[str, Any]
+    layout: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored."""
@@ -95,6 +99,7 @@ class Record:
             ],
             "prints": [list(p) for p in self.prints],
             "extra": self.extra,
+            "layout": self.layout,
             "versions": {p: version(p) for p in ("jaxslowmo", "jax", "orbax-checkpoint")},
         }
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
@@ -103,6 +108,19 @@ class Record:
         """The record of one field of the state."""
         own = tuple(x for x in self.leaves if x.name.split("/")[0] == part)
         return replace(self, leaves=own)
+
+    def whole(self) -> "Record":
+        """Return the record of the state with the model's own trees in the places of the stages'.
+
+        Its leaves are those that `parts_of` lists; keys are of the arrays that hold them.
+        """
+        leaves = []
+        for name, index, place in parts_of(self.layout, [x.name for x in self.leaves]):
+            leaf = replace(self.leaves[index], name=name)
+            if place is not None:
+                leaf = replace(leaf, shape=(*leaf.shape[:1], *place.shape))
+            leaves.append(leaf)
+        return replace(self, leaves=tuple(leaves), layout=None)
 
     def with_names_of(self, run: "Record") -> "Record":
         """Return this record with the names that `run` has for fields that were renamed.
@@ -185,6 +203,7 @@ def _from_json(value: Any, where: object) -> Record:
             ),
             prints=tuple((first, second) for first, second in value["prints"]),
             extra=value["extra"],
+            layout=value.get("layout"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
@@ -220,7 +239,15 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         for i, (name, leaf) in enumerate(zip(names, jax.tree.leaves(state), strict=True))
     )
     return Record(
-        step, state.step.shape[0], axis_sizes, tuple(sorted(automatic)), shards, leaves, (), extra
+        step=step,
+        replicas=state.step.shape[0],
+        axis_sizes=axis_sizes,
+        automatic=tuple(sorted(automatic)),
+        shards=shards,
+        leaves=leaves,
+        prints=(),
+        extra=extra,
+        layout=layout_of(state),
     )
 
 

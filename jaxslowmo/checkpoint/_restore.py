@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ import numpy as np
 from .._typing import PyTree
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
-from ..transform import Placement, SavedForm, holds_state
+from ..transform import Placement, SavedForm, holds_state, spec_of
+from ..tree import leaf_names
 from ._arrays import read_arrays
 from ._folder import ARRAYS, CheckpointError
-from ._form import converted, structs_then
+from ._form import check_movable, check_recorded, converted, recorded_form, structs_then
 from ._inside import lies_alike
+from ._layout import moved_note, parts_of, read_part, restaged, whole_types
 from ._orbax import epath
 from ._prints import check_prints, host_print, prints_of
 from ._record import LeafRecord, Record, as_stored, read_record, record_of
@@ -76,16 +79,15 @@ class Template:
         return state
 
     def structs_on(self, old: Placement) -> TrainState:
-        """Of `structs` those of the state that this was on another placement.
+        """Return `structs` with what the parameter transform keeps on another placement.
 
         Only names, and the shapes of shards, are other ones.
         """
         *rest, own = self.structs.opt_state
         sync, params = self.train_step.sync, one_copy(self.structs.params)
-        structs = self.structs
-        if sync is not None:
-            structs = structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
-        return structs if old.form is None else structs_then(old.form, structs, params)
+        if sync is None:
+            return self.structs
+        return self.structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
 
     def with_dtypes_of(self, saved: Record) -> "Template":
         """The template of a state whose optimizer has been at work.
@@ -93,8 +95,7 @@ class Template:
         Its first update may widen what it keeps: `optax.inject_hyperparams(hyperparam_dtype=...)`
         multiplies moments of half precision by hyperparameters of float32.
         """
-        dtypes = {x.name: x.dtype for x in saved.leaves}
-        leaves = tuple(_widened(x, dtypes.get(x.name)) for x in self.record.leaves)
+        leaves = _as_wide_as(self.record, saved).leaves
 
         def like(structs: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
             return [
@@ -109,6 +110,13 @@ class Template:
             like(jax.tree.leaves(self.structs))
         )
         return new
+
+
+def _as_wide_as(record: Record, saved: Record) -> Record:
+    """The record with leaves of the optimizer as wide as they were saved."""
+    dtypes = {x.name: x.dtype for x in saved.leaves}
+    leaves = tuple(_widened(x, dtypes.get(x.name)) for x in record.leaves)
+    return dataclasses.replace(record, leaves=leaves)
 
 
 def _widened(leaf: LeafRecord, dtype: str | None) -> LeafRecord:
@@ -138,6 +146,9 @@ class Reading:
       is_placed: whether they are on the devices.
       template: of the state that they make.
       old: where the arrays come from.
+      types: types of the state that the arrays are, in its structure.
+      convert: makes of that state, of NumPy arrays, one with the parameters' form of now.
+      notes: what `convert` does, in sentences.
     """
 
     path: epath.Path
@@ -146,6 +157,9 @@ class Reading:
     is_placed: bool
     template: Template
     old: Placement
+    types: TrainState
+    convert: Callable[[TrainState], TrainState] = lambda state: state
+    notes: tuple[str, ...] = ()
 
 
 def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> Reading:
@@ -163,6 +177,11 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
     """
     record = read_record(path).with_names_of(template.record)
     form = saved_form(record.extra) if callable(saved_form) else saved_form
+    moves = form is None and record.layout != template.record.layout
+    if form is not None:
+        check_recorded(form, record, path)
+    if moves:
+        form = recorded_form(record, one_copy(template.structs.params))
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]
@@ -173,21 +192,74 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
         alike = lies_alike(path, record, own, template.stored, sync, old, new)
     if old.replicas == new.replicas and alike:
         _check_leaves(path, record, template.record)
-        return Reading(path, record, _read(path, record, template.stored), True, template, old)
+        arrays = _read(path, record, template.stored)
+        return Reading(path, record, arrays, True, template, old, template.structs)
     if holds_state(template.structs.opt_state[:2], "parameters", needs_owner=True):
         raise CheckpointError(
             f"{path} is from {_mesh_text(old)}, this run has {_mesh_text(new)}, and `optimizer` "
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    # Before anything is made of it: of which parameters it is.
-    _check_leaves(path, record.only("params"), _params_record(template, form).only("params"))
-    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
-    there = record_of(0, template.structs_on(old), {})
-    _check_leaves(path, record, there, skip=_names_of_sync(template.structs))
+    make = _by_names if moves else _by_form
+    reading = make(Reading(path, record, [], False, template, old, template.structs))
     arrays = _read(path, record, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
-    return Reading(path, record, arrays, False, template, old)
+    if moves:
+        parts = parts_of(record.layout, names)
+        arrays = [read_part(part, arrays) for part in parts]
+    return dataclasses.replace(reading, arrays=arrays)
+
+
+def _by_form(reading: Reading) -> Reading:
+    """What is known before arrays are read, where the caller says the form of parameters, if any.
+
+    Raises:
+      CheckpointError: leaves of another model, optimizer or algorithm.
+    """
+    path, record, template, old = reading.path, reading.record, reading.template, reading.old
+    # Before anything is made of it: of which parameters it is.
+    params = _params_record(template, old.form)
+    _check_leaves(path, record.only("params"), params.only("params"))
+    types, convert = template.structs_on(old), reading.convert
+    if old.form is not None:
+        types = structs_then(old.form, types, one_copy(template.structs.params))
+        convert = functools.partial(converted, old.form, path=path)
+    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
+    _check_leaves(path, record, record_of(0, types, {}), skip=_names_of_sync(template.structs))
+    return dataclasses.replace(reading, types=types, convert=convert)
+
+
+def _by_names(reading: Reading) -> Reading:
+    """What is known before arrays are read, where the state goes through the model's own tree.
+
+    Raises:
+      CheckpointError: leaves of another model, optimizer or algorithm, or what is of no parameter.
+    """
+    path, record, template, old = reading.path, reading.record, reading.template, reading.old
+    whole, structs = record.whole(), template.structs
+    params = record_of(0, whole_types(structs), {})
+    _check_leaves(path, whole.only("params"), params.only("params"))
+    staged = template.structs_on(old)
+    types = whole_types(staged)
+    wanted = _as_wide_as(record_of(0, types, {}), whole)
+    # The parameter transform moves what its `like_on` makes anew. What an optax transform keeps
+    # beside the trees of stages is equal on all of them: `over_stages` sees to it.
+    kept = {id(x) for x in jax.tree.leaves(structs)}
+    alike = spec_of(template.train_step.tx).unknown(structs.opt_state)
+    shared = {id(x) for x in jax.tree.leaves(alike)}
+    free = {
+        name
+        for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
+        if id(x) not in kept or (name.startswith(_OPTIMIZER) and id(x) in shared)
+    }
+    check_movable(path, record, template.record, wanted, free)
+    _check_leaves(path, whole, wanted, skip=_names_of_sync(structs))
+    return dataclasses.replace(
+        reading,
+        types=types,
+        convert=functools.partial(restaged, staged),
+        notes=(moved_note(record.layout, template.record.layout),),
+    )
 
 
 def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
@@ -221,9 +293,8 @@ def finished(reading: Reading) -> Found:
         check_prints(path, names, prints_of(reading.arrays), record.prints)
         return template.state(reading.arrays), record.extra, True, ()
     old, new = reading.old, template.placement
-    state = jax.tree.structure(template.structs_on(old)).unflatten(reading.arrays)
-    if old.form is not None:
-        state = converted(old.form, state, path)
+    state = reading.convert(jax.tree.structure(reading.types).unflatten(reading.arrays))
+    template = template.with_dtypes_of(record_of(0, state, {}))
     try:
         moved, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
@@ -234,7 +305,8 @@ def finished(reading: Reading) -> Found:
             "same `sync`, `bucket_bytes` and `local_axis_name` included?"
         ) from error
     arrays = [_placed(x, s) for x, s in zip(jax.tree.leaves(moved), template.stored, strict=True)]
-    return template.state(arrays), record.extra, old.replicas == new.replicas, notes
+    is_exact = old.replicas == new.replicas
+    return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
 
 
 def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -21,15 +21,16 @@ def config_then(extra: Mapping[str, Any]) -> TrainConfig:
 
 
 def saved_form(extra: Mapping[str, Any], now: Form) -> SavedForm | None:
-    """The form of the parameters of a checkpoint; None where it is that of now.
+    """The form of the parameters of a checkpoint; None where it has the names of now.
 
     Args:
       extra: what was saved beside the state.
       now: the form that they shall have.
     """
     then = form_of(config_then(extra))
-    plans = [None if form.layout is None else form.layout.plan for form in (then, now)]
-    if plans[0] == plans[1]:
+    # In stages parameters have the names of layers, without them those of flax's modules. From
+    # stages to others the checkpoint knows the way.
+    if (then.layout is None) == (now.layout is None):
         return None
     types = then.stack(gpt_types(then.config))
     return SavedForm(types, lambda tree: now.stack(then.unstack(tree)))

@@ -8,12 +8,13 @@ from ..config._train import MOST_LOSS_SCALE, TrainConfig
 
 # Of the model: they multiply statistics that are float32 anyway.
 _NORMS = ("norm", "blocks/*/norm_*")
-_NORMS_OF_STAGES = ("*/norm*",)
 
 
-def policy_of(config: TrainConfig) -> js.Policy:
-    """What `--dtype` says."""
-    return js.Policy(config.dtype, keep=_NORMS_OF_STAGES if config.mesh.num_stages > 1 else _NORMS)
+def policy_of(config: TrainConfig) -> js.Policy | None:
+    """Return the policy that `--dtype` says; None with stages."""
+    # A buffer of stages holds norms beside other weights, which no name tells apart. The layers
+    # themselves compute in this dtype: the policy only casts what they would cast.
+    return None if "stage" in config.mesh.model_axes else js.Policy(config.dtype, keep=_NORMS)
 
 
 def scaled(

@@ -219,4 +219,4 @@ def _optimizer(
     # Of the whole model: what the compiler shards over axes inside a replica is in the norm.
     if not config.clip:
         return inner
-    return optax.chain(js.clip_by_global_norm(config.clip, counted=counted), inner)
+    return js.chain(js.clip_by_global_norm(config.clip, counted=counted), inner)

@@ -16,6 +16,7 @@ from ..._typing import PyTree
 from ...mesh import only_over, vary_over, varying_axes
 from ...tracing import run_where_values_vary
 from ...tree import Staged
+from ._elementwise import is_elementwise
 from ._packing import Leaf, Packing, buffer_name
 from ._trial import trial_of
 
@@ -44,6 +45,8 @@ class StagePacking(Packing):
         Raises:
           ValueError: `tx` mixes leaves, found by trying it on few numbers, whole and per stage.
         """
+        if is_elementwise(self, tx):
+            return tx.init(params)  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
         every = [jax.eval_shape(tx.init, self.types(s, kinds)) for s in range(self.num_stages)]
         trial = trial_of(self, tx)
@@ -65,6 +68,8 @@ class StagePacking(Packing):
         extra: Mapping[str, Any],
     ) -> tuple[Staged, PyTree]:
         """Return updates and state, as `tx.update` makes them of each stage's own leaves."""
+        if is_elementwise(self, tx):
+            return tx.update(updates, state, params, **extra)  # type: ignore[return-value]
         before, staged, shared = _Form.of(self, state)
         trial = trial_of(self, tx)
         keeps = trial.is_elementwise and before.is_like(self)

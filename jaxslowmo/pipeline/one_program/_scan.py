@@ -304,7 +304,8 @@ class _Backward:
                     dx, given = program.backward_input(weights, microbatch, values, dy)
                     left = self._writing.left(kept, i, now.kept, given)
             if dw is not None:
-                grads = kind.weights.added(grads, dw, now.model_stage)
+                in_place = scan.in_branches
+                grads = kind.weights.added(grads, dw, now.model_stage, in_place=in_place)
             if operation == "W" or kind.is_first:
                 return nothing(scan.activations.cotangents), left, grads
             dx = dx.x if isinstance(dx, WithState) else dx

@@ -94,9 +94,19 @@ class Segments:
         return new
 
     def added(
-        self, totals: Mapping[str, jax.Array | None], tree: PyTree, model_stage: Any
+        self,
+        totals: Mapping[str, jax.Array | None],
+        tree: PyTree,
+        model_stage: Any,
+        *,
+        in_place: bool,
     ) -> dict[str, jax.Array | None]:
-        """Return totals with a stage's leaves added; None where there are none, as of integers."""
+        """Return totals with a stage's leaves added; None where there are none, as of integers.
+
+        `in_place` says that the compiler is that of a TPU, which joins a sum with the update of the
+        buffer that it reads from, and then copies the whole buffer for each leaf (libtpu 0.0.52; 78
+        copies of 81 MB per microbatch in a GPT of 124 million parameters).
+        """
         new = dict(totals)
         for segment, x in zip(self.segments, self.treedef.flatten_up_to(tree), strict=True):
             name = segment.place.leaf.buffer
@@ -105,7 +115,10 @@ class Segments:
                 at = self._start(segment, model_stage)
                 flat = self._flat(segment, x).astype(total.dtype)
                 before = lax.dynamic_slice_in_dim(total, at, flat.shape[-1], total.ndim - 1)
-                new[name] = _set(total, before + flat, at)
+                total_now = before + flat
+                if in_place:
+                    total_now = lax.optimization_barrier(total_now)
+                new[name] = _set(total, total_now, at)
         return new
 
     def _start(self, segment: Segment, model_stage: Any) -> Any:

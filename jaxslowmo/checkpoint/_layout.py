@@ -1,0 +1,244 @@
+"""Where parameters lie in the buffers of stages: as a checkpoint records it, and back out of them.
+
+A `Staged` tree tells two arrays apart by their place in a buffer alone, so a record notes the
+places. By them a state goes through the model's own tree, in which every parameter has its name.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from .._typing import PyTree
+from ..mesh import axis_names
+from ..tree import Staged, leaf_names
+
+
+class Place(NamedTuple):
+    """The place of a leaf in a buffer (..., stages, *sizes, elements).
+
+    Attributes:
+      stage: device stage that holds it.
+      start: its first element.
+      shape: shape of the whole leaf.
+      spec: for each dimension the axes that split it.
+      sizes: sizes of the axes that split it, in the order in which the buffer has them.
+    """
+
+    stage: int
+    start: int
+    shape: tuple[int, ...]
+    spec: tuple[tuple[str, ...], ...]
+    sizes: Mapping[str, int]
+
+
+class Part(NamedTuple):
+    """A leaf of a state in which the model's own trees stand for those of stages.
+
+    Attributes:
+      name: name of the leaf.
+      index: index of the stored array that holds it.
+      place: its place in that array; None where it is the whole array.
+    """
+
+    name: str
+    index: int
+    place: Place | None
+
+
+def layout_of(tree: PyTree) -> dict[str, Any] | None:
+    """Return what lies where in the `Staged` trees of a state, as plain JSON; None without any.
+
+    Args:
+      tree: the state, of arrays or types.
+
+    Returns:
+      `nodes`, a list of [name of a `Staged` tree in the state, index of its packing], and
+      `packings`, a list of dicts: `stages`, their number; `sizes`, a list of [axis, size] of the
+      axes inside a stage that split leaves; `leaves`, a list of [name, buffer, stage, start, shape,
+      spec] of each leaf of the model's tree; `copies`, names of tied parameters that count at
+      another place.
+    """
+    nodes: list[list[Any]] = []
+    packings: dict[Any, int] = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_staged)[0]:
+        if is_staged(x) and x.buffers:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            nodes.append([name, packings.setdefault(x.packing, len(packings))])
+    return {"nodes": nodes, "packings": [_described(p) for p in packings]} if nodes else None
+
+
+def of_params(layout: Mapping[str, Any] | None) -> list[Any]:
+    """Return the entries of the layout that are of parameters, as [name, packing]."""
+    if layout is None:
+        return []
+    return [
+        [name, layout["packings"][number]]
+        for name, number in layout["nodes"]
+        if name.split("/")[0] == "params"
+    ]
+
+
+def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return the names of the leaves that lie in buffers, and whether each is of one parameter.
+
+    What an optimizer keeps once for each stage, such as a vector of all its elements, is of none.
+    """
+    if layout is None:
+        return {}
+    params = {leaf[0] for _, packing in of_params(layout) for leaf in packing["leaves"]}
+    return {
+        # A parameter may have several arrays, whose names begin with that of the parameter.
+        f"{node}/{name}": not params.isdisjoint(
+            itertools.accumulate(name.split("/"), "{}/{}".format)
+        )
+        for node, number in layout["nodes"]
+        for name, *_ in layout["packings"][number]["leaves"]
+    }
+
+
+def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Part]:
+    """Return the leaves of the state with the model's own trees.
+
+    Args:
+      layout: the layout of the stored state; None: it has no stages.
+      names: names of the stored arrays, in order.
+    """
+    # Where the first buffer of a tree was, there are all leaves of the tree.
+    indices = {name: index for index, name in enumerate(names)}
+    found: dict[int, list[Part]] = {index: [] for index in range(len(names))}
+    inside: set[int] = set()
+    for node, number in () if layout is None else layout["nodes"]:
+        packing = layout["packings"][number]  # type: ignore
+        own = [(leaf, indices.get(f"{node}/{leaf[1]}")) for leaf in packing["leaves"]]
+        stored = {index for _, index in own if index is not None}
+        if not stored:  # `names` are those of another part of the state
+            continue
+        inside |= stored
+        found[min(stored)] = [
+            Part(f"{node}/{leaf[0]}", index, _place(leaf, packing["sizes"]))
+            for leaf, index in own
+            if index is not None
+        ]
+    for index, name in enumerate(names):
+        if index not in inside:
+            found[index] = [Part(name, index, None)]
+    return [part for own in found.values() for part in own]
+
+
+def read_part(part: Part, arrays: Sequence[Any]) -> Any:
+    """Return a leaf (..., *shape) of the stored arrays, which are of NumPy."""
+    place, array = part.place, arrays[part.index]
+    if place is None:
+        return array
+    axes = [a for a in place.sizes if any(a in entry for entry in place.spec)]
+    sizes = [place.sizes[a] for a in axes]
+    entries = itertools.chain(place.spec, itertools.repeat(()))
+    local, order = [], []
+    for dim, (size, entry) in enumerate(zip(place.shape, entries, strict=False)):
+        order += [*map(axes.index, entry), len(axes) + dim]
+        local.append(size // math.prod(place.sizes[a] for a in entry))
+    own = np.moveaxis(array, -len(axes) - 2, 0)[place.stage]
+    own = own[..., place.start : place.start + math.prod(local)]
+    lead = own.shape[: own.ndim - len(axes) - 1]
+    order = [*range(len(lead)), *(len(lead) + i for i in order)]
+    return own.reshape(*lead, *sizes, *local).transpose(order).reshape(*lead, *place.shape)
+
+
+def whole_types(types: PyTree) -> PyTree:
+    """Return types of a state with the model's own trees in the places of those of stages."""
+
+    def whole(x: Any) -> PyTree:
+        if not is_staged(x):
+            return x
+        packing: Any = x.packing
+
+        def leaf(place: Any) -> jax.ShapeDtypeStruct:
+            name = place.leaf.buffer
+            lead = x[name].shape[: len(x[name].shape) - len(packing.shapes[name])]
+            return jax.ShapeDtypeStruct((*lead, *place.leaf.shape), x[name].dtype)
+
+        parts = zip(packing.subtrees, packing.places, strict=True)
+        return packing.outer.unflatten([tree.unflatten(map(leaf, own)) for tree, own in parts])
+
+    return jax.tree.map(whole, types, is_leaf=is_staged)
+
+
+def restaged(types: PyTree, tree: PyTree) -> PyTree:
+    """Return a state with the trees of stages in the places of the model's own.
+
+    Args:
+      types: the types of a state that has these stages; only its structure matters.
+      tree: the state as `whole_types(types)` has it, of NumPy arrays.
+    """
+    nodes, structure = jax.tree.flatten(types, is_leaf=is_staged)
+    parts = zip(nodes, structure.flatten_up_to(tree), strict=True)
+    return structure.unflatten([_packed(n.packing, x) if is_staged(n) else x for n, x in parts])
+
+
+def moved_note(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    """Return the sentence that says from which stages to which parameters were moved."""
+    before, after = (_stages_text(layout) for layout in (then, now))
+    way = f"from {before} to {after}" if before != after else f"to other places on the {after}"
+    return f"Parameters, and what goes with them, were moved {way}."
+
+
+def is_staged(x: Any) -> bool:
+    """Return whether this is a tree of parameters in stages, or of what is like them."""
+    return isinstance(x, Staged)
+
+
+def _described(packing: Any) -> dict[str, Any]:
+    """The packing as plain JSON; see `layout_of`."""
+    trees = [tree.unflatten(range(tree.num_leaves)) for tree in packing.subtrees]
+    names = leaf_names(packing.outer.unflatten(trees))
+    positions = [i for i, tree in enumerate(packing.subtrees) for _ in range(tree.num_leaves)]
+    places = [place for own in packing.places for place in own]
+    split = {axis for place in places for axis in place.leaf.axes}
+    return {
+        "stages": packing.num_stages,
+        # Of other axes, such as that of the replicas, nothing depends.
+        "sizes": [[axis, size] for axis, size in packing.axis_sizes if axis in split],
+        "leaves": [
+            [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), _spec(x.leaf.spec)]
+            for name, x in zip(names, places, strict=True)
+        ],
+        "copies": [n for n, i in zip(names, positions, strict=True) if i in packing.copies],
+    }
+
+
+def _spec(spec: P) -> list[list[str]]:
+    return [list(axis_names(entry or ())) for entry in spec]
+
+
+def _place(leaf: Sequence[Any], sizes: Sequence[Any]) -> Place:
+    _, _, stage, start, shape, spec = leaf
+    return Place(stage, start, tuple(shape), tuple(map(tuple, spec)), dict(sizes))
+
+
+def _packed(packing: Any, tree: PyTree) -> Staged:
+    """The tree of stages of one of the model, whose leaves may have dimensions before their own."""
+    parts = zip(packing.subtrees, packing.outer.flatten_up_to(tree), strict=True)
+    values = [x for subtree, part in parts for x in subtree.flatten_up_to(part)]
+    pairs = list(zip(values, (p for own in packing.places for p in own), strict=True))
+    buffers = {}
+    for name, shape in packing.shapes.items():
+        own = [(x, place) for x, place in pairs if place.leaf.buffer == name]
+        num_lead = own[0][0].ndim - len(own[0][1].leaf.shape)
+        dtype = np.result_type(*(x.dtype for x, _ in own))
+        buffers[name] = np.zeros((*own[0][0].shape[:num_lead], *shape), dtype)
+        stages = np.moveaxis(buffers[name], num_lead, 0)  # a view
+        for x, place in own:
+            end = place.start + packing.part_size(place.leaf)
+            flat = packing.flat(x, place.leaf, np, num_lead)
+            stages[place.stage][..., place.start : end] = flat
+    return Staged(buffers, packing)
+
+
+def _stages_text(layout: Mapping[str, Any] | None) -> str:
+    count = next((packing["stages"] for _, packing in of_params(layout)), 0)
+    return f"{count or 'no'} stage{'' if count == 1 else 's'}"

@@ -1,0 +1,155 @@
+"""Whether a transform does the same to every element of every leaf, read from its program.
+
+Such a transform, an AdamW without masks, say, gives on the buffers of all stages what it gives on
+the leaves in them, and needs neither a branch per stage nor room for what branches return.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.extend.core import Literal
+
+from ..._typing import PyTree
+from ...tracing import called_program
+from ...tree import Staged
+from ._packing import Packing
+
+# What these do to an element depends on no other.
+_ELEMENTWISE = frozenset(
+    [
+        *["abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "cos"],
+        *["div", "eq", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite"],
+        *["le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or"],
+        *["pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"],
+        *["stop_gradient", "sub", "tanh", "xor"],
+    ]
+)
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"})
+_OF_SHAPES = frozenset({"shape", "sharding", "broadcast_dimensions", "out_sharding"})
+
+
+class _Not(Exception):
+    """The program does something that is not the same for every element."""
+
+
+class _Value(NamedTuple):
+    """How a value of the program comes about.
+
+    Attributes:
+      number: of the expression; that of the same one of another leaf is equal.
+      leaf: position of the parameter that it depends on; None for what depends on none.
+    """
+
+    number: int
+    leaf: int | None
+
+
+@functools.lru_cache(maxsize=64)
+def is_elementwise(packing: Packing, tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Return whether `tx` does to each element of the buffers what it does to that of a leaf.
+
+    Read from the programs of its update, traced for the model's own leaves and for the buffers:
+    False where that needs more than gradients, state and parameters, or does what is not known to
+    be elementwise.
+    """
+    dtypes = {name: np.dtype(name.partition("/")[0]) for name in packing.axes}
+    leaves = [jax.ShapeDtypeStruct(x.shape, dtypes[x.buffer]) for (x,) in packing.leaves]
+    buffers = [jax.ShapeDtypeStruct(s, dtypes[n]) for n, s in packing.shapes.items()]
+    staged = packing.staged(dict(zip(packing.shapes, buffers, strict=True)))
+    reader = _Reader()
+    try:
+        of_leaves = _expressions(reader, tx, packing.outer.unflatten(leaves), packing.mirrors)
+        of_buffers = _expressions(reader, tx, staged, lambda x: isinstance(x, Staged))
+    except Exception:  # `_Not`, or it needs what an update alone does not have
+        return False
+    known = dict(zip(packing.shapes, of_buffers, strict=True))
+    pairs = zip(packing.leaves, of_leaves, strict=True)
+    return all(known[leaf.buffer] == text for (leaf,), text in pairs)
+
+
+def _expressions(
+    reader: "_Reader", tx: Any, params: PyTree, mirrors: Callable[[Any], bool]
+) -> list[tuple[int, ...]]:
+    """For each parameter the expressions of its update and of its state.
+
+    Raises:
+      _Not: an expression that depends on several leaves, or is not elementwise.
+    """
+    types = jax.tree.leaves(params)
+    state = jax.eval_shape(tx.init, params)
+    nodes, structure = jax.tree.flatten(state, is_leaf=mirrors)
+    closed, results = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    inputs = [reader.of("grads", i) for i in range(len(types))]
+    for number, node in enumerate(nodes):
+        if mirrors(node):
+            kinds = [(x.shape, x.dtype) for x in jax.tree.leaves(node)]
+            # Moments may have a dtype of their own, and no other shapes.
+            if [shape for shape, _ in kinds] != [x.shape for x in types]:
+                raise _Not
+            inputs += [reader.of(f"state {number} {d}", i) for i, (_, d) in enumerate(kinds)]
+        else:
+            inputs += [reader.of(f"shared {number}", None)] * len(jax.tree.leaves(node))
+    inputs += [reader.of("params", i) for i in range(len(types))]
+    values = iter(reader.run(closed.jaxpr, closed.consts, inputs))
+    found: list[list[int]] = [[] for _ in types]
+    for node in (results[0], *structure.flatten_up_to(results[1])):
+        is_like = mirrors(node)
+        for i, _ in enumerate(jax.tree.leaves(node)):
+            value = next(values)
+            if value.leaf not in ((None, i) if is_like else (None,)):
+                raise _Not
+            if is_like:
+                found[i].append(value.number)
+    return [tuple(own) for own in found]
+
+
+class _Reader:
+    """Numbers expressions, equal ones alike."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, key: Any, leaf: int | None) -> _Value:
+        """Return the value of an expression."""
+        return _Value(self._numbers.setdefault(key, len(self._numbers)), leaf)
+
+    def run(self, jaxpr: Any, consts: Any, inputs: list[_Value]) -> list[_Value]:
+        """Return how the outputs of a program come about."""
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> _Value:
+            return self._constant(atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _constant(self, x: Any) -> _Value:
+        if np.ndim(x):
+            raise _Not
+        return self.of(f"{np.asarray(x).dtype} {x}", None)
+
+    def _equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        name = equation.primitive.name
+        if name in _CALLS and (inner := called_program(equation)):
+            consts = getattr(inner, "consts", ())
+            return self.run(getattr(inner, "jaxpr", inner), consts, operands)
+        leaves = {x.leaf for x in operands} - {None}
+        if len(leaves) > 1:
+            raise _Not
+        leaf = next(iter(leaves), None)
+        if name == "broadcast_in_dim" and not equation.invars[0].aval.shape:
+            return operands[:1]  # of a number
+        if leaf is None and any(v.aval.shape for v in equation.outvars):
+            raise _Not  # such as noise, which has the shape of a leaf
+        if leaf is not None and name not in _ELEMENTWISE:
+            raise _Not
+        options = {k: str(x) for k, x in equation.params.items() if k not in _OF_SHAPES}
+        key = name, tuple(x.number for x in operands), tuple(sorted(options.items()))
+        return [self.of((*key, i), leaf) for i in range(len(equation.outvars))]

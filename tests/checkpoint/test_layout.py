@@ -1,0 +1,239 @@
+"""A checkpoint records where the layers of a pipeline lie: other stages restore what they hold."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxslowmo as js
+from checkpoint.moves import LAST, SAVED, Run, once_saved
+from checkpoint.runs import bits, on_host
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints, SavedForm
+from support.exhaustive import sweep
+from support.layered import assert_close, language_model, tokens
+
+pytestmark = pytest.mark.xdist_group("recorded stages")  # they share runs
+
+MODEL, LAYERS = language_model(6)
+PLACES = {
+    "none": None,
+    "interleaved": ("interleaved", 2),
+    "zbv": ("zbv", 2),
+    "four": ("one_f_one_b", 4),
+}
+
+
+def slowmo(specs, **options):
+    base = js.local_sgd("replica", sync_every=2)
+    return js.slowmo("replica", base=base, sync_every=4, momentum=0.6, param_specs=specs, **options)
+
+
+SYNCS = {
+    "slowmo": slowmo,
+    "whole": lambda specs: slowmo(specs, shard_state=False),
+    "sgp": lambda specs: js.sgp("replica", overlap=2),  # messages are in flight
+}
+
+
+def constants():
+    """A transform that keeps what is of no parameter, as Muon keeps its coefficients."""
+    return optax.GradientTransformation(
+        lambda params: {"coefficients": jax.numpy.arange(3.0)},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "constants": lambda: optax.chain(constants(), optax.sgd(1e-2, momentum=0.9)),
+}
+
+
+def schedule_of(place):
+    kind, stages = PLACES[place]
+    return js.schedules.by_name(kind, stages, 4, 2 if kind in ("interleaved", "zbv") else None)
+
+
+class Staged(Run):
+    """A step of the language model on some stages, or on none."""
+
+    def __init__(self, place, how, mesh_of, *, replicas=2, model=MODEL, layers=LAYERS, **options):
+        sync, _, optimizer = how.partition(", ")
+        self.params, self.unstack = layers, lambda tree: tree
+        loss_fn, specs = model, None
+        mesh = mesh_of({"replica": replicas})
+        if PLACES[place] is not None:
+            schedule = schedule_of(place)
+            mesh = mesh_of({"replica": replicas, "stage": schedule.num_stages})
+            self.pipe = loss_fn = js.pipelined(model, layers, schedule, mesh=mesh)
+            self.unstack, specs = loss_fn.layout.unstack_like, loss_fn.layout.specs
+        options = {"sync": SYNCS[sync](specs)} if sync else options
+        tx = OPTIMIZERS[optimizer or "adamw"]()
+        self.step = js.make_train_step(loss_fn, tx, mesh=mesh, **options)
+
+    def trained(self, state, start, end):
+        for t in range(start, end):
+            state, _ = self.step(state, tokens(16, t))
+        return state
+
+    def values(self, state):
+        """All that is no shard, and what the shards of anchor and momentum are of."""
+        host = self.unstack(on_host(state))
+        sync, own = self.step.sync, state.opt_state[-1]
+        if sync is None or sync.anchor is None:
+            return host
+        slow = [
+            js.read_anchor(sync, own._replace(anchor=x), state.params, mesh=self.step.mesh)
+            for x in (own.anchor, own.outer.velocity)
+        ]
+        base = host.opt_state[-1].base
+        return host._replace(opt_state=(*host.opt_state[:-1], base, self.unstack(on_host(slow))))
+
+
+@pytest.fixture(scope="module")
+def saved(mesh_of, tmp_path_factory):
+    return once_saved(lambda place, how: Staged(place, how, mesh_of), tmp_path_factory)
+
+
+MOVES = [
+    *((old, new, sync, "adafactor") for old in PLACES for new in PLACES for sync in SYNCS),
+    ("interleaved", "zbv", "slowmo", "adamw"),
+    ("interleaved", "zbv", "slowmo", "constants"),
+]
+USUAL = [
+    ("interleaved", "zbv", "slowmo", "adamw"),
+    ("interleaved", "zbv", "slowmo", "adafactor"),
+    ("interleaved", "none", "slowmo", "adafactor"),
+    ("none", "zbv", "sgp", "adafactor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sync", "optimizer"),
+    sweep([case for case in MOVES if case[0] != case[1]], lambda *case: case in USUAL),
+)
+def test_a_run_goes_on_with_the_layers_that_it_had(old, new, sync, optimizer, saved, mesh_of):
+    how = f"{sync}, {optimizer}"
+    then_run, folder, then, end = saved(old, how)
+    run = Staged(new, how, mesh_of)
+    found = Checkpoints(folder).restore(run.step, LAYERS)
+    assert found.is_exact
+    (note,) = found.notes
+    assert "Parameters, and what goes with them, were moved " in note
+    jax.tree.map(np.testing.assert_array_equal, run.values(found.state), then)
+    last = run.unstack(on_host(run.trained(found.state, SAVED, LAST).params))
+    assert_close(last, then_run.unstack(on_host(end.params)))
+
+
+def test_notes_say_from_which_stages_to_which(saved, mesh_of):
+    how = "slowmo, adamw"
+    _, folder, *_ = saved("interleaved", how)
+    ways = {"zbv": "to other places on the 2 stages.", "four": "from 2 stages to 4 stages."}
+    for place, way in ways.items():
+        found = Checkpoints(folder).restore(Staged(place, how, mesh_of).step, LAYERS)
+        assert found.notes == (f"Parameters, and what goes with them, were moved {way}",)
+
+
+def test_equal_stages_restore_every_bit(saved, mesh_of):
+    how = "slowmo, adamw"
+    _, folder, then, _ = saved("interleaved", how)
+    run = Staged("interleaved", how, mesh_of)
+    for params in (LAYERS, run.pipe.layout.stack(LAYERS)):
+        found = Checkpoints(folder).restore(run.step, params)
+        assert (found.is_exact, found.notes) == (True, ())
+        assert bits(run.values(found.state)) == bits(then)
+
+
+@pytest.mark.parametrize("place", ["interleaved", "zbv"])
+def test_on_other_replicas_too(place, saved, mesh_of):
+    how = "slowmo, adamw"
+    _, folder, then, _ = saved("interleaved", how)
+    run = Staged(place, how, mesh_of, replicas=4)
+    found = Checkpoints(folder).restore(run.step, LAYERS)
+    assert not found.is_exact
+    # That of the replicas is all that there is to say where the stages are equal.
+    assert found.notes[0].startswith("4 replicas start" if place == "interleaved" else "Parameters")
+    now = run.values(found.state)
+    for a, b in zip(*(jax.tree.leaves(x.opt_state[-1]) for x in (now, then)), strict=True):
+        np.testing.assert_array_equal(a[3], b[1])  # anchor and momentum
+    for a, b in zip(jax.tree.leaves(now.params), jax.tree.leaves(then.params), strict=True):
+        np.testing.assert_allclose(a[3], b.mean(0), rtol=1e-6, atol=1e-7)
+
+
+def renamed(layer):
+    """The model with another name for an array of a layer."""
+
+    def block(params, x):
+        return MODEL.layers[layer]({**params, "up": params["rise"]}, x)
+
+    own = {**LAYERS[layer], "rise": LAYERS[layer]["up"]}
+    del own["up"]
+    functions = [*MODEL.layers[:layer], block, *MODEL.layers[layer + 1 :]]
+    model = js.LayeredModel(functions, MODEL.loss, tied=MODEL.tied)
+    return model, [*LAYERS[:layer], own, *LAYERS[layer + 1 :]]
+
+
+def fewer():
+    return language_model(5)
+
+
+def untied():
+    return js.LayeredModel(MODEL.layers, MODEL.loss), LAYERS
+
+
+@pytest.mark.parametrize(
+    ("other", "place", "words"),
+    [
+        (lambda: renamed(3), "zbv", r"params/3/rise is missing in the checkpoint and float32\[4,6"),
+        (
+            lambda: renamed(3),
+            "none",
+            r"params/3/up is float32\[4,6\] in the checkpoint and missing",
+        ),
+        (fewer, "zbv", r"params/6/table is missing in the checkpoint"),
+        (untied, "zbv", r"has other tied parameters than this run: \['7/table'\]"),
+    ],
+)
+def test_another_model_is_refused(other, place, words, saved, mesh_of):
+    how = "slowmo, adamw"
+    _, folder, *_ = saved("interleaved", how)
+    model, layers = other()
+    run = Staged(place, how, mesh_of, model=model, layers=layers)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoints(folder).restore(run.step, layers)
+
+
+def test_another_optimizer_is_refused_by_the_names_in_the_model(saved, mesh_of):
+    _, folder, *_ = saved("interleaved", "slowmo, adamw")
+    run = Staged("zbv", "slowmo, adafactor", mesh_of)
+    with pytest.raises(CheckpointError, match=r"opt_state/1/0/v_row/0/table is missing in"):
+        Checkpoints(folder).restore(run.step, LAYERS)
+
+
+@pytest.mark.parametrize(("old", "new"), [("zbv", "interleaved"), ("none", "zbv"), ("zbv", "none")])
+def test_what_is_of_no_parameter_is_refused(old, new, mesh_of, tmp_path):
+    """A bucket of error feedback holds what several leaves have lost."""
+    hook = js.hooks.int8(error_feedback=True)
+    gradients = js.all_reduce_gradients("replica", hook=hook)
+    then_run, run = (Staged(x, "", mesh_of, gradients=gradients) for x in (old, new))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, then_run.step.init(LAYERS), wait=True)
+        with pytest.raises(
+            CheckpointError, match=r"told apart by parameter: opt_state/0/hook/0 \["
+        ):
+            checkpoints.restore(run.step, LAYERS)
+
+
+def test_a_saved_form_of_other_stages_is_refused(saved, mesh_of):
+    """It would swap layers: the buffers of both have the same names and shapes."""
+    how = "slowmo, adamw"
+    then_run, folder, *_ = saved("interleaved", how)
+    run = Staged("zbv", how, mesh_of)
+    then, now = then_run.pipe.layout, run.pipe.layout
+    wrong = SavedForm(now.types, lambda tree: tree)
+    with pytest.raises(CheckpointError, match="records other stages than those of `saved_form`"):
+        Checkpoints(folder).restore(run.step, LAYERS, saved_form=wrong)
+    form = SavedForm(then.types, lambda tree: now.stack_like(then.unstack(tree)))
+    found = Checkpoints(folder).restore(run.step, LAYERS, saved_form=form)
+    assert (found.is_exact, found.notes) == (True, ())
