@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
@@ -46,7 +47,7 @@ class StagePacking(Packing):
           ValueError: `tx` mixes leaves, found by trying it on few numbers, whole and per stage.
         """
         if is_elementwise(self, tx):
-            return tx.init(params)  # type: ignore[arg-type]
+            return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
         kinds = {name: x.dtype for name, x in params.items()}
         every = [jax.eval_shape(tx.init, self.types(s, kinds)) for s in range(self.num_stages)]
         trial = trial_of(self, tx)
@@ -105,6 +106,22 @@ class StagePacking(Packing):
 
         found, alike = _per_stage(self, branch, operands, alike)
         return self.staged(found[0]), form.state(found[1:], alike)
+
+    def _on_mesh(self, state: PyTree) -> PyTree:
+        """The state with its buffers split over the stages; fresh zeros would be everywhere."""
+        if not jax.sharding.get_abstract_mesh().empty:
+            return state  # whoever has mapped axes here places it
+
+        def place(x: Any) -> Any:
+            if not isinstance(x, Staged):
+                return x
+            specs = x.packing.specs
+            lies = {name: NamedSharding(self.mesh, specs[name]) for name in x}
+            return x.packing.staged(
+                {n: lax.with_sharding_constraint(y, lies[n]) for n, y in x.items()}
+            )
+
+        return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Staged))
 
     def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree of a stage, laid out over the axes that are the compiler's.

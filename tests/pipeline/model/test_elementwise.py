@@ -76,6 +76,14 @@ def test_states_are_as_those_that_are_made_per_stage(mesh_of, name):
     assert any(isinstance(x, Staged) for x in nodes)
 
 
+def test_moments_lie_on_their_stages_in_a_loop_of_ones_own(mesh_of):
+    layout = packing_of(mesh_of)
+    stacked = layout.stack(PARAMS)
+    for init in (js.chain(ALIKE["adam"]).init, jax.jit(js.chain(ALIKE["adam"]).init)):
+        mu = init(stacked)[0][0].mu["float32"]
+        assert mu.sharding.is_equivalent_to(stacked["float32"].sharding, 2)
+
+
 def test_no_branch_stands_around_them(mesh_of):
     stacked = packing_of(mesh_of).stack(PARAMS)
     tx = js.chain(ALIKE["adamw"])
