@@ -10,6 +10,7 @@ from ._keyed import keyed_microbatch as keyed_microbatch
 from ._layered import LayeredModel as LayeredModel
 from ._layered import WithState as WithState
 from ._layout import StageLayout as StageLayout
+from ._layout import refuse_keys as refuse_keys
 from ._loss import Loss as Loss
 from ._loss import LossTerms as LossTerms
 from ._loss import quotient as quotient

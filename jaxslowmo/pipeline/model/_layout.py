@@ -72,7 +72,7 @@ class StageLayout:
         model.check_params(params)
         self._model, self._mesh = model, mesh
         self.blocks, self.placement = tuple(blocks), tuple(placement)
-        _refuse_keys(params)
+        refuse_keys(params)
         treedefs = [jax.tree.structure(layer) for layer in params]
         sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a != axis_name)
         leaves = _leaves_of(params, param_specs, sizes)
@@ -235,7 +235,8 @@ class StageLayout:
         return stacked(packing, x, num_lead)
 
 
-def _refuse_keys(params: Sequence[PyTree]) -> None:
+def refuse_keys(params: Sequence[PyTree]) -> None:
+    """Raise `ValueError` for PRNG keys among parameters."""
     named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     for name, x in named:
         if jnp.issubdtype(dtype := jnp.result_type(x), jax.dtypes.extended):

@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 from ..._typing import PyTree
 from ...mesh import varying_axes
 from ...tree import Staged
-from ..model import LayeredModel, StageLayout, as_axes, call_signature, model_blocks
+from ..model import (
+    LayeredModel,
+    StageLayout,
+    as_axes,
+    call_signature,
+    model_blocks,
+    refuse_keys,
+)
 from ..partition import partition_by_bytes
 from ..schedules import Schedule
 from ._check import (
@@ -106,6 +113,8 @@ def pipelined(
     """
     data_axes = as_axes(data_axes)
     check_arguments(model, schedule, mesh, axis_name, data_axes, gradient_scale, batch_memory)
+    model.check_params(params)
+    refuse_keys(params)
     stages, chunks = schedule.num_stages, schedule.num_chunks
     if parts is None:
         parts = partition_by_bytes(params, stages, chunks)
@@ -181,7 +190,7 @@ class Pipelined:
         Args:
           params: one tree per layer, which are stacked; or what `layout.stack` made of them.
         """
-        return self.layout.stack(params) if isinstance(params, list | tuple) else params
+        return params if isinstance(params, Staged) else self.layout.stack(params)
 
     def model_state_form(self, model_state: PyTree) -> PyTree:
         """Return model state as the loss function takes it: one tree per layer is stacked."""

@@ -7,7 +7,7 @@ import jax
 from ..._integers import as_int
 from ..._typing import Phase, PyTree
 from ...algorithms import shares_of_gossip
-from ...embedding import Ahead
+from ...embedding import Ahead, WithTables
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
@@ -62,8 +62,10 @@ class TrainStep:
             model_state = typed_keys(model_state)
         lookup = runner.parts.lookup
         if runner.parts.params_form is not None:
-            refuse_untrainable(params)  # by the names that it has here
-            params = runner.parts.params_form(params)
+            form, has_tables = runner.parts.params_form, isinstance(params, WithTables)
+            dense = params.dense if has_tables else params
+            refuse_untrainable(dense)  # by the names that it has here
+            params = params._replace(dense=form(dense)) if has_tables else form(dense)
         if runner.parts.model_state_form is not None and model_state is not None:
             model_state = runner.parts.model_state_form(model_state)
         stacked = lookup.stacked(params, seed, **lies)

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -251,6 +252,23 @@ BLOCKED = {"parts": [[(0, 4)], [(4, 4)]]}
 def test_arguments_that_are_refused(mesh_of, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         pipeline(mesh_of, **options)
+
+
+def test_parameters_that_are_refused(mesh_of):
+    *_, model, params = pipeline(mesh_of)
+    keyed = [{**params[0], "key": jax.random.key(0)}, *params[1:]]
+    with pytest.raises(ValueError, match="must hold numbers, got '0/key' of type key<fry>"):
+        js.pipelined(model, keyed, SCHEDULE, mesh=mesh_of({"stage": 2}))
+    with pytest.raises(ValueError, match="`params` must be a sequence of one tree per layer"):
+        js.pipelined(model, {"a": 1.0}, SCHEDULE, mesh=mesh_of({"stage": 2}))
+    mesh = mesh_of({"replica": 2, "stage": 2})
+    pipe = js.pipelined(model, params, SCHEDULE, mesh=mesh)
+    step = js.make_train_step(pipe, optax.sgd(0.1), sync="none", mesh=mesh)
+    with pytest.raises(ValueError, match="`params` must be a sequence of one tree per layer"):
+        step.init({"a": np.ones(3)})
+    counted = [{**params[0], "count": np.int32(1)}, *params[1:]]
+    with pytest.raises(ValueError, match=r"floating-point leaves only, got 0/count \(int32\)"):
+        step.init(counted)
 
 
 def test_specs_of_tied_leaves_must_agree(mesh_of):
