@@ -17,7 +17,7 @@ STEPS, TOLERANCE = 20, 1e-5
 MIXES = {
     *["add_noise", "apply_if_finite", "clip_by_global_norm", "lbfgs", "noisy_sgd"],
     *["normalize_by_update_norm", "polyak_sgd", "scale_by_backtracking_linesearch"],
-    *["scale_by_distance_over_gradients", "scale_by_lbfgs", "scale_by_polyak"],
+    *["scale_by_lbfgs", "scale_by_polyak"],
     *["scale_by_zoom_linesearch", "dadapt_adamw", "dog", "dowg", "mechanize", "momo", "momo_adam"],
     *["normalize", "prodigy", "sam"],
 }
