@@ -246,7 +246,7 @@ def _ratio(own: list[tuple[float, float]], base: list[tuple[float, float]], whic
 
 
 def compile_times(cases: Iterable[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    """Of ways with so many blocks and microbatches: processor time, and length of the text."""
+    """Return processor time and length of the text, by blocks and microbatches."""
     rows = []
     for way, blocks, microbatches in cases:
         runs = []

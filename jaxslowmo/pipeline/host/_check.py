@@ -1,4 +1,4 @@
-"""What a pipeline of the host refuses of the parameters that it is given."""
+"""Checks of the parameters that a pipeline of the host is given."""
 
 from collections.abc import Sequence
 

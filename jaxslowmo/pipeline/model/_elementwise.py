@@ -40,7 +40,7 @@ class _Value(NamedTuple):
     """How a value of the program comes about.
 
     Attributes:
-      number: of the expression; that of the same one of another leaf is equal.
+      number: the number of the expression; equal expressions of other leaves have the same one.
       leaf: position of the parameter that it depends on; None for what depends on none.
     """
 

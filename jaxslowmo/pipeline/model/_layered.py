@@ -18,7 +18,7 @@ Layer = Callable[..., PyTree]
 
 
 class WithState(NamedTuple):
-    """What a stage is given or gives, and what its layers carry from microbatch to microbatch.
+    """Activations, and the state that layers carry from microbatch to microbatch.
 
     Attributes:
       x: activations; None of the first stage.
@@ -166,7 +166,7 @@ class LayeredModel:
     def _run(
         self, run: Run, weights: PyTree, x: PyTree, state: PyTree, keyed: Keyed | None
     ) -> tuple[PyTree, PyTree]:
-        """What the layers of a run make of `x`, and their state after it."""
+        """Return the output of the layers of a run, and their state after it."""
         first = run.start
 
         def layer(x: PyTree, own: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:

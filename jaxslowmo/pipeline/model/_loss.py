@@ -1,4 +1,4 @@
-"""What a loss function may return, and how it adds up over microbatches."""
+"""Results of loss functions, and how they add up over microbatches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ Loss = jax.Array | tuple[jax.Array, Metrics]
 
 
 class LossTerms(NamedTuple):
-    """What a loss function gives for a microbatch, or the sums of that over several.
+    """The terms of the loss of a microbatch, or their sums over several.
 
     Attributes:
       total: () the loss, or the sum whose quotient with the weight it is.
