@@ -82,7 +82,7 @@ class Job:
         self._form = form_of(config)
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
-        self._algorithm = build_algorithm(config, self._form.specs, self._form.counted())
+        self._algorithm = build_algorithm(config, self._form.specs)
         self.step = js.make_train_step(
             loss_fn,
             self._algorithm.optimizer,

@@ -69,12 +69,6 @@ class Form:
 
         return jax.tree.map(place, self.stack(jax.tree.map(np.asarray, params)), self.specs)
 
-    def counted(self) -> Any:
-        """Masks for a norm of gradients: of what stages share, the first one's copy counts."""
-        if self.layers is None or self.layout is None or not self.layers.tied:
-            return None
-        return self.layout.counted
-
 
 def config_of(config: TrainConfig) -> GPTConfig:
     """The shape of a run's model."""

@@ -166,13 +166,12 @@ class Algorithm:
         return (f"The schedule ends at step {end}; then the rate stays {rate:.3g}. {stretch}",)
 
 
-def build_algorithm(config: TrainConfig, specs: Any = None, counted: Any = None) -> Algorithm:
+def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
     """The transforms of a configuration, over the axes "replica" and, for two levels, "device".
 
     Args:
       config: of the run.
       specs: a `PartitionSpec` per leaf of the parameters, over axes that share the model.
-      counted: masks of what the norm of gradients counts; None: all.
 
     Raises:
       ValueError: for a combination that the library refuses.
@@ -190,7 +189,7 @@ def build_algorithm(config: TrainConfig, specs: Any = None, counted: Any = None)
                 "exchanges gradients, and its loss tells"
             )
         sync = js.only_finite(sync)
-    optimizer = scaled(_optimizer(config.optimizer, schedule, counted), config)
+    optimizer = scaled(_optimizer(config.optimizer, schedule), config)
     return Algorithm(schedule, optimizer, gradients, sync)
 
 
@@ -208,9 +207,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     return optax.schedules.warmup_constant_schedule(0.0, peak, config.warmup)
 
 
-def _optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, counted: Any
-) -> optax.GradientTransformation:
+def _optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     if config.optimizer == "adamw":
         inner = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
     else:
@@ -219,4 +216,4 @@ def _optimizer(
     # Of the whole model: what the compiler shards over axes inside a replica is in the norm.
     if not config.clip:
         return inner
-    return js.chain(js.clip_by_global_norm(config.clip, counted=counted), inner)
+    return js.chain(js.clip_by_global_norm(config.clip), inner)

@@ -23,7 +23,7 @@ from ._trial import trial_of
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
-"""Of a stage, its own buffers, and what all stages have alike; returns the same of its results."""
+"""A function of a stage, its buffers, and values that all stages share, that returns such."""
 
 
 class StagePacking(Packing):
@@ -127,7 +127,7 @@ class StagePacking(Packing):
         """Return the tree of a stage, laid out over the axes that are the compiler's.
 
         Args:
-          buffers: of the stage.
+          buffers: the buffers of the stage, (*sizes, elements).
           stage: the device stage.
           keeps_parts: whether leaves stay in parts; False makes them whole. Where arithmetic joins
             elements of a leaf, the compiler may move parts by permutes in which devices of all
@@ -168,10 +168,10 @@ class StagePacking(Packing):
 
 
 class _Form(NamedTuple):
-    """What the state of a transform is made of.
+    """The parts of which the state of a transform is made.
 
     Attributes:
-      structure: of the state, with one leaf for each node.
+      structure: the structure of the state, with one leaf for each node.
       nodes: for each node its packing; None for what is equal on all stages.
     """
 
@@ -383,7 +383,7 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
 
 
 def _constant(x: Any) -> Any:
-    """What tells constants of programs apart."""
+    """Return a key by which constants of programs are told apart."""
     is_small = isinstance(x, np.ndarray | np.generic) and x.size < 4096
     return (str(x.dtype), x.shape, x.tobytes()) if is_small else id(x)
 

@@ -22,6 +22,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
+from ..._warn import warn_user
 from ...tree import leaf_names
 from ._packing import Packing
 
@@ -57,11 +58,13 @@ class Trial(NamedTuple):
       is_elementwise: whether its result for an element depends on this element alone; it is only
         asked where leaves are sharded inside a stage.
       keeps_structure: whether updates leave the structure of its state as it is.
+      failure: the error that the transform ended with; "" where it could be tried.
     """
 
     shared: tuple[bool, ...] = ()
     is_elementwise: bool = False
     keeps_structure: bool = True
+    failure: str = ""
 
     def is_shared(self, number: int) -> bool:
         """Whether leaf `number` of those that mirror no parameters is equal on all stages."""
@@ -79,12 +82,20 @@ def trial_of(packing: Packing, tx: optax.GradientTransformation) -> Trial:
 
     Raises:
       ValueError: results for a leaf depend on leaves of other stages.
+      UserWarning: `tx` could not be tried.
 
     Communication: none; it runs on one device of this process, now.
     """
     # In a thread of its own no axis is mapped and nothing is traced.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_tried, packing, tx).result()
+        trial = thread.submit(_tried, packing, tx).result()
+    if trial.failure:
+        warn_user(
+            "`optimizer` could not be tried on few numbers, so nothing tells whether its result "
+            "for a leaf depends on leaves of other stages; if it does, a pipeline trains otherwise "
+            f"than without stages. The trial ended with {trial.failure}"
+        )
+    return trial
 
 
 def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
@@ -93,8 +104,8 @@ def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
         warnings.simplefilter("ignore")  # of axes of size 1, over which there is nothing to do
         names = (packing.axis_name, *packing.mesh.axis_names)
         whole, run = _first_that_runs(tx, small, names)
-        if whole is None:
-            return Trial()
+        if isinstance(whole, str):
+            return Trial(failure=whole)
         is_sharded = any(math.prod(packing.sizes(name)) > 1 for name in packing.axes)
         is_elementwise = is_sharded and _is_elementwise(whole, run(None, factor=2.0))
         if small.num_stages == 1:
@@ -134,8 +145,11 @@ def _small(packing: Packing) -> Packing:
 
 def _first_that_runs(
     tx: optax.GradientTransformation, small: Packing, names: Sequence[str]
-) -> tuple[_Results | None, Callable[..., _Results]]:
-    """The results of all stages, and a function of a stage; mapped over axes if it must be."""
+) -> tuple[_Results | str, Callable[..., _Results]]:
+    """The results of all stages, and a function of a stage; mapped over axes if it must be.
+
+    In the place of results an error that it ended with both ways.
+    """
 
     def run(stage: int | None, **options: Any) -> _Results:
         return _run(tx, small, stage, **options)
@@ -146,12 +160,13 @@ def _first_that_runs(
             fn = jax.vmap(fn, axis_name=name, axis_size=1, out_axes=None)
         return fn()
 
+    failure = ""
     for each in (run, mapped):
         try:
             return each(None), each
-        except Exception:  # it may want anything that training has and a trial has not
-            continue
-    return None, run
+        except Exception as error:  # it may want anything that training has and a trial has not
+            failure = failure or f"{type(error).__name__}: {error}"
+    return failure, run
 
 
 def _run(

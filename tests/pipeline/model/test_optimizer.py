@@ -185,6 +185,17 @@ def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_o
         assert own in seen
 
 
+def test_what_cannot_be_tried_is_said(mesh_of):
+    def update(updates, state, params=None):
+        assert updates[0]["table"].shape in ((8, 4), ()), "a trial has other shapes"
+        return jax.tree.map(lambda x: x / jnp.max(x), updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    pipe = pipeline(mesh_of({"stage": 2}), SCHEDULES["zbv"])
+    with pytest.warns(UserWarning, match="could not be tried on few numbers.*AssertionError"):
+        jax.eval_shape(over(tx).init, pipe.layout.types)
+
+
 def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
     mesh = mesh_of({"replica": 2, "stage": 2})
     pipe = pipeline(mesh, SCHEDULES["zbv"])
