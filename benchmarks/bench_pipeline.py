@@ -180,7 +180,7 @@ class Bench:
         }
         for kind in ON_HOST:
             schedule, options = self._staged(kind)
-            host = js.HostPipeline(self.model, self.params, schedule, **options)
+            host = js.pipeline.HostPipeline(self.model, self.params, schedule, **options)
             params, (_, _, largest) = host.place(self.params), self.one_program(kind)
             run = partial(host.value_and_grad, params, self.batch)
             found[f"host, {NAMES[kind]}"] = Way(run, params, largest)
@@ -190,7 +190,7 @@ class Bench:
         """A schedule, and options of a pipeline; its stages are as even as can be by parameters."""
         chunks = 2 if kind == "interleaved" else None
         schedule = js.schedules.by_name(kind, ARGS.stages, self.microbatches, chunks)
-        costs = js.count_layer_params(self.params)
+        costs = js.pipeline.count_layer_params(self.params)
         parts = js.partition_by_cost(costs, ARGS.stages, schedule.num_chunks)
         return schedule, {"parts": parts, "mesh": self.mesh}
 

@@ -39,23 +39,12 @@ from .mesh import consensus as consensus
 from .mesh import make_mesh as make_mesh
 from .mesh import replicate as replicate
 from .mesh import virtual_mesh as virtual_mesh
-from .pipeline import HostPipeline as HostPipeline
-from .pipeline import HostState as HostState
 from .pipeline import LayeredModel as LayeredModel
-from .pipeline import LayerFlops as LayerFlops
-from .pipeline import Pipelined as Pipelined
-from .pipeline import Schedule as Schedule
-from .pipeline import StageLayout as StageLayout
-from .pipeline import StageProgram as StageProgram
-from .pipeline import count_layer_params as count_layer_params
-from .pipeline import layer_flops as layer_flops
 from .pipeline import partition_balanced as partition_balanced
 from .pipeline import partition_by_cost as partition_by_cost
 from .pipeline import partition_uniform as partition_uniform
 from .pipeline import pipelined as pipelined
 from .pipeline import schedules as schedules
-from .pipeline import split_stage as split_stage
-from .pipeline import sum_tied_gradients as sum_tied_gradients
 from .precision import DynamicLossScaleState as DynamicLossScaleState
 from .precision import Policy as Policy
 from .precision import dynamic_loss_scale as dynamic_loss_scale
@@ -136,3 +125,4 @@ from .tree import assign_buckets as assign_buckets
 # Loaded by now: a package that is not yet makes Python ask `jaxslowmo` for it, which asks here.
 # isort: split
 from . import codecs as codecs
+from . import pipeline as pipeline

@@ -61,7 +61,7 @@ def clip_by_global_norm(
     The norm is that of the whole model, each parameter counted once: parts that devices along
     `model_axes` hold are added up, leaves that these hold all alike are counted on the first, and
     a tied parameter on the first stage that holds it. It stands behind what averages or sums
-    gradients (`js.all_reduce_gradients`, `js.sum_tied_gradients`) and in front of the optimizer;
+    gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and in front of the optimizer;
     `js.dynamic_loss_scale` stands around it. Replicas whose gradients differ have norms of their
     own.
 
@@ -79,7 +79,7 @@ def clip_by_global_norm(
       param_specs: one `PartitionSpec` per leaf, or a prefix of the tree: over which of
         `model_axes` a leaf is sharded, or stages have different parameters in it. Without, the
         types of `shard_map(check_vma=True)` tell; where there are none it must be given.
-      tied: groups as `js.sum_tied_gradients` takes them; the gradients are summed before.
+      tied: groups as `js.pipeline.sum_tied_gradients` takes them; the gradients are summed before.
       tied_axis_name: the axis of their stages, one of `model_axes`.
       counted: a tree like the gradients, or a prefix of it, of masks that broadcast to the leaves
         (None: all): elements where they are 0 are scaled, and not in the norm. For copies that

@@ -1,18 +1,18 @@
 """One model over several stages, each on devices of its own."""
 
 from . import schedules as schedules
+from ._make import Executor as Executor
+from ._make import pipelined as pipelined
 from .host import HostPipeline as HostPipeline
-from .host import HostState as HostState
 from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout
-from .one_program import Pipelined as Pipelined
-from .one_program import pipelined as pipelined
 from .partition import LayerFlops as LayerFlops
 from .partition import count_layer_params as count_layer_params
 from .partition import layer_flops as layer_flops
 from .partition import partition_balanced as partition_balanced
 from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
+from .plan import Pipelined as Pipelined
 from .schedules import Schedule as Schedule
 from .split import StageProgram as StageProgram
 from .split import split_stage as split_stage

@@ -68,7 +68,7 @@ class Staged(Run):
         if inner:
             blocks = model_blocks(BLOCKS, inner["stage"])
             inside = {"bias": P(), "kernel": P(None, "fsdp") if "fsdp" in inner else P()}
-            layout = js.StageLayout(
+            layout = js.pipeline.StageLayout(
                 MODEL,
                 LAYERS,
                 blocks,

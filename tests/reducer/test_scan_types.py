@@ -73,7 +73,7 @@ TRANSFORMS = {
     "gradient_transform": js.gradient_transform(optax.chain(reduce(), INNER)),
     "clip_by_global_norm": js.clip_by_global_norm(1.0, "model", param_specs=P()),
     "clip_by_global_norm alone": js.clip_by_global_norm(1.0),
-    "sum_tied_gradients": js.sum_tied_gradients("replica", [{0: "m", 1: "m"}]),
+    "sum_tied_gradients": js.pipeline.sum_tied_gradients("replica", [{0: "m", 1: "m"}]),
     "dynamic_loss_scale": js.dynamic_loss_scale(optax.chain(reduce(), INNER)),
 }
 MESH = {"replica": 2, "model": 2}

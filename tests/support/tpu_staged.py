@@ -45,7 +45,7 @@ class Staged(Sharded):
             js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
             types,
             schedule,
-            parts=js.partition_by_cost(js.count_layer_params(types), stages),
+            parts=js.partition_by_cost(js.pipeline.count_layer_params(types), stages),
             mesh=self.mesh,
             data_axes=self._inside,
             param_specs=None if specs is None else layers.split(specs),

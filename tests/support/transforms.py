@@ -80,7 +80,7 @@ TRANSFORMS = {
         "replica", sync_every=2, outer_optimizer=optax.adam(0.1), shard_state=False
     ),
     "slow_momentum": lambda: js.slow_momentum(),
-    "sum_tied_gradients": lambda: js.sum_tied_gradients(
+    "sum_tied_gradients": lambda: js.pipeline.sum_tied_gradients(
         "replica",
         [{0: "layer/a", 3: "layer/a"}, {0: "layer/half", 1: "layer/half", 2: "layer/half"}],
     ),

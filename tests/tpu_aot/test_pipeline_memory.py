@@ -104,7 +104,7 @@ class Llama(Staged):
             js.LayeredModel([embed, *[block] * BLOCKS, head], loss),
             layers,
             js.schedules.by_name(self.schedule_name, STAGES, MICROBATCHES * STAGES),
-            parts=js.partition_by_cost(js.count_layer_params(layers), STAGES),
+            parts=js.partition_by_cost(js.pipeline.count_layer_params(layers), STAGES),
             mesh=self.mesh,
         )
 

@@ -29,7 +29,7 @@ TABLE = {
     ),
     "clip": (clip, (), {"validation"}, {"clips", "of_rows"}),
     "sum_tied": (
-        js.sum_tied_gradients("stage", [{0: "w", 1: "w"}]),
+        js.pipeline.sum_tied_gradients("stage", [{0: "w", 1: "w"}]),
         ("stage",),
         set(),
         set(),

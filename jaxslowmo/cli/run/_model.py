@@ -39,7 +39,7 @@ class Form:
     config: GPTConfig
     specs: Any = None
     layers: GPTLayers | None = None
-    layout: js.StageLayout | None = None
+    layout: js.pipeline.StageLayout | None = None
 
     def stack(self, tree: Any) -> Any:
         """The tree of these parameters, of one like that of `init_gpt`.
@@ -76,7 +76,7 @@ def config_of(config: TrainConfig) -> GPTConfig:
     return dataclasses.replace(model, tied=config.tied)
 
 
-def schedule_of(config: TrainConfig) -> js.Schedule:
+def schedule_of(config: TrainConfig) -> js.pipeline.Schedule:
     """Which stage computes what when.
 
     Raises:
@@ -88,7 +88,7 @@ def schedule_of(config: TrainConfig) -> js.Schedule:
     return js.schedules.by_name(mesh.pipeline, mesh.num_stages, config.num_microbatches, chunks)
 
 
-def parts_of(config: TrainConfig, schedule: js.Schedule) -> list[Any]:
+def parts_of(config: TrainConfig, schedule: js.pipeline.Schedule) -> list[Any]:
     """Which layers each stage holds: as even as can be, by their parameters.
 
     Raises:
@@ -104,7 +104,7 @@ def parts_of(config: TrainConfig, schedule: js.Schedule) -> list[Any]:
             f"--preset {config.preset} has {count}: an embedding, {model.num_layers} blocks and an "
             "output layer"
         )
-    costs = js.count_layer_params(gpt_layers(model).split(gpt_types(model)))
+    costs = js.pipeline.count_layer_params(gpt_layers(model).split(gpt_types(model)))
     return js.partition_by_cost(costs, stages, chunks)
 
 
@@ -130,7 +130,7 @@ def form_of(config: TrainConfig) -> Form:
     blocks = model_blocks(
         count, schedule.num_stages, schedule.num_chunks, parts_of(config, schedule)
     )
-    layout = js.StageLayout(
+    layout = js.pipeline.StageLayout(
         js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
         types,
         blocks,

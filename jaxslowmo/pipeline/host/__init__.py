@@ -1,4 +1,4 @@
 """One program per stage and operation, dispatched by the host."""
 
 from ._pipeline import HostPipeline as HostPipeline
-from ._pipeline import HostState as HostState
+from ._results import Results as Results

@@ -1,187 +1,377 @@
-"""The compiled programs of one stage of the model, on the devices of its stage."""
+"""The compiled programs of a pipeline: those of each stage of the model, and what ends a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
-from ...mesh import map_replicas, own_keys
 from ...tree import at_least_float32
-from ..model import Keyed, quotient
-from ..split import StageProgram, split_stage
-from ._submeshes import SubMesh
+from ..model import LossTerms, WithState
+from ..plan import (
+    Ending,
+    Plan,
+    Totals,
+    gathered,
+    in_microbatches,
+    microbatch_of,
+    only_over,
+    share_of_microbatches,
+)
+from ..split import split_stage
+from ..stage import whole_stage
+from ._submeshes import Spread
 
 
-class Microbatches(NamedTuple):
-    """The types of one device's part of a microbatch, and whether keys come with it."""
+class Data(NamedTuple):
+    """What every operation of a stage is given beside what other operations leave.
 
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    tree: Any
-    keyed: bool
+    Attributes:
+      weights: the buffers of the parameters.
+      batch: the whole batch, as the devices of the stage hold it.
+      keys: the words of one PRNG key for each part of the batch; None where there are none.
+    """
 
-    def of(self, leaves: Any, key: Any) -> PyTree:
-        """The microbatch as the layers are given it."""
-        batch = self.tree.unflatten(leaves)
-        return Keyed(batch, key, jnp.int32(0)) if self.keyed else batch
+    weights: dict[str, jax.Array]
+    batch: PyTree
+    keys: Any
 
-    def types(self) -> PyTree:
-        """Its types."""
-        if not self.keyed:
-            return self.tree.unflatten(self.leaves)
-        return jax.eval_shape(self.of, self.leaves, jax.random.key(0))
+
+@dataclass(frozen=True)
+class Role:
+    """How an argument or result of a program lies over a mesh.
+
+    Attributes:
+      spec: a prefix of its `PartitionSpec`.
+      num_lead: the number of leading dimensions that a device has one of, and does not see.
+    """
+
+    spec: P
+    num_lead: int
+
+
+SHARED = Role(P(), 0)
+
+
+class Setting(NamedTuple):
+    """What all programs of a pipeline depend on, beside the pipeline itself.
+
+    Attributes:
+      plan: the pipeline.
+      spread: the axes over which devices compute apart from each other.
+      parts: how many parts of a batch go through the stages one after the other.
+      key_impl: the implementation of typed PRNG keys; None for keys without a type.
+      differentiates: whether gradients are wanted.
+    """
+
+    plan: Plan
+    spread: Spread
+    parts: int
+    key_impl: str | None
+    differentiates: bool
+
+    @property
+    def replica(self) -> Role:
+        """A value for each replica and stage; one copy has no dimension of replicas."""
+        return self._by_stage(self.spread.replicas)
+
+    @property
+    def lead(self) -> Role:
+        """A value for each stage and position between which the caller has split the batch."""
+        return self._by_stage(self.spread.lead)
+
+    @property
+    def device(self) -> Role:
+        """A value for each device."""
+        return Role(P(self.spread.all, self.plan.axis_name), 2)
+
+    @property
+    def loss(self) -> Role:
+        """A value for each position between which the caller has split the batch."""
+        return Role(P(self.spread.lead), 1) if self.spread.lead else SHARED
+
+    @property
+    def batch(self) -> Role:
+        """Rows of a batch, which lie alike on all stages."""
+        return Role(P(self.spread.lead), 0) if self.spread.lead else SHARED
+
+    def _by_stage(self, axes: tuple[str, ...]) -> Role:
+        stage = self.plan.axis_name
+        return Role(P(axes, stage), 2) if axes else Role(P(stage), 1)
+
+    def of_buffer(self, name: str, role: Role, axes: Iterable[str]) -> Role:
+        """Return the role of a buffer of the parameters, of which `axes` shard the leaves."""
+        spec = only_over(self.plan.layout.specs[name][1:], axes)
+        return replace(role, spec=P(*role.spec, *spec))
+
+    def mapped(
+        self, mesh: Mesh, fn: Callable[..., Any], ins: Any, outs: Any, **options: Any
+    ) -> Any:
+        """Return the program of `fn`, which is given the values of one device.
+
+        Args:
+          mesh: the devices of one stage, or of all.
+          fn: a function of as many arguments as there are `ins`.
+          ins: a role for each argument, or a tree of roles.
+          outs: roles of the results.
+          options: what `jax.jit` is given.
+        """
+
+        def dropped(role: Role, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: x.reshape(x.shape[role.num_lead :]), tree)
+
+        def added(role: Role, tree: PyTree) -> PyTree:
+            ones = (1,) * role.num_lead
+            return jax.tree.map(lambda x: x.reshape(*ones, *x.shape), tree)
+
+        def per_device(*args: PyTree) -> PyTree:
+            return jax.tree.map(added, outs, fn(*jax.tree.map(dropped, ins, args)))
+
+        # Layers need not know that they are mapped: without types of what varies, loops of theirs
+        # that begin with constants are as they would be on one device.
+        program = jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=jax.tree.map(_spec, ins),
+            out_specs=jax.tree.map(_spec, outs),
+            axis_names={*self.spread.all, self.plan.axis_name},
+            check_vma=False,
+        )
+        return jax.jit(program, **options)
+
+    def shardings(self, mesh: Mesh, role: Role, *, but: Iterable[str] = ()) -> Any:
+        """Return where buffers like those of the parameters lie, whole over the axes `but`."""
+        specs = self.plan.layout.specs
+        axes = [name for name in mesh.axis_names if name not in but]
+        return {
+            n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs
+        }
+
+
+def _spec(role: Role) -> P:
+    return role.spec
 
 
 class StagePrograms:
-    """F, B, W and BW of one stage of the model on its sub-mesh.
+    """F, B, W and BW of one stage of the model on the devices of its stage.
 
-    Activations, stash and what is kept have a leading dimension of replicas times data shards, one
-    row per device (or group of devices along automatic axes); weights have one of replicas. No
-    program holds a collective over replicas or data axes.
+    No program holds a collective over replicas or data axes.
 
-    Attributes:
-      at: the devices.
-      reads: per leaf of the microbatch, whether this stage looks at it.
-      y: types of the stage's result on one device.
+    Args:
+      setting: what all programs depend on.
+      number: the stage of the model.
+      mesh: the devices.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., PyTree],
-        at: SubMesh,
-        weights: PyTree,
-        x: PyTree,
-        microbatches: Microbatches,
-        *,
-        is_last: bool,
-        remat: bool,
-    ) -> None:
-        self.at = at
-        self._fn, self._microbatches, self._is_last = fn, microbatches, is_last
-        types = microbatches.types()
-        self._split: StageProgram = split_stage(fn, weights, x, types, loss=is_last, remat=remat)
-        self.y = self._split.y
-        self.reads = self._split.reads[: len(microbatches.leaves)]
-        mapped = partial(self._mapped, at)
-        self.forward = jax.jit(
-            mapped(self._forward, ("stacked", "device", "batch", "shared"), ("device", "device"))
+    def __init__(self, setting: Setting, number: int, mesh: Mesh) -> None:
+        self._setting, self._plan, self._number = setting, setting.plan, number
+        self._kind = self._plan.kinds[self._plan.of_stage[number]]
+        self._stage: Any = None
+        data: Any = Data(setting.replica, setting.batch, setting.batch)  # type: ignore[arg-type]
+        device, mapped = setting.device, partial(setting.mapped, mesh)
+        ins = data, SHARED, device, device
+        self.forward = mapped(self._forward, ins, device, donate_argnums=3)
+        self.backward_input = mapped(self._backward_input, ins, device)
+        # As the compiler chose it, the sum might lie in another way after every operation.
+        pinned = setting.shardings(mesh, device, but=setting.spread.data_axes)
+        self.backward_weight = mapped(
+            self._backward_weight,
+            (*ins, device),
+            device,
+            donate_argnums=4,
+            out_shardings=pinned,
         )
-        ins = ("stacked", "batch", "shared", "device")
-        self.backward_input = jax.jit(
-            mapped(self._backward_input, (*ins, "device"), ("device", "device"))
-        )
-        self.backward_weight = jax.jit(
-            mapped(self._backward_weight, (*ins, "device", "device"), "device"), donate_argnums=5
-        )
-        self.backward = jax.jit(
-            mapped(self._backward, (*ins, "device", "device"), ("device", "device")),
-            donate_argnums=5,
-        )
-        self.evaluate = jax.jit(
-            mapped(self._evaluate, ("stacked", "device", "batch", "shared"), "device")
+        self.backward = mapped(
+            self._backward,
+            (*ins, device),
+            (device, device),
+            donate_argnums=4,
+            out_shardings=(None, pinned),
         )
 
-    @staticmethod
-    def _mapped(at: SubMesh, fn: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        # Layers need not know that they are mapped: without types of what varies, loops of theirs
-        # that begin with constants are as they would be on one device.
-        return map_replicas(
-            fn,
-            mesh=at.mesh,
-            axis_name=at.replica_axis,
-            in_roles=ins,
-            out_roles=outs,
-            automatic=at.automatic,
-            check_vma=False,
-        )
+    def _inputs(self, data: Data, number: jax.Array) -> tuple[PyTree, PyTree]:
+        """Return the weights of this stage, and microbatch `number` of all parts."""
+        plan, setting = self._plan, self._setting
+        count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
+        shares = {axis: plan.mesh.shape[axis] for axis in axes}
+        batch = in_microbatches(data.batch, setting.parts * count, shares)
+        batch = share_of_microbatches(batch, axes)
+        part, index = number // count, number % count
+        key = None
+        if data.keys is not None:
+            key = lax.dynamic_index_in_dim(data.keys.reshape(setting.parts, -1), part, 0, False)
+            if setting.key_impl is not None:
+                key = jax.random.wrap_key_data(key, impl=setting.key_impl)
+            for name in axes:
+                key = jax.random.fold_in(key, lax.axis_index(name))
+        # Keys count the microbatches of a part, and rows those of the batch.
+        shift = jnp.int32(plan.shifts[self._number])
+        microbatch = microbatch_of(batch, key, number, shift, key_number=index)
+        return self._kind.weights.read(data.weights, self._number), microbatch
 
-    def _microbatch(self, data: list[jax.Array], key: jax.Array | None) -> PyTree:
-        """The microbatch of this device, from the leaves that this stage reads."""
-        given = iter(data)
-        leaves = [
-            next(given) if read else jnp.zeros(t.shape, t.dtype)
-            for t, read in zip(self._microbatches.leaves, self.reads, strict=True)
-        ]
-        if key is not None:
-            key = own_keys(key, (self.at.replica_axis, *self.at.data_axes))
-        return self._microbatches.of(leaves, key)
+    def _forward(
+        self, data: Data, number: jax.Array, x: PyTree, states: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Return what the stage gives, what it leaves for its backward pass, and model state."""
+        kind = self._kind
+        weights, microbatch = self._inputs(data, number)
+        before = kind.states and kind.states.read(states, self._number)
+        given, stash = kind.given(x, before), ()
+        if self._setting.differentiates:
+            if self._stage is None:
+                program_of: Any = split_stage if self._plan.schedule.splits else whole_stage
+                self._stage = program_of(
+                    *(kind.fn, weights, given, microbatch),
+                    loss=kind.is_last,
+                    remat=self._plan.remat,
+                )
+            y, stash = self._stage.forward(weights, given, microbatch)
+        else:
+            y = kind.fn(weights, given, microbatch)
+        if kind.states is not None:
+            after = tuple(y.state if kind.is_last else y.states)
+            states = kind.states.written(states, after, self._number)
+        if isinstance(y, LossTerms):
+            y = y._replace(state=None)
+        return (y.x if isinstance(y, WithState) else y), stash, states
 
-    def _forward(self, weights: PyTree, x: PyTree, data: Any, key: Any) -> Any:
-        return self._split.forward(weights, x, self._microbatch(data, key))
-
-    def _evaluate(self, weights: PyTree, x: PyTree, data: Any, key: Any) -> Any:
-        return self._fn(weights, x, self._microbatch(data, key))
-
-    def _backward_input(self, weights: PyTree, data: Any, key: Any, stash: Any, dy: Any) -> Any:
-        microbatch = self._microbatch(data, key)
-        return self._split.backward_input(weights, microbatch, stash, self._seed(dy))
+    def _backward_input(
+        self, data: Data, number: jax.Array, stash: PyTree, dy: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        weights, microbatch = self._inputs(data, number)
+        dx, kept = self._traced.backward_input(weights, microbatch, stash, self._cotangent(dy))
+        return self._sent(dx), kept
 
     def _backward_weight(
-        self, weights: PyTree, data: Any, key: Any, stash: Any, kept: Any, total: PyTree
+        self, data: Data, number: jax.Array, stash: PyTree, kept: PyTree, total: PyTree
     ) -> PyTree:
-        microbatch = self._microbatch(data, key)
-        return _added(total, self._split.backward_weight(weights, microbatch, stash, kept))
+        weights, microbatch = self._inputs(data, number)
+        grads = self._traced.backward_weight(weights, microbatch, stash, kept)
+        return self._kind.weights.added(total, grads, self._number, in_place=False)
 
     def _backward(
-        self, weights: PyTree, data: Any, key: Any, stash: Any, dy: Any, total: PyTree
+        self, data: Data, number: jax.Array, stash: PyTree, dy: PyTree, total: PyTree
     ) -> tuple[PyTree, PyTree]:
-        microbatch = self._microbatch(data, key)
-        dx, grads = self._split.backward(weights, microbatch, stash, self._seed(dy))
-        return dx, _added(total, grads)
+        weights, microbatch = self._inputs(data, number)
+        dx, grads = self._traced.backward(weights, microbatch, stash, self._cotangent(dy))
+        added = self._kind.weights.added(total, grads, self._number, in_place=False)
+        return self._sent(dx), added
 
-    def _seed(self, dy: PyTree) -> PyTree:
-        """The loss of a microbatch counts 1; what of the batch that is is told at the end."""
-        return 1.0 if self._is_last else dy
+    @property
+    def _traced(self) -> Any:
+        assert self._stage is not None, "F is dispatched before what goes back"
+        return self._stage
+
+    def _sent(self, dx: PyTree) -> PyTree:
+        if self._kind.is_first:
+            return None
+        return dx.x if isinstance(dx, WithState) else dx
+
+    def _cotangent(self, dy: PyTree) -> PyTree:
+        kind = self._kind
+        if kind.is_last:
+            terms = self._traced.y
+            return jnp.asarray(self._plan.seed(terms.weight is not None), terms.total.dtype)
+        if kind.states is None:
+            return dy
+        return WithState(dy, jax.tree.map(lambda _: None, kind.states.empty()))
 
 
-class GradientPrograms:
-    """What is done with the gradients of one stage of the model once per step.
+
+class StepPrograms:
+    """What is done on all stages before the first operation of a pass, and after the last one.
 
     Attributes:
-      zeros: of stacked weights, where each device sums the gradients of its microbatches.
-      mean: of these sums, the mean over microbatches and data shards, stacked per replica; the one
-        reduction over the data axes in a step.
-      cast: gradients in the dtypes of the weights, over the mean weight of a microbatch where the
-        loss is the quotient of a sum and a weight.
+      whole_weights: for each stage a program that gathers weights over the data axes; None where
+        they lie whole.
+      own_states: for each stage a program that gives each device model state of its own.
+      zeros: for each stage a program of zeros to add gradients to, in at least float32.
+
+    Args:
+      setting: what all programs depend on.
+      mesh: the mesh of all devices.
+      meshes: for each device stage its own mesh.
     """
 
-    def __init__(self, at: SubMesh, num_microbatches: int) -> None:
-        self._axes = at.data_axes
-        self._share = 1.0 / (num_microbatches * at.shards)
-        mapped = partial(
-            map_replicas,
-            mesh=at.mesh,
-            axis_name=at.replica_axis,
-            automatic=at.automatic,
-            check_vma=False,
+    def __init__(self, setting: Setting, mesh: Mesh, meshes: Sequence[Mesh]) -> None:
+        self._setting, self._mesh = setting, mesh
+        axes = setting.spread.data_axes
+        lies = {n: setting.of_buffer(n, setting.replica, axes) for n in setting.plan.layout.specs}
+        sharded = {n: P(*role.spec[role.num_lead :]) for n, role in lies.items()}
+
+        def whole(buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: gathered(x, sharded[name]) for name, x in buffers.items()}
+
+        def program(fn: Callable[..., Any], ins: Any, out: Role) -> list[Any]:
+            return [
+                setting.mapped(
+                    each, fn, (ins,), out, out_shardings=setting.shardings(each, out, but=axes)
+                )
+                for each in meshes
+            ]
+
+        is_whole = not any(any(spec) for spec in sharded.values())
+        self.whole_weights = None if is_whole else program(whole, lies, setting.replica)
+        self.zeros = program(_zeros, setting.replica, setting.device)
+        self.own_states = [
+            setting.mapped(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
+        ]
+        self._endings: dict[Any, Any] = {}
+
+    def ending(self, loss: LossTerms) -> Any:
+        """Return the program of the totals of all devices.
+
+        Its results are loss and metrics, the buffers of the model state, and those of the
+        gradients, {} where there are none.
+
+        Args:
+          loss: what the last stage returns of a microbatch, whose loss has the dtype of the whole.
+        """
+        dtype = loss.total.dtype
+        if dtype not in self._endings:
+            self._endings[dtype] = self._ending(dtype)
+        return self._endings[dtype]
+
+    def _ending(self, dtype: Any) -> Any:
+        setting, axes = self._setting, self._setting.spread.data_axes
+        outer = tuple(axis for axis in setting.plan.data_axes if axis in setting.spread.lead)
+        ending = Ending(setting.plan, axes, outer)
+        names = _floating(setting) if setting.differentiates else []
+
+        def ended(totals: Totals) -> Any:
+            value, terms = ending.loss(totals.loss, dtype)
+            grads = ending.gradients(totals, terms) if names else {}
+            return value, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
+
+        lies = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
+        pinned = {n: x for n, x in setting.shardings(self._mesh, setting.lead).items() if n in lies}
+        return setting.mapped(
+            self._mesh,
+            ended,
+            (setting.device,),
+            (setting.loss, setting.lead, lies),
+            out_shardings=(None, NamedSharding(self._mesh, setting.lead.spec), pinned),
         )
-        self.zeros = jax.jit(mapped(_zeros, in_roles=("stacked",), out_roles="device"))
-        self.mean = jax.jit(mapped(self._mean, in_roles=("device",), out_roles="stacked"))
-        self.cast = jax.jit(_cast)
-
-    def _mean(self, total: PyTree) -> PyTree:
-        def of_all(x: jax.Array) -> jax.Array:
-            return (lax.psum(x, self._axes) if self._axes else x) * self._share
-
-        return jax.tree.map(of_all, total)
 
 
-def _zeros(weights: PyTree) -> PyTree:
-    """At least in float32, so that many microbatches of half precision add up."""
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, at_least_float32(w.dtype)), weights)
+def _floating(setting: Setting) -> list[str]:
+    """Return the names of the buffers that have gradients."""
+    names = setting.plan.layout.specs
+    return [n for n in names if jnp.issubdtype(n.partition("/")[0], jnp.inexact)]
 
 
-def _added(total: PyTree, grads: PyTree) -> PyTree:
-    return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+def _zeros(buffers: dict[str, jax.Array]) -> dict[str, jax.Array | None]:
+    """Return zeros to add gradients to; None for integers, which have none."""
 
+    def zeros(x: jax.Array) -> jax.Array | None:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return None
+        return jnp.zeros(x.shape, at_least_float32(x.dtype))
 
-def _cast(grads: PyTree, like: PyTree, weight: jax.Array | None) -> PyTree:
-    def one(x: jax.Array, like: jax.Array) -> jax.Array:
-        if weight is not None:
-            x = quotient(x, weight.reshape(-1, *[1] * (x.ndim - 1)))
-        return x.astype(like.dtype)
-
-    return jax.tree.map(one, grads, like)
+    return {name: zeros(x) for name, x in buffers.items()}

@@ -1,6 +1,5 @@
-"""The devices of one stage as a mesh of their own."""
+"""The devices of each stage as a mesh of their own, and arrays on them without a copy."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,100 +8,94 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_OWNER = "HostPipeline"
+from ..plan import Plan
 
 
 @dataclass(frozen=True)
-class SubMesh:
-    """The devices of one stage, with the axes of the whole mesh but that of the stages.
+class Spread:
+    """Over which axes of a mesh the devices of a stage compute apart from each other.
 
     Attributes:
-      mesh: its first axis is the replica axis, of size 1 where the whole mesh has none.
-      replica_axis: its name.
-      data_axes: axes over which a replica's examples are split.
-      automatic: axes that are left to the compiler.
+      replicas: the axes of the replicas; () where there is one copy of the parameters, without a
+        leading dimension.
+      inner: axes inside a replica between whose devices the caller has split the batch.
+      data_axes: axes inside a replica over which this pipeline splits each microbatch.
     """
 
-    mesh: Mesh
-    replica_axis: str
+    replicas: tuple[str, ...]
+    inner: tuple[str, ...]
     data_axes: tuple[str, ...]
-    automatic: frozenset[str]
 
     @property
-    def replicas(self) -> int:
-        """How many replicas train side by side."""
-        return self.mesh.shape[self.replica_axis]
+    def lead(self) -> tuple[str, ...]:
+        """The axes of the leading dimension of a batch; () where there is one copy."""
+        return (*self.replicas, *self.inner)
 
     @property
-    def shards(self) -> int:
-        """Over how many devices a replica's examples are split."""
-        return math.prod(self.mesh.shape[name] for name in self.data_axes)
-
-    @property
-    def positions(self) -> int:
-        """Replicas times shards: what computes apart from each other."""
-        return self.replicas * self.shards
-
-    @property
-    def split(self) -> NamedSharding:
-        """A leading dimension over replicas and data axes."""
-        return NamedSharding(self.mesh, P((self.replica_axis, *self.data_axes)))
-
-    @property
-    def whole(self) -> NamedSharding:
-        """The same on every device."""
-        return NamedSharding(self.mesh, P())
+    def all(self) -> tuple[str, ...]:
+        """The axes at whose positions devices compute apart."""
+        return (*self.lead, *self.data_axes)
 
 
-def sub_meshes(
-    mesh: Mesh,
-    num_stages: int,
-    *,
-    axis_name: str,
-    replica_axis: str,
-    data_axes: Sequence[str],
-) -> tuple[SubMesh, ...]:
-    """One `SubMesh` per device stage.
+class Stages:
+    """The devices of all stages: one mesh for each, of the axes of the whole, "stage" of size 1.
+
+    Args:
+      plan: the pipeline.
 
     Raises:
-      ValueError: no real mesh, one without the stage axis or with another size of it, axes that
-        are none of the mesh or named twice, devices of other processes.
+      ValueError: devices of several processes.
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"{_OWNER}: `mesh` must be a jax.sharding.Mesh, such as js.make_mesh makes: stages "
-            f"have devices of their own; got {type(mesh).__name__}."
-        )
-    has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-    if mesh.shape.get(axis_name) != num_stages:
-        raise ValueError(
-            f"{_OWNER}: `mesh` must have an axis {axis_name!r} (`axis_name`) of the size "
-            f"{num_stages} of the schedule's stages, got a mesh with {has}."
-        )
-    data_axes = tuple(data_axes)
-    for name in data_axes:
-        if name not in mesh.shape or name in (axis_name, replica_axis):
+
+    def __init__(self, plan: Plan) -> None:
+        mesh, self._axis_name = plan.mesh, plan.axis_name
+        process = jax.process_index()
+        if mesh.is_multi_process or any(d.process_index != process for d in mesh.devices.flat):
             raise ValueError(
-                f"{_OWNER}: `data_axes` must name axes of `mesh` other than {axis_name!r} and "
-                f"{replica_axis!r}, got {name!r}; the mesh has {has}."
+                '`executor`="host" dispatches every operation from one process, and `mesh` has '
+                'devices of others: use `executor`="one_program", which runs over several.'
             )
-    if mesh.is_multi_process or any(
-        device.process_index != jax.process_index() for device in mesh.devices.flat
-    ):
-        raise ValueError(
-            f"{_OWNER}: `mesh` must lie on the devices of this one process, whose host dispatches "
-            "every operation; it has devices of others. js.pipelined runs over several processes."
+        # What lies inside of a stage is left to the compiler there, whatever the whole mesh says.
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        self.whole = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        dim = mesh.axis_names.index(plan.axis_name)
+        self.meshes = [
+            Mesh(devices, mesh.axis_names, axis_types=types)
+            for devices in np.split(mesh.devices, mesh.devices.shape[dim], axis=dim)
+        ]
+
+    def views(
+        self, x: jax.Array | np.ndarray, spec: P, memory: str | None = None
+    ) -> list[jax.Array]:
+        """Return for each stage its part of an array, whose buffers they share.
+
+        Args:
+          x: an array anywhere; one that lies as it should is not copied.
+          spec: how it lies over the whole mesh.
+          memory: the kind of memory that it lies in; None: that of the devices.
+        """
+        x = jax.device_put(x, NamedSharding(self.whole, spec, memory_kind=memory))
+        parts = {shard.device: shard.data for shard in x.addressable_shards}
+        names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        shape = [
+            1 if self._axis_name in own else size
+            for size, own in zip(x.shape, [*names, *[()] * x.ndim], strict=False)
+        ]
+        return [
+            jax.make_array_from_single_device_arrays(
+                tuple(shape),
+                NamedSharding(mesh, spec, memory_kind=memory),
+                [parts[device] for device in mesh.devices.flat],
+            )
+            for mesh in self.meshes
+        ]
+
+    def joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
+        """Return the array on the whole mesh whose parts lie on the stages; `spec` has "stage" once."""
+        dim = next(i for i, entry in enumerate(spec) if entry == self._axis_name)
+        shape = list(parts[0].shape)
+        shape[dim] = len(parts)
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            tuple(shape), NamedSharding(self.whole, spec), shards
         )
-    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0)
-    names = tuple(name for name in mesh.axis_names if name != axis_name)
-    if replica_axis in names:
-        stages = np.moveaxis(stages, 1 + names.index(replica_axis), 1)
-        names = (replica_axis, *(name for name in names if name != replica_axis))
-    else:
-        stages, names = stages[:, None], (replica_axis, *names)
-    automatic = frozenset(names) - {replica_axis, *data_axes}
-    types = (AxisType.Auto,) * len(names)
-    return tuple(
-        SubMesh(Mesh(own, names, axis_types=types), replica_axis, data_axes, automatic)
-        for own in stages
-    )

@@ -9,9 +9,8 @@ from jax import lax
 
 from ..._typing import PyTree
 from ...mesh import match_varying
-from ._keyed import Keyed, call_signature, takes_keyword
-from ._loss import loss_terms
-from ._runs import Run
+from ._blocks import Run
+from ._calls import Keyed, call_signature, loss_terms, takes_keyword
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
 
 Layer = Callable[..., PyTree]

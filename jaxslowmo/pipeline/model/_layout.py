@@ -11,12 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
 from ...tree import Staged, leaf_names
-from ._blocks import Block
+from ._blocks import Block, Run, runs_of
 from ._layered import LayeredModel
 from ._optimizer import StagePacking
-from ._packing import Leaf, Place, buffer_name
-from ._runs import Run, runs_of
-from ._specs import specs_of_layers
+from ._packing import Leaf, Place, buffer_name, specs_of_layers
 from ._stacking import buffer_types, stacked, unstacked
 
 

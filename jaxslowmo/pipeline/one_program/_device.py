@@ -1,4 +1,4 @@
-"""What one device has to compute with, and what it sends."""
+"""What one device has to compute with, and what travels between devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ..._typing import PyTree
 from ...mesh import vary_over
 from ...tree import at_least_float32
-from ..model import keyed_microbatch
-from ._data import is_shared
+from ..plan import microbatch_of
+from ._rings import Values, empty
 from ._table import Channel, Half
 
 
@@ -44,19 +44,9 @@ class Device:
     axis_name: str
 
     def microbatch(self, now: Half) -> PyTree:
-        """The one that an operation computes."""
-
-        def one(x: Any) -> jax.Array:
-            if is_shared(x):
-                x = x.value
-            else:
-                x = lax.dynamic_index_in_dim(x, now.microbatch, 0, keepdims=False)
-            waits = jax.typeof(x).memory_space == jax.memory.Space.Host
-            return jax.device_put(x, jax.memory.Space.Device) if waits else x
-
-        own = jax.tree.map(one, self.batch, is_leaf=is_shared)
+        """Return the microbatch that an operation computes."""
         shift = jnp.asarray(self.shifts)[now.model_stage]
-        return keyed_microbatch(own, self.rng, now.microbatch, shift)
+        return microbatch_of(self.batch, self.rng, now.microbatch, shift)
 
     def varied(self) -> "Device":
         """With all that it has typed alike."""
@@ -89,3 +79,85 @@ class Device:
             return None
         zeros = jnp.zeros(buffer.shape, at_least_float32(buffer.dtype))
         return zeros if layout is None else lax.with_sharding_constraint(zeros, layout)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The type of what every stage but the last gives to the next.
+
+    Attributes:
+      treedef: of it.
+      types: of its leaves.
+    """
+
+    treedef: Any
+    types: tuple[Any, ...]
+
+    @property
+    def floating(self) -> tuple[int, ...]:
+        """Positions of the leaves that have cotangents."""
+        return tuple(i for i, x in enumerate(self.types) if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """Types of the cotangents."""
+        return tuple(self.types[i] for i in self.floating)
+
+    def flat(self, y: PyTree) -> list[jax.Array]:
+        """The leaves, of the dtypes that the type says."""
+        leaves = jax.tree.leaves(y)
+        return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
+
+    def tree(self, leaves: Values) -> PyTree:
+        """The way back from `flat`."""
+        return self.treedef.unflatten(leaves)
+
+    def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
+        """Of a tree with None for leaves without any."""
+        leaves = self.treedef.flatten_up_to(dx)
+        return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
+
+    def cotangent_tree(self, leaves: Values) -> PyTree:
+        """The way back from `flat_cotangents`."""
+        own = dict(zip(self.floating, leaves, strict=True))
+        return self.treedef.unflatten([own.get(i) for i in range(len(self.types))])
+
+
+def nothing(types: Sequence[Any]) -> list[jax.Array]:
+    """What is sent where nothing is to be sent."""
+    return [empty(x.shape, x.dtype) for x in types]
+
+
+def activations_of(results: Sequence[PyTree]) -> Activations:
+    """The one type of what the stages before the last give.
+
+    Args:
+      results: types of their results, in the order of the model.
+
+    Raises:
+      ValueError: two that differ in structure, shapes or dtypes.
+    """
+    if not results:
+        return Activations(jax.tree.structure(()), ())
+    leaves, treedef = jax.tree.flatten(results[0])
+    first = _text(results[0])
+    for k, other in enumerate(results[1:], start=1):
+        if _text(other) != first or jax.tree.structure(other) != treedef:
+            raise ValueError(
+                "`model`: one program sends activations of one type between all stages, and here "
+                f"stage 0 gives {first}, but stage {k} {_text(other)}. Cut the model elsewhere "
+                "(`parts`), let layers give the same type, or use js.pipeline.HostPipeline, which does not "
+                "need it."
+            )
+    return Activations(treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+
+
+def _text(tree: PyTree) -> str:
+    return str(jax.tree.map(lambda x: _Type(f"{x.dtype}{list(x.shape)}"), tree))
+
+
+class _Type(str):
+    """A type that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,12 +1,14 @@
 """Buffers that the scan carries: rows of arrays, written and read by number."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import heapq
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 Values = Sequence[jax.Array]
 Buffers = list[jax.Array]
@@ -109,3 +111,109 @@ def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Arr
     """`buffer` with another row where `is_set`, else as it was; no more than the row is moved."""
     row = jnp.minimum(row, buffer.shape[0] - 1)
     return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))
+
+
+class Writing(Protocol):
+    """What a branch gives for the buffers, and what they are after it."""
+
+    def idle(self, buffers: Buffers) -> Values:
+        """Of a branch that leaves nothing."""
+        ...
+
+    def left(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
+        """Of one that leaves the values of a stage of this kind in a row."""
+        ...
+
+    def taken(self, buffers: Buffers, left: Values, row: jax.Array, branch: jax.Array) -> Buffers:
+        """The buffers after branch number `branch` has given `left`."""
+        ...
+
+
+class InBranches:
+    """Branches hand the buffers on, with a row written.
+
+    TPU's compiler does it where they stand; others copy the whole of what a branch hands on.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def idle(self, buffers: Buffers) -> Values:
+        return buffers
+
+    def left(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
+        return self._ring.written(buffers, kind, row, values)
+
+    def taken(self, buffers: Buffers, left: Values, row: jax.Array, branch: jax.Array) -> Buffers:
+        del buffers, row, branch
+        return list(left)
+
+
+class BehindBranches:
+    """Branches give a row, which is written behind them: no compiler copies more than that.
+
+    It takes the memory of some more rows.
+
+    Args:
+      ring: of the buffers.
+      kinds: per branch the kind of stage that leaves something; None where nothing is left.
+    """
+
+    def __init__(self, ring: Ring, kinds: Sequence[int | None]) -> None:
+        self._ring = ring
+        self._used = np.stack([ring.used(kind) for kind in kinds])
+
+    def idle(self, buffers: Buffers) -> Values:
+        del buffers
+        return self._ring.nothing()
+
+    def left(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
+        del buffers, row
+        return self._ring.spread(kind, values)
+
+    def taken(self, buffers: Buffers, left: Values, row: jax.Array, branch: jax.Array) -> Buffers:
+        is_set = jnp.asarray(self._used)[branch]
+        pairs = zip(buffers, left, strict=True)
+        return [row_set(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
+
+
+def writing_to(ring: Ring, kinds: Sequence[int | None], *, in_branches: bool) -> Writing:
+    """The one or the other; `kinds` per branch, None where nothing is left."""
+    return InBranches(ring) if in_branches else BehindBranches(ring, kinds)
+
+
+def writes_in_branches(mesh: Mesh) -> bool:
+    """Whether the compiler for these devices lets branches write where buffers stand."""
+    return mesh.devices.flat[0].platform == "tpu"
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Lifetime(NamedTuple):
+    """From when on a value is kept until when it is last read, both included."""
+
+    start: int
+    end: int
+
+
+def rows_of(lifetimes: Mapping[Key, Lifetime]) -> tuple[dict[Key, int], int]:
+    """A row for every value, so that no two that live at the same time share one.
+
+    Returns:
+      The rows, and how many there are: the most values that live at once.
+    """
+    rows: dict[Key, int] = {}
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # until when, which row
+    count = 0
+    for key, life in sorted(lifetimes.items(), key=lambda item: item[1]):
+        while busy and busy[0][0] < life.start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            row = heapq.heappop(free)
+        else:
+            row, count = count, count + 1
+        rows[key] = row
+        heapq.heappush(busy, (life.end, row))
+    return rows, count

@@ -12,29 +12,13 @@ from jax import lax
 from ..._typing import PyTree
 from ...tree import at_least_float32
 from ..model import LossTerms, WithState
-from ..split import StageProgram
-from ._activations import Activations, nothing
-from ._device import Device
-from ._kinds import StageKind
-from ._rings import Buffers, Ring, Values, received, row_of
+from ..plan import StageKind, Totals
+from ..stage import WholeStage
+from ._device import Activations, Device, nothing
+from ._rings import Buffers, Ring, Values, Writing, received, row_of, writing_to
 from ._table import KINDS, Channel, Half, TickTable
-from ._writing import Writing, writing_to
 
 Branch = Callable[..., Any]
-
-
-class Totals(NamedTuple):
-    """What operations add to.
-
-    Attributes:
-      loss: what the last stage gives, summed over microbatches; at least float32.
-      grads: by buffer, (*sizes, elements) at least float32; None for those without gradients.
-      states: the model state of the layers, after the last microbatch.
-    """
-
-    loss: LossTerms
-    grads: dict[str, jax.Array | None]
-    states: dict[str, jax.Array]
 
 
 class Carry(NamedTuple):
@@ -75,7 +59,7 @@ class Scan:
     table: TickTable
     kinds: Sequence[StageKind]
     of_stage: np.ndarray
-    programs: Sequence[StageProgram] | None
+    programs: Sequence[WholeStage] | None
     activations: Activations
     loss: LossTerms
     seed: float

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..schedules import Operation, Schedule, Tick
-from ._lifetimes import Lifetime, rows_of
+from ._rings import Lifetime, rows_of
 
 KINDS = ("", "F", "B", "W", "BW")
 """Kinds of operations by the number that stands for them."""

@@ -16,14 +16,14 @@ def partition_by_cost(
 ) -> list[list[Interval]]:
     """The best split of layers into blocks: no other has a cheaper most expensive block.
 
-        parts = js.partition_by_cost(js.count_layer_params(params), num_stages=4)
+        parts = js.partition_by_cost(js.pipeline.count_layer_params(params), num_stages=4)
 
     Of the splits that are best in this the blocks are those whose squared costs have the smallest
     sum, and of these the ones that end first, compared from the left.
 
     Args:
-      costs: one finite number >= 0 per layer: parameters (`js.count_layer_params`), operations
-        (`js.layer_flops`), measured times. Embedding and loss are layers, or parts of them, and
+      costs: one finite number >= 0 per layer: parameters (`js.pipeline.count_layer_params`), operations
+        (`js.pipeline.layer_flops`), measured times. Embedding and loss are layers, or parts of them, and
         count.
       num_stages: >= 1.
       num_chunks: blocks that each stage holds, >= 1.
@@ -48,32 +48,28 @@ def partition_by_cost(
             f"{_OWNER}: every stage must hold a layer in each chunk, got {len(found)} layers for "
             f"`num_stages`={num_stages} times `num_chunks`={num_chunks}."
         )
-    before = np.concatenate([[0.0], np.cumsum(found, dtype=np.float64)])
-    # What layers i to j - 1 cost; nothing that ends before it begins.
-    block = np.where(_ends_later(len(found)), before - before[:, None], np.inf)
-    largest = _best(block, num_blocks, np.maximum)[0, num_blocks]
-    squares = np.where(block <= largest, block, np.inf) ** 2
-    return dealt(_cuts(squares, _best(squares, num_blocks, np.add)), num_stages)
+    return dealt(_cheapest(found, num_blocks), num_stages)
 
 
-def partition_by_bytes(
-    layers: Sequence[PyTree], num_stages: int, num_chunks: int
-) -> list[list[Interval]] | None:
-    """Return the split of layers whose largest block has the fewest bytes of parameters.
+def blocks_by_bytes(layers: Sequence[PyTree], num_blocks: int) -> list[Interval]:
+    """Return the blocks of layers, in the order of the model, of which the largest is smallest.
 
     Args:
-      layers: one tree of arrays or types per layer.
-      num_stages: >= 1.
-      num_chunks: blocks that each stage holds, >= 1.
-
-    Returns:
-      As `partition_by_cost`; None where there are fewer layers than blocks.
+      layers: one tree of arrays or types per layer, at least `num_blocks` of them.
+      num_blocks: the number of blocks, >= 1; their sizes are bytes of parameters.
     """
-    if len(layers) < num_stages * num_chunks:
-        return None
     # Layers without parameters are dealt out evenly.
-    costs = [1 + tree_bytes(layer) for layer in layers]
-    return partition_by_cost(costs, num_stages, num_chunks)
+    return _cheapest(np.array([1 + tree_bytes(layer) for layer in layers]), num_blocks)
+
+
+def _cheapest(costs: np.ndarray, num_blocks: int) -> list[Interval]:
+    """Return the blocks of the split that `partition_by_cost` calls the best."""
+    before = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
+    # What layers i to j - 1 cost; nothing that ends before it begins.
+    block = np.where(_ends_later(len(costs)), before - before[:, None], np.inf)
+    largest = _best(block, num_blocks, np.maximum)[0, num_blocks]
+    squares = np.where(block <= largest, block, np.inf) ** 2
+    return _cuts(squares, _best(squares, num_blocks, np.add))
 
 
 def _ends_later(num_layers: int) -> np.ndarray:

@@ -16,7 +16,7 @@ _OWNER = "count_layer_params"
 def count_layer_params(layers: Iterable[PyTree]) -> list[int]:
     """Elements of the parameters of each layer.
 
-        js.partition_balanced(js.count_layer_params(params), num_stages=4)
+        js.partition_balanced(js.pipeline.count_layer_params(params), num_stages=4)
 
     Args:
       layers: a sequence of one tree of parameters per layer: arrays, `jax.ShapeDtypeStruct`s,

@@ -32,7 +32,7 @@ def layer_flops(
 ) -> list[LayerFlops]:
     """Operations of each layer, forward and backward; nothing is computed.
 
-        flops = js.layer_flops(model, params, microbatch)
+        flops = js.pipeline.layer_flops(model, params, microbatch)
         parts = js.partition_by_cost([layer.total for layer in flops], num_stages=4)
 
     Args:

@@ -19,7 +19,7 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
     """Sums the gradients of a parameter of which several stages hold a copy, over these stages.
 
         tx = js.chain(
-            js.sum_tied_gradients("stage", [{0: "embed/table", 3: "head/table"}]),
+            js.pipeline.sum_tied_gradients("stage", [{0: "embed/table", 3: "head/table"}]),
             optax.adamw(1e-3),
         )
 

@@ -30,7 +30,7 @@ def schedule_report(
     measured there is `pipe.schedule.simulate(forward=[...], ...)`.
 
     Args:
-      pipe: what `js.pipelined` or `js.HostPipeline` made.
+      pipe: what `js.pipelined` or `js.pipeline.HostPipeline` made.
       batch: arrays or types, as `pipe.loss_fn` or `HostPipeline.step` takes them.
       compiled: compile the program of loss and gradients, too, and read its memory, its permutes
         and the lengths of its loops; of one program.
@@ -47,7 +47,7 @@ def schedule_report(
     """
     if not isinstance(pipe, Pipelined | HostPipeline):
         raise ValueError(
-            f"`pipe` must be what js.pipelined or js.HostPipeline made, got {type(pipe).__name__}."
+            f"`pipe` must be what js.pipelined or js.pipeline.HostPipeline made, got {type(pipe).__name__}."
         )
     speed = _speed("flops_per_second", flops_per_second)
     link = _speed("bytes_per_second", bytes_per_second)

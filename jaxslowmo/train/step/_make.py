@@ -11,14 +11,21 @@ from ..._typing import AxisName
 from ...embedding import Embeddings, lookup_of
 from ...mesh import AnyMesh, replica_count
 from ...precision import Policy, computing_in
-from ...tracing import as_full_loss
+from ...tracing import FullLoss, as_full_loss
 from ...transform import ParameterTransform, over_stages, spec_of
 from .._raw_keys import with_raw_keys
 from ..batches import HostBatch
 from ._runner import Mode
 from ._step import TrainStep
 from ._transforms import check_axes, check_beside_tables, checked_gradients, told_apart
-from .update import Differentiation, GradientOrder, ModelStateMode, StepParts, Validate
+from .update import (
+    Differentiation,
+    Dispatched,
+    GradientOrder,
+    ModelStateMode,
+    StepParts,
+    Validate,
+)
 
 
 def make_train_step(
@@ -183,12 +190,22 @@ def make_train_step(
     if embeddings is not None:
         check_beside_tables(gradients)
     lookup = lookup_of(embeddings, mesh, axis_name)
-    loss = as_full_loss(loss_fn)
-    if raw_keys:
-        loss = with_raw_keys(loss)
-    if policy is not None:
-        loss = computing_in(policy, loss)
+
+    def completed(loss_fn: Callable[..., Any]) -> FullLoss:
+        loss = as_full_loss(loss_fn)
+        if raw_keys:
+            loss = with_raw_keys(loss)
+        return loss if policy is None else computing_in(policy, loss)
+
+    loss, dispatched = completed(loss_fn), None
+    if hasattr(loss_fn, "dispatch"):
+        is_cast = policy is not None
+        dispatched = Dispatched(loss_fn, completed, num_microbatches, is_cast=is_cast)
+        loss, num_microbatches = dispatched.loss, 1
     loss, own_sync = lookup.of_loss(loss), lookup.of_sync(own_sync)
+    specs = getattr(loss_fn, "param_specs", None)
+    if specs is not None and own_sync is not None and own_sync.shards_whole_leaves:
+        own_sync = own_sync.with_specs(specs, of_state=True)
     parts = StepParts(
         differentiation=Differentiation(
             loss=loss,
@@ -197,6 +214,7 @@ def make_train_step(
             model_state="local" if apart else model_state,
             lookup=lookup,
             unscales="unscaled" in spec_of(optimizer).takes,
+            dispatched=dispatched,
         ),
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=over_stages(optimizer),

@@ -21,7 +21,13 @@ Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 """Structure and types of what one device has of a batch."""
 _NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
 # How results relate to the replicas, as `map_replicas` wants to know.
-_ROLES: Any = {"state": "stacked", "metrics": "stacked", "carry": "device", "window": ROLES}
+_ROLES: Any = {
+    "state": "stacked",
+    "metrics": "stacked",
+    "carry": "device",
+    "window": ROLES,
+    "arguments": ("stacked", "batch", "device", "device"),
+}
 
 
 class Task(NamedTuple):
@@ -48,7 +54,7 @@ class Task(NamedTuple):
     @property
     def reads_optimizer(self) -> bool:
         """Whether it is given the states of the transforms."""
-        return self.results not in ("metrics", "carry")
+        return self.results not in ("metrics", "carry", "arguments")
 
 
 def _telling(
@@ -100,6 +106,12 @@ EVALUATE = Task("evaluate", ReplicaStep.evaluated, "metrics")
 def ask(ahead: Ahead) -> Task:
     """What a batch asks for; with `Given.carry` rows alone, as this state has them."""
     return Task("ask", ReplicaStep.asked, "carry", ahead=ahead)
+
+
+def arguments(*, collects: bool, windowed: bool, parts: int) -> Task:
+    """What a dispatched loss function is given; see `Differentiation.arguments`."""
+    fn = partial(ReplicaStep.arguments, collects=collects, parts=parts)
+    return Task("arguments", fn, "arguments", windowed=windowed, static=(collects, parts))
 
 
 class Programs:
@@ -209,6 +221,7 @@ class Programs:
             "state": lambda: places(state),
             "metrics": lambda: None,
             "carry": lambda: each,
+            "arguments": lambda: None,
             "window": of_window,
         }
         return jax.tree.map(lambda result: lies[result](), task.results)

@@ -1,6 +1,7 @@
 """The programs of a step, run, and what is known of their results without reading them."""
 
 import weakref
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax.core import Tracer
 from ..._typing import Phase, PyTree
 from ..._warn import warn_once
 from ...embedding import Ahead, Carry
-from ...mesh import AnyMesh, VirtualMesh
+from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...transform import ParameterTransform
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._raw_keys import refuse_raw_keys
@@ -18,7 +19,17 @@ from .._state import Layout, TrainState
 from ..batches import HostBatch
 from ._in_flight import StepsInFlight
 from ._placing import Layouts, Placing
-from ._programs import Programs, Share, Task, add_to_window, open_window, update, update_of_window
+from ._programs import (
+    EVALUATE,
+    Programs,
+    Share,
+    Task,
+    add_to_window,
+    arguments,
+    open_window,
+    update,
+    update_of_window,
+)
 from ._state_checks import (
     check_shards,
     check_state,
@@ -28,7 +39,7 @@ from ._state_checks import (
     refuse_state_of_others,
     refuse_unusable_window,
 )
-from .update import Given, GradientWindow, Metrics, StepParts
+from .update import Given, GradientWindow, Metrics, StepParts, WithResults
 
 
 class Counted(NamedTuple):
@@ -196,6 +207,7 @@ class Runner:
         """Add a batch to a window, which begins here where there is none."""
         self.placing.refuse_counted()
         layout = self.layouts.of(state)
+        given = self.dispatched(add_to_window(fits=True), layout, state, given)
         leaves, structure = jax.tree.flatten(self.placing.share(given.batch, layout))
         self._collected = share = structure, tuple(leaves)
         if given.window is not None:
@@ -216,7 +228,51 @@ class Runner:
 
     def run(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
         """What the program of a task returns."""
-        return self.program(task, layout, state, given)(state=state, **given._asdict())
+        program = self.program(task, layout, state, given)
+        given = self.dispatched(task, layout, state, given)
+        return program(state=state, **given._asdict())
+
+    def dispatched(
+        self, task: Task, layout: Layout, state: TrainState, given: Given, *, runs: bool = True
+    ) -> Given:
+        """What is given, with what a dispatched loss function has computed of the batch.
+
+        Args:
+          task: what the program does that is given it.
+          layout: of the state.
+          state: what the loss function needs of it.
+          given: a batch that was placed; returned as it is where there is nothing to dispatch.
+          runs: whether it is computed; False gives types.
+        """
+        loss = self.parts.differentiation.dispatched
+        if loss is None or given.batch is None or isinstance(given.batch, WithResults):
+            return given
+        if isinstance(state.step, Tracer):
+            raise ValueError(
+                "A step whose `loss_fn` dispatches programs of its own, as a pipeline with "
+                '`executor`="host" does, cannot be called inside of jax.jit, lax.scan and the '
+                'like: call it outside, or make the pipeline with `executor`="one_program".'
+            )
+        differentiates, is_window = task is not EVALUATE, task.name in ("collect", "open")
+        parts = loss.parts if differentiates else 1
+        windowed = given.window is not None
+        which = arguments(collects=is_window or windowed, windowed=windowed, parts=parts)
+        state = state._replace(opt_state=())
+        program = self.program(which, layout, state, given)
+        program = program if runs else partial(jax.eval_shape, program)
+        params, batch, keys, seen = program(state=state, **given._asdict())
+        results = loss.loss_fn.dispatch(
+            state.params if params is None else params,
+            given.batch if batch is None else batch,
+            rng=keys,
+            model_state=seen,
+            mesh=self.mesh,
+            replicas=axis_names(self.parts.axis_name),
+            inner_axes=layout.inner_axes,
+            parts=parts,
+            differentiates=differentiates,
+        )
+        return given._replace(batch=WithResults(given.batch, results))
 
     def compiled(
         self, state: TrainState, given: Given, ahead: Ahead | None = None
@@ -230,6 +286,7 @@ class Runner:
         self._replace_numbers(state)
         task = update(self._phase(state), windowed=given.window is not None, ahead=ahead)
         program = self.program(task, layout, state, given)
+        given = self.dispatched(task, layout, state, given, runs=False)
         return program.lower(state=state, **given._asdict()).compile()
 
     def program(self, task: Task, layout: Layout, state: TrainState, given: Given) -> Any:
@@ -267,11 +324,10 @@ class Runner:
         self._replace_numbers(state)
         self.placing.refuse_counted()
         layout = self.layouts.of(state)
-        program = self.program(task, layout, state, given)
         so_far = None
         if self._is_counting:
             so_far = self._counts.get(counter_of(state, self.parts.sync))
-        new_state, metrics, carry = program(state=state, **given._asdict())
+        new_state, metrics, carry = self.run(task, layout, state, given)
         self.ran(given, metrics)
         self.note(new_state, layout)
         if given.window is not None and self.programs.donate:

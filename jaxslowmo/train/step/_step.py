@@ -304,9 +304,12 @@ class TrainStep:
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """`js.ready_order` of what one device computes.
 
-        None for a loss function that uses a mapped axis; nothing runs.
+        None for a loss function that uses a mapped axis, or is computed outside of programs;
+        nothing runs.
         """
         runner = self._runner
+        if runner.parts.differentiation.dispatched is not None:
+            return None
         share = runner.placing.share(as_arrays(batch), runner.layouts.of(state))
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
@@ -342,7 +345,8 @@ class TrainStep:
                 program = runner.programs.build(task, layout, mesh)
             else:
                 program = runner.program(task, layout, state, given)
-            return program.trace(state=state, **given._asdict())
+            ready = runner.dispatched(task, layout, state, given, runs=False)
+            return program.trace(state=state, **ready._asdict())
 
         if self.mode == "traced":
             return {None: trace(None)}

@@ -56,7 +56,7 @@ def check_gradients(
     schedule = SCHEDULES[kind](axes["stage"], 4)
     data_axes = [name for name in axes if name == "fsdp"]
     mesh = js.make_mesh(axes)
-    pipe = js.HostPipeline(model, params, schedule, mesh=mesh, data_axes=data_axes, remat=remat)
+    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, data_axes=data_axes, remat=remat)
     replicas = axes.get("replica", 1)
     batch = tokens(replicas * 8)
     placed = pipe.place(params)
@@ -115,7 +115,7 @@ def test_twenty_steps_of_slowmo_are_those_of_the_whole_model() -> None:
 
     mesh = js.make_mesh({"replica": 2, "stage": 2})
     schedule = js.schedules.zero_bubble(2, 4)
-    pipe = js.HostPipeline(model, params, schedule, mesh=mesh, max_norm=0.5)
+    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, max_norm=0.5)
     state = pipe.init(js.chain(optax.adam(0.02), sync), params)
     found, found_losses = trained(pipe.step, state, 20)
 
@@ -137,10 +137,10 @@ share_a_pipeline = pytest.mark.xdist_group("clipping pipeline")
 
 
 @pytest.fixture(scope="module")
-def clipping() -> tuple[js.HostPipeline, list[Any]]:
+def clipping() -> tuple[js.pipeline.HostPipeline, list[Any]]:
     """A tied model with clipping and a check, and its parameters."""
     model, params = language_model(2)
-    pipe = js.HostPipeline(
+    pipe = js.pipeline.HostPipeline(
         model,
         params,
         js.schedules.one_f_one_b(2, 2),
@@ -206,7 +206,7 @@ def test_a_stash_is_let_go_when_its_microbatch_is_done(
     kind: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = language_model(2, tied=False)
-    pipe = js.HostPipeline(model, params, SCHEDULES[kind](2, 8), mesh=js.make_mesh({"stage": 2}))
+    pipe = js.pipeline.HostPipeline(model, params, SCHEDULES[kind](2, 8), mesh=js.make_mesh({"stage": 2}))
     most = 0
     dispatch = Pass._do
 
@@ -227,7 +227,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     )
     params = [{"w": jnp.ones((), jnp.bfloat16)}, {}]
     schedule = js.schedules.gpipe(2, 8)
-    pipe = js.HostPipeline(model, params, schedule, mesh=js.make_mesh({"stage": 2}))
+    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=js.make_mesh({"stage": 2}))
     # In bfloat16 each of the small ones would be lost beside 1.
     x = jnp.array([1.0] + [2.0**-9] * 7, jnp.bfloat16)
     _, grads = pipe.value_and_grad(pipe.place(params), {"x": x})
@@ -243,7 +243,7 @@ def test_layers_draw_from_keys_of_their_microbatch() -> None:
     base, params = language_model(1, tied=False)
     model = js.LayeredModel([base.layers[0], noisy, *base.layers[1:]], base.loss)
     params = [params[0], {}, *params[1:]]
-    pipe = js.HostPipeline(
+    pipe = js.pipeline.HostPipeline(
         model, params, js.schedules.zero_bubble(2, 2), mesh=js.make_mesh({"stage": 2})
     )
     batch, rng = tokens(4), jax.random.key(3)
@@ -285,7 +285,7 @@ def test_stages_may_pass_on_anything_on_explicit_meshes_too() -> None:
     batch = {"x": np.float32(draw(size=(8, 3))), "mask": np.arange(8) % 3 > 0}
     batch["y"] = np.float32(draw(size=(8, 2)))
     mesh = jax.make_mesh((3,), ("stage",), devices=jax.devices()[:3])
-    pipe = js.HostPipeline(model, params, js.schedules.zero_bubble(3, 4), mesh=mesh)
+    pipe = js.pipeline.HostPipeline(model, params, js.schedules.zero_bubble(3, 4), mesh=mesh)
     found = pipe.value_and_grad(pipe.place(params), batch)
     expected = jax.jit(jax.value_and_grad(model))(params, batch)
     close(jax.tree.map(lambda x: np.asarray(x)[0], found), expected, 1e-4)
@@ -293,7 +293,7 @@ def test_stages_may_pass_on_anything_on_explicit_meshes_too() -> None:
 
 def test_only_what_a_stage_reads_is_moved_to_it() -> None:
     model, params = language_model(2, tied=False)
-    pipe = js.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))
+    pipe = js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))
     batch = {**tokens(4), "unread": np.zeros((4, 3))}  # leaves by name: next, tokens, unread
     programs, feed = pipe._prepared(batch, None)
     assert [program.reads for program in programs] == [(False, True, False), (True, False, False)]
@@ -309,7 +309,7 @@ def test_errors_name_argument_rule_and_value() -> None:
 
     def refused(message: str, schedule: Any = schedule, **change: Any) -> None:
         with pytest.raises(ValueError, match=message):
-            js.HostPipeline(model, params, schedule, **{"mesh": mesh, **change})
+            js.pipeline.HostPipeline(model, params, schedule, **{"mesh": mesh, **change})
 
     refused("axis 'stage' .* of the size 3 of the schedule's stages", js.schedules.gpipe(3, 2))
     refused("axis 'pipe' .* got a mesh with 'replica'", axis_name="pipe")
@@ -321,14 +321,14 @@ def test_errors_name_argument_rule_and_value() -> None:
     refused("`max_norm` must be a number > 0, got '1'", max_norm="1")
     refused("`data_axes` must name axes of `mesh` .* got 'fsdp'", data_axes="fsdp")
     refused("`parts` must have 1 .* got \\[2, 2\\]", parts=[2, 2])
-    refused("`schedule` must be a js.Schedule .* got 'gpipe'", "gpipe")
+    refused("`schedule` must be a js.pipeline.Schedule .* got 'gpipe'", "gpipe")
     with pytest.raises(ValueError, match=r"`model` must be a js\.LayeredModel, .* got list"):
-        js.HostPipeline([], params, schedule, mesh=mesh)
+        js.pipeline.HostPipeline([], params, schedule, mesh=mesh)
     with pytest.raises(ValueError, match="real floating-point leaves only"):
-        js.HostPipeline(model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh)
+        js.pipeline.HostPipeline(model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh)
 
     refused("`param_specs` must be a list of one tree .* or a prefix", param_specs=[{"a": P()}] * 4)
-    pipe = js.HostPipeline(model, params, schedule, mesh=mesh, param_specs=P())
+    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, param_specs=P())
     placed = pipe.place(params)
     with pytest.raises(ValueError, match=r"`params` of layer 0 must be .*float32.* got .*bfloat16"):
         pipe.place(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
@@ -344,7 +344,7 @@ def test_errors_name_argument_rule_and_value() -> None:
         pipe.value_and_grad(params, tokens(4))
     with pytest.raises(ValueError, match=r"call that first"):
         pipe.step(js.HostState(0, placed, []), tokens(4))
-    forward = js.HostPipeline(model, params, js.schedules.gpipe(2, 2, forward_only=True), mesh=mesh)
+    forward = js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2, forward_only=True), mesh=mesh)
     with pytest.raises(ValueError, match="holds forward operations only"):
         forward.value_and_grad(placed, tokens(4))
     close(forward.evaluate(placed, tokens(4)), pipe.evaluate(placed, tokens(4)))
@@ -354,4 +354,4 @@ def test_devices_of_other_processes_are_refused(monkeypatch: pytest.MonkeyPatch)
     model, params = language_model(2, tied=False)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with pytest.raises(ValueError, match="must lie on the devices of this one process"):
-        js.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))
+        js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))

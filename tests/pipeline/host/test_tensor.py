@@ -22,7 +22,7 @@ def test_gradients_are_those_of_the_whole_model_and_stay_sharded() -> None:
     model, params = language_model(2, tied=False)
     mesh = js.make_mesh({"replica": 2, "stage": 2, "tensor": 2})
     schedule = js.schedules.zero_bubble(2, 2)
-    pipe = js.HostPipeline(model, params, schedule, mesh=mesh, param_specs=specs(2))
+    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, param_specs=specs(2))
     placed = pipe.place(params)
     assert placed[1]["up"].sharding.spec == P("replica", None, "tensor")
     batch = tokens(8)
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_the_whole_model_and_stay_sharded() -> None:
 def test_specs_of_other_axes_are_refused() -> None:
     model, params = language_model(2, tied=False)
     mesh = js.make_mesh({"replica": 2, "stage": 2, "tensor": 2})
-    pipe = js.HostPipeline(
+    pipe = js.pipeline.HostPipeline(
         model,
         params,
         js.schedules.gpipe(2, 2),

@@ -90,7 +90,7 @@ def test_examples_that_all_are_masked_weigh_nothing(mesh_of):
 
 def test_a_host_pipeline_divides_by_the_weight_of_each_replica(mesh_of):
     mesh = mesh_of({"replica": 2, "stage": 2})
-    pipe = js.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, 4), mesh=mesh)
+    pipe = js.pipeline.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, 4), mesh=mesh)
     batch = examples(32)
     found, grads = pipe.value_and_grad(pipe.place(PARAMS), batch)
     for r in range(2):

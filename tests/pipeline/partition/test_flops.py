@@ -39,7 +39,7 @@ TOKENS = {name: jax.ShapeDtypeStruct((BATCH,), jnp.int32) for name in ("tokens",
 
 @pytest.fixture(scope="module")
 def flops():
-    return js.layer_flops(MODEL, TYPES, TOKENS)
+    return js.pipeline.layer_flops(MODEL, TYPES, TOKENS)
 
 
 def test_products_make_up_a_block(flops):
@@ -64,7 +64,7 @@ def test_embedding_and_loss_count(flops):
 def test_plain_functions_and_equal_layers_compiled_once(compilations):
     layers = [lambda w, x: x @ w] + [lambda w, x: jnp.tanh(x @ w)] * 5
     before = compilations.count
-    found = js.layer_flops(layers, [np.eye(WIDTH, dtype=np.float32)] * 6, np.zeros((3, WIDTH)))
+    found = js.pipeline.layer_flops(layers, [np.eye(WIDTH, dtype=np.float32)] * 6, np.zeros((3, WIDTH)))
     assert compilations.count - before == 3 * 2  # the first, those between, the last
     assert len(set(found[1:5])) == 1
     assert found[0].forward == 2 * 3 * WIDTH * WIDTH
@@ -80,4 +80,4 @@ def test_plain_functions_and_equal_layers_compiled_once(compilations):
 )
 def test_what_is_refused(layers, params, message):
     with pytest.raises(ValueError, match=message):
-        js.layer_flops(layers, params, np.zeros((3, WIDTH)))
+        js.pipeline.layer_flops(layers, params, np.zeros((3, WIDTH)))

@@ -100,7 +100,7 @@ def table(*rows, placement=None, num_microbatches=1, **changed):
     )
     sizes = {"num_stages": len(rows), "num_chunks": 1} | changed
     placement = tuple(range(len(rows))) if placement is None else placement
-    return js.Schedule(
+    return js.pipeline.Schedule(
         "mine", num_microbatches=num_microbatches, placement=placement, cells=cells, **sizes
     )
 
@@ -150,7 +150,7 @@ def test_tables_that_are_none(rows, options, message):
 def test_an_operation_in_the_row_of_another_stage():
     cells = ((Operation("F", 1, 0, 0),),), ((Operation("F", 1, 0, 0),),)
     with pytest.raises(ValueError, match="row of stage 0 holds an operation of stage 1: Operation"):
-        js.Schedule("mine", 2, 1, 1, (0, 1), cells)
+        js.pipeline.Schedule("mine", 2, 1, 1, (0, 1), cells)
 
 
 def test_schedules_are_values():

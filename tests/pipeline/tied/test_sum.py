@@ -49,7 +49,7 @@ def test_copies_move_together_as_the_whole_model_does(first, last, check_vma):
     rng = np.random.default_rng(1)
     table, x = rng.normal(size=(5, 3)).astype("f4"), rng.normal(size=(4, 3)).astype("f4")
     copies = {name: np.broadcast_to(table, (4, 5, 3)) for name in ("embed", "head")}
-    tied = js.sum_tied_gradients("stage", [{0: first, 3: last}])
+    tied = js.pipeline.sum_tied_gradients("stage", [{0: first, 3: last}])
     tx = optax.chain(tied, optax.adam(0.1))
     found = steps(tx, first, last, check_vma)(copies, x)
     # Adam of different leaves is compiled twice, and rounded as the compiler likes.
@@ -82,13 +82,13 @@ def test_copies_move_together_as_the_whole_model_does(first, last, check_vma):
 )
 def test_what_is_no_group(groups, message):
     with pytest.raises(ValueError, match=f"sum_tied_gradients: .*{message}"):
-        js.sum_tied_gradients("stage", groups)
+        js.pipeline.sum_tied_gradients("stage", groups)
 
 
 @pytest.mark.parametrize("axis_name", [("stage", "replica"), 0])
 def test_the_stages_are_one_axis(axis_name):
     with pytest.raises(ValueError, match="`axis_name` must be one name"):
-        js.sum_tied_gradients(axis_name, GROUPS)
+        js.pipeline.sum_tied_gradients(axis_name, GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_groups_that_do_not_fit_the_gradients(groups, message):
         "half": jnp.zeros((4, 5, 3), jnp.bfloat16),
         "bias": jnp.zeros((4, 3)),
     }
-    tx = js.sum_tied_gradients("stage", groups)
+    tx = js.pipeline.sum_tied_gradients("stage", groups)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="stage"), grads)
 
 
 def test_gradients_that_jax_has_summed_are_refused():
-    tx = js.sum_tied_gradients("stage", [{0: "table", 1: "table"}])
+    tx = js.pipeline.sum_tied_gradients("stage", [{0: "table", 1: "table"}])
 
     def of_device(params):
         grads = jax.grad(lambda p: jnp.sum(p["table"] ** 2))(params)

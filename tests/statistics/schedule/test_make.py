@@ -122,7 +122,7 @@ def test_text_and_picture(report, tmp_path):
 def test_stages_that_the_host_dispatches(mesh_of):
     """Each runs free; a backward pass that is not split counts as B."""
     mesh = mesh_of({"replica": 2, "stage": 2})
-    pipe = js.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, M), mesh=mesh)
+    pipe = js.pipeline.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, M), mesh=mesh)
     both = np.concatenate([BATCH, BATCH])  # of two replicas
     report = js.schedule_report(pipe, both, flops_per_second=FLOPS, bytes_per_second=SIZE)
     assert not report.lockstep

@@ -1,6 +1,8 @@
 """One update as one replica sees it: from its batch to its new state."""
 
 from ._differentiate import Differentiation as Differentiation
+from ._dispatched import Dispatched as Dispatched
+from ._dispatched import WithResults as WithResults
 from ._model_state import ModelStateMode as ModelStateMode
 from ._parts import GradientOrder as GradientOrder
 from ._parts import StepParts as StepParts

@@ -16,6 +16,7 @@ from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast
 from ..._state import TrainState
+from ._dispatched import Dispatched, WithResults
 from ._loss import as_value, split_batch, value_and_gradients, with_loss
 from ._model_state import (
     ModelStateMode,
@@ -51,6 +52,7 @@ class Differentiation:
       inner_axes: inside a replica, over which the batch is split; known with the layout of a state.
       unscales: whether gradients are divided by a loss scale at once; False leaves that to an
         optimizer that is called as in a loop of one's own.
+      dispatched: the loss function, where it is computed outside of programs; None elsewhere.
     """
 
     loss: FullLoss
@@ -60,6 +62,40 @@ class Differentiation:
     lookup: Lookup
     inner_axes: tuple[str, ...] = ()
     unscales: bool = True
+    dispatched: Dispatched | None = None
+
+    def arguments(
+        self, state: TrainState, given: Given, *, collects: bool, parts: int
+    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
+        """Return what a dispatched loss function is given for a batch.
+
+        Args:
+          state: the state of the replica.
+          given: the batch, and the window that it goes into.
+          collects: whether it goes into a window, which begins here if `given` has none.
+          parts: into how many parts the batch is cut.
+
+        Returns:
+          Parameters and batch, each None where they are those that are given; a key for each part;
+          and model state.
+
+        Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
+        """
+        assert self.dispatched is not None, "others are called in programs"
+        key, seen = self._own_key(state), self._seen(state)[1]
+        if collects:
+            count = 0 if given.window is None else given.window.count
+            key = jax.random.fold_in(key, count)
+            seen = seen if given.window is None else given.window.model_state
+        keys = key[None] if parts == 1 else jax.random.split(key, parts)
+        if parts > 1:
+            split_batch(given.batch, parts)  # raises where they do not divide it
+        params, batch, _, seen = self.dispatched.arguments(
+            state.params, given.batch, rng=key, model_state=seen
+        )
+        # What no policy has cast need not be copied.
+        is_cast = self.dispatched.is_cast
+        return (params if is_cast else None), (batch if is_cast else None), keys, seen
 
     def gathered(self, state: TrainState, given: Given) -> tuple[Gradients, Metrics]:
         """What an update starts from, with this batch in it, and the batch's own metrics."""
@@ -130,6 +166,13 @@ class Differentiation:
         """
         del weight
         batch, key, model_state = data
+        if isinstance(batch, WithResults):
+            raise ValueError(
+                "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches "
+                'do, and the loss function, a pipeline with `executor`="host", is computed outside '
+                "of the step's programs. Use an optimizer that needs `value` and `grad` alone, or "
+                'none of them, or make the pipeline with `executor`="one_program".'
+            )
         if self.accumulate == 1:
             return as_value(self.loss(params, batch, rng=key, model_state=model_state)[0])
         parts = split_batch(batch, self.accumulate)

@@ -176,6 +176,10 @@ class ReplicaStep:
 
         return self._on_devices(inside, state, given, "whole")
 
+    def arguments(self, state: TrainState, given: Given, **how: Any) -> Any:
+        """What a dispatched loss function is given; see `Differentiation.arguments`."""
+        return self.parts.differentiation.arguments(keyed(state)[0], given, **how)
+
     def asked(self, state: TrainState, given: Given) -> Carry:
         """What a batch asks for, before any step; of a carry rows alone, as this state has them."""
 

@@ -1,5 +1,6 @@
 """Batches in microbatches, and weights over the devices that share these."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
-from ...mesh import axis_names
+from ...mesh import axis_names, axis_size
 from ...tree import leaf_names
+from ..model import keyed_microbatch
 
 
 class Shared(NamedTuple):
@@ -76,6 +78,46 @@ def microbatch_specs(microbatches: PyTree, data_axes: Sequence[str]) -> PyTree:
 def is_shared(x: Any) -> bool:
     """Whether a part of a batch belongs to all examples."""
     return isinstance(x, Shared)
+
+
+def microbatch_of(
+    batch: PyTree, rng: Any, number: Any, shift: Any, *, key_number: Any = None
+) -> PyTree:
+    """Return a microbatch as the layers of a stage take it.
+
+    Args:
+      batch: leaves (microbatches, examples, ...), and `Shared` ones.
+      rng: the key of the step on this device, or None.
+      number: () int32, the number of the microbatch.
+      shift: () int32, what is added to the index of each layer; see `Keyed`.
+      key_number: () int32, the number of the microbatch among those of this key; None: `number`.
+    """
+
+    def one(x: Any) -> jax.Array:
+        if is_shared(x):
+            x = x.value
+        else:
+            x = lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+        waits = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jax.device_put(x, jax.memory.Space.Device) if waits else x
+
+    key_number = number if key_number is None else key_number
+    return keyed_microbatch(jax.tree.map(one, batch, is_leaf=is_shared), rng, key_number, shift)
+
+
+def share_of_microbatches(batch: PyTree, data_axes: Sequence[str]) -> PyTree:
+    """Return the part of microbatches that this position along `data_axes` computes."""
+
+    def share(x: Any) -> Any:
+        if is_shared(x):
+            return x
+        size = x.shape[1] // math.prod(map(axis_size, data_axes))
+        index = 0
+        for name in data_axes:
+            index = index * axis_size(name) + lax.axis_index(name)
+        return lax.dynamic_slice_in_dim(x, index * size, size, 1)
+
+    return jax.tree.map(share, batch, is_leaf=is_shared) if data_axes else batch
 
 
 def laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

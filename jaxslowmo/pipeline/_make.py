@@ -1,0 +1,156 @@
+"""Make a pipeline of a model, a schedule and a mesh."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import Mesh
+
+from .._choices import check_choice
+from .._typing import PyTree
+from .host import HostPipeline
+from .model import Block, LayeredModel, StageLayout, model_blocks
+from .one_program import OneProgram
+from .partition import blocks_by_bytes
+from .plan import (
+    BatchMemory,
+    Pipelined,
+    Plan,
+    as_axes,
+    check_arguments,
+    check_pipeline,
+    stage_kinds,
+)
+from .schedules import Schedule
+
+Executor = Literal["one_program", "host"]
+
+
+def pipelined(
+    model: LayeredModel,
+    params: Sequence[PyTree],
+    schedule: Schedule,
+    *,
+    parts: Sequence[Any] | None = None,
+    mesh: Mesh,
+    executor: Executor = "one_program",
+    axis_name: str = "stage",
+    data_axes: str | Sequence[str] = (),
+    param_specs: PyTree | None = None,
+    remat: bool = False,
+    batch_memory: BatchMemory = "device",
+    gradient_scale: float = 1.0,
+    model_state: Sequence[PyTree] | None = None,
+) -> Pipelined:
+    """Run a model as a pipeline of stages, behind an ordinary loss function.
+
+        pipe = js.pipelined(model, params, js.schedules.one_f_one_b(4, 16), mesh=mesh)
+        step = js.make_train_step(pipe, optimizer, sync=js.slowmo("replica"), mesh=mesh)
+        state = step.init(params)
+
+    `executor="one_program"` makes one program on all devices. It scans over the schedule's table of
+    ticks, which is data: the program does not grow with the number of microbatches. In each tick a
+    device computes what the table says of its stage, in one branch of a `lax.switch`, or nothing;
+    what stages send each other travels outside of all branches. Every tick lasts as long as its
+    longest operation on any stage, so choose the schedule by its bubble in lockstep
+    (`schedule.simulate(lockstep=True)`).
+
+    `executor="host"` compiles each operation of each stage for itself. The host dispatches these
+    programs in the schedule's order and copies activations and cotangents to the next stage's
+    devices; operations that do not depend on each other run at the same time. The bubble is that of
+    `schedule.simulate()`, and stages may have activations of any types. One process must see all
+    devices, and the loss function and its step cannot be called inside of jax.jit.
+
+    Args:
+      model: the layers and the loss. In one program, as in all that `shard_map` maps, a loop inside
+        of a layer begins with what its input gives, `jnp.zeros_like(x[0])`, not with
+        `jnp.zeros(...)`.
+      params: one tree per layer, arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
+      schedule: which stage computes what when; of as many stages as `mesh` has along `axis_name`.
+      parts: layers of each stage, as `js.partition_uniform` and its kin return them; None: such
+        that the stage with the most bytes of parameters has as few as can be.
+      mesh: the devices; axes other than `axis_name` and `data_axes` (replicas, tensor parallel) are
+        left to whoever maps them outside, or to the compiler.
+      executor: `"one_program"` or `"host"`.
+      axis_name: the axis of the stages.
+      data_axes: axes inside a replica between whose devices each microbatch is split. Parameters
+        that `param_specs` shards over them are gathered before the schedule, and their gradients
+        reduce-scattered after it, once per step.
+      param_specs: a `PartitionSpec` per leaf of `params`, over axes other than that of the stages,
+        or a prefix of such a tree; None: whole on every device of a stage.
+      remat: keep activations between layers of different stages alone, and compute the rest of a
+        forward pass again in the backward pass.
+      batch_memory: where microbatches wait. `"host"`: in the host's pinned memory, from which a
+        stage copies one when it computes it; a batch that lies there already, such as
+        `jax.device_put(batch, NamedSharding(mesh, spec, memory_kind="pinned_host"))`, is never
+        whole on a device.
+      gradient_scale: what gradients are multiplied by between stages, and divided by at the end, in
+        float32: for float16, in which small ones vanish.
+      model_state: of models whose layers take `state`: one tree per layer, {} for those without,
+        arrays or `ShapeDtypeStruct`s; shapes and dtypes alone count.
+
+    Returns:
+      A `js.pipeline.Pipelined`: the loss function. `js.make_train_step` takes it in the place of
+      one, and `step.init` the model's own parameters.
+
+    Raises:
+      ValueError: a schedule of other stages than the mesh, unknown axes, parts that do not cover
+        the layers, a stage without layers, tied leaves with unlike specs; with `executor="host"`
+        devices of other processes. When the loss function is traced: batches that microbatches or
+        data axes don't divide; in one program activations whose structure, shapes or dtypes differ
+        between stages.
+
+    Communication: in one program per tick, over `axis_name`, one collective-permute of one
+      activation and one of its cotangent between neighbours (two of each for a placement that goes
+      down the stages and back up); dispatched by the host per microbatch and hop one copy of each.
+      At the end of a step one all-reduce of loss and metrics, and what
+      `js.pipeline.sum_tied_gradients` states of tied parameters. Over `data_axes` one all-gather
+      and one reduce-scatter of each sharded buffer, one all-reduce of the gradients of the others.
+      A collective that the compiler puts inside of a branch, for axes left to it, runs between the
+      devices of one stage alone.
+    """
+    check_choice("executor", executor, Executor)
+    check_pipeline(model, schedule)
+    data_axes = as_axes(data_axes)
+    check_arguments(schedule, mesh, axis_name, data_axes, remat, gradient_scale, batch_memory)
+    blocks = _blocks(model, params, schedule, parts)
+    states = model.checked_state(model_state) if model.takes_state else None
+    placed: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
+    layout = StageLayout(
+        model, params, blocks, schedule.placement, param_specs=param_specs, beside=states, **placed
+    )
+    state_layout = None
+    if states is not None:
+        untied = LayeredModel(model.layers, model.loss)
+        state_layout = StageLayout(
+            untied, states, blocks, schedule.placement, runs=layout.all_runs, **placed
+        )
+    kinds, of_stage = stage_kinds(model, layout, state_layout)
+    plan = Plan(
+        model=model,
+        schedule=schedule,
+        mesh=mesh,
+        axis_name=axis_name,
+        data_axes=data_axes,
+        layout=layout,
+        state_layout=state_layout,
+        kinds=kinds,
+        of_stage=of_stage,
+        shifts=np.array([b.start for b in blocks]) - np.array([kinds[i].start for i in of_stage]),
+        tied=layout.tied_places(),
+        remat=bool(remat),
+        gradient_scale=gradient_scale,
+        batch_memory=batch_memory,
+    )
+    return HostPipeline(plan) if executor == "host" else OneProgram(plan)
+
+
+def _blocks(
+    model: LayeredModel, params: Sequence[PyTree], schedule: Schedule, parts: Any
+) -> tuple[Block, ...]:
+    """Return the layers of each stage of the model."""
+    model.check_params(params)
+    count = schedule.num_stages * schedule.num_chunks
+    if parts is None and count <= len(params):
+        return tuple(Block(*block) for block in blocks_by_bytes(params, count))
+    return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)

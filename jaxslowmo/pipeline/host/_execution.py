@@ -1,0 +1,202 @@
+"""One step of the stages, from arrays on the whole mesh to arrays on the whole mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._typing import PyTree
+from ...tree import at_least_float32
+from ..model import LossTerms
+from ..plan import Totals
+from ._dispatch import Pass
+from ._programs import SHARED, Data, Setting, StagePrograms, StepPrograms
+from ._results import Results
+from ._submeshes import Stages
+
+
+class Execution:
+    """The programs for arguments of certain types, and what dispatches them.
+
+    Args:
+      setting: what all programs depend on.
+      stages: the devices of each stage.
+    """
+
+    def __init__(self, setting: Setting, stages: Stages) -> None:
+        self._setting, self._stages = setting, stages
+        plan = setting.plan
+        self._schedule = plan.schedule
+        self._programs = [
+            StagePrograms(setting, k, stages.meshes[stage])
+            for k, stage in enumerate(self._schedule.placement)
+        ]
+        self._step = StepPrograms(setting, stages.whole, stages.meshes)
+        count = setting.parts * self._schedule.num_microbatches
+        # A number of Python would be moved to all devices of a stage at each operation.
+        self._numbers = [
+            [_on(mesh, SHARED.spec, np.int32(i)) for i in range(count)] for mesh in stages.meshes
+        ]
+        self._arrivals = [NamedSharding(mesh, setting.device.spec) for mesh in stages.meshes]
+
+    def run(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
+        """Dispatch all microbatches of all parts; returns when the last ones are under way."""
+        data, parts, total = self._data(buffers, batch, keys), self._setting.parts, None
+        for part in range(parts):
+            results = self._ended(self._pass(data, states, part))
+            if parts == 1:
+                return results
+            states, results = results.states, _with_wide_metrics(results)._replace(states={})
+            total = _wide(results) if total is None else _sum(total, results)
+        # As a step averages what the microbatches of `accumulate` give.
+        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, results)
+        return mean._replace(states=states)
+
+    def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
+        """Return the types of what `run` returns, from types; nothing runs."""
+        own = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
+        if self._step.whole_weights is not None:
+            own = jax.eval_shape(self._step.whole_weights[0], own)
+        data, x = Data(own, batch, keys), None
+        after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
+        after = jax.eval_shape(self._step.own_states[0], after)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        for program in self._programs:
+            x, _, after = jax.eval_shape(program.forward, data, number, x, after)
+        terms: Any = x
+        zeros = jax.eval_shape(self._step.zeros[0], own) if self._setting.differentiates else {}
+        totals = Totals(jax.eval_shape(_sum_of_terms, [terms]), zeros, after)
+        totals = jax.tree.map(self._of_all_stages, totals)
+        value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
+        results = Results(value, new_states, grads if self._setting.differentiates else None)
+        return _with_wide_metrics(results) if self._setting.parts > 1 else results
+
+    def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
+        count = self._schedule.num_stages
+        return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
+
+    def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[Data]:
+        """Return for each device stage what its operations are given."""
+        setting, names = self._setting, self._stages.whole.axis_names
+        weights: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
+        for name, x in buffers.items():
+            spec = setting.of_buffer(name, setting.replica, names).spec
+            for own, view in zip(weights, self._stages.views(x, spec), strict=True):
+                own[name] = view
+        if self._step.whole_weights is not None:
+            pairs = zip(self._step.whole_weights, weights, strict=True)
+            weights = [program(own) for program, own in pairs]
+        leaves, structure = jax.tree.flatten(batch)
+        memory = "pinned_host" if setting.plan.batch_memory == "host" else None
+        rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
+        words = [None] * len(weights)
+        if keys is not None:
+            words = self._stages.views(keys, setting.batch.spec)
+        batches = [structure.unflatten([x[i] for x in rows]) for i in range(len(weights))]
+        return [Data(*own) for own in zip(weights, batches, words, strict=True)]
+
+    def _pass(self, data: Sequence[Data], states: dict[str, Any], part: int) -> Pass:
+        """Dispatch the microbatches of one part of the batch."""
+        setting, count = self._setting, self._schedule.num_microbatches
+        own: list[dict[str, Any]] = [{} for _ in data]
+        for name, x in states.items():
+            for stage, view in zip(own, self._stages.views(x, setting.lead.spec), strict=True):
+                stage[name] = view
+        programs = zip(self._step.own_states, own, strict=True)
+        totals: list[Any] = [{} for _ in data]
+        if setting.differentiates:
+            zeros = zip(self._step.zeros, data, strict=True)
+            totals = [program(given.weights) for program, given in zeros]
+        one_pass = Pass(
+            self._schedule,
+            self._programs,
+            data,
+            [numbers[part * count : (part + 1) * count] for numbers in self._numbers],
+            self._arrivals,
+            totals,
+            [program(stage) if stage else stage for program, stage in programs],
+        )
+        if setting.differentiates:
+            one_pass.run()
+        else:
+            one_pass.evaluate()
+        return one_pass
+
+    def _ended(self, one_pass: Pass) -> Results:
+        """Return the results of one part of the batch, from what lies on the stages."""
+        setting, last = self._setting, self._schedule.placement[-1]
+        every = [one_pass.results[m] for m in sorted(one_pass.results)]
+        terms = _sum_of_terms(every)
+        spec = setting.device.spec
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), terms)
+        losses = [
+            terms if stage == last else _on(mesh, spec, zeros)
+            for stage, mesh in enumerate(self._stages.meshes)
+        ]
+        loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
+        names = self._stages.whole.axis_names
+        grads = {
+            name: self._stages.joined(
+                [own[name] for own in one_pass.totals],
+                setting.of_buffer(
+                    name,
+                    setting.device,
+                    [axis for axis in names if axis not in setting.spread.data_axes],
+                ).spec,
+            )
+            for name, x in one_pass.totals[0].items()
+            if x is not None
+        }
+        states = {
+            name: self._stages.joined([own[name] for own in one_pass.states], spec)
+            for name in one_pass.states[0]
+        }
+        totals = Totals(loss, grads, states)
+        value, new_states, grads = self._step.ending(every[0])(totals)
+        return Results(value, new_states, grads if setting.differentiates else None)
+
+
+def _on(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def _of_one_stage(x: Any, role: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of one stage's part of an array, which has the stages in its last lead."""
+    dim = role.num_lead - 1
+    return jax.ShapeDtypeStruct((*x.shape[:dim], 1, *x.shape[dim + 1 :]), x.dtype)
+
+
+@jax.jit
+def _sum_of_terms(every: list[LossTerms]) -> LossTerms:
+    def total(*parts: jax.Array) -> jax.Array:
+        wide = [x.astype(at_least_float32(x.dtype)) for x in parts]
+        return sum(wide[1:], start=wide[0])
+
+    return jax.tree.map(total, *every)
+
+
+def _with_wide_metrics(results: Results) -> Results:
+    """Return results with metrics in float32, as a step adds them up over microbatches."""
+    if not isinstance(results.value, tuple):
+        return results
+    loss, metrics = results.value
+
+    def wide(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return jnp.asarray(x, jnp.float32)
+
+    return results._replace(value=(loss, jax.tree.map(wide, metrics)))
+
+
+@jax.jit
+def _wide(results: Results) -> Results:
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), results)
+
+
+@jax.jit
+def _sum(total: Results, results: Results) -> Results:
+    return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, results)

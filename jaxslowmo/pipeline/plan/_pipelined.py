@@ -1,0 +1,178 @@
+"""A pipeline of stages behind an ordinary loss function."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..._typing import PyTree
+from ...tree import Staged
+from ..model import LayeredModel, Loss, StageLayout, call_signature
+from ..schedules import Schedule
+from ._check import check_constant, check_key, only_once
+from ._plan import Plan
+
+
+class Pipelined:
+    """A model in stages, as a loss function; made by `js.pipelined`.
+
+    Attributes:
+      layout: the layout of its parameters, which `step.init` uses by itself; in a loop of your own
+        `layout.stack(params)` is what the loss function takes.
+      state_layout: the layout of the model state of its layers; None for models without.
+      schedule: which stage computes what when.
+      model: the layers.
+      mesh: the devices.
+      data_axes: the axes over which each microbatch is split.
+      remat: whether forward passes are computed again in the backward pass.
+      param_specs: a `PartitionSpec` for each buffer of the parameters.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.layout: StageLayout = plan.layout
+        self.state_layout: StageLayout | None = plan.state_layout
+        self.schedule: Schedule = plan.schedule
+        self.model: LayeredModel = plan.model
+        self.mesh: Mesh = plan.mesh
+        self.data_axes: tuple[str, ...] = plan.data_axes
+        self.remat: bool = plan.remat
+        self.param_specs: Staged = plan.layout.specs
+        self._run = jax.custom_vjp(self._evaluated)
+        # So that it is known which gradients are wanted.
+        self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
+        self.__signature__ = call_signature(Pipelined.__call__, plan.model.takes_state)
+
+    @property
+    def loss_fn(self) -> "Pipelined":
+        """The loss function, which this is: `pipe.loss_fn(stacked, batch)`."""
+        return self
+
+    def params_form(self, params: PyTree) -> PyTree:
+        """Return parameters as the loss function takes them.
+
+        Args:
+          params: one tree per layer, which are stacked; or what `layout.stack` made of them.
+        """
+        return params if isinstance(params, Staged) else self.layout.stack(params)
+
+    def model_state_form(self, model_state: PyTree) -> PyTree:
+        """Return model state as the loss function takes it: one tree per layer is stacked."""
+        if self.state_layout is None or not isinstance(model_state, list | tuple):
+            return model_state
+        self.model.checked_state(model_state)
+        return self.state_layout.stack(model_state)
+
+    def __call__(
+        self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
+    ) -> Any:
+        """The loss of a batch: an ordinary function for `jax.grad` and `js.make_train_step`.
+
+        Differentiated, it runs the schedule once, whose backward passes give the gradients; else
+        forward passes alone. Gradients are accumulated in float32 and are those of the mean over
+        the microbatches.
+
+        Args:
+          stacked: parameters as `layout.stack` makes them, or one replica's of those.
+          batch: arrays whose leading dimension counts the examples of the replica. Scalars, and
+            arrays whose leading dimension is 1, are shared by all examples.
+          rng: the PRNG key of layers that take one: each layer of each microbatch draws from its
+            own, `fold_in(fold_in(rng, microbatch), layer)`, forward and backward; before that the
+            positions along `data_axes` are folded in. None: layers get None.
+          model_state: of models whose layers take `state`: what `model_state_form` returns, or an
+            earlier call. Each layer's goes on from microbatch to microbatch, in the order in which
+            the schedule computes them; at the end floating leaves are averaged over `data_axes`.
+
+        Returns:
+          The loss, or (loss, metrics), means over the microbatches, or quotients of sums over them
+          where the model's loss is a pair; metrics are float32. They have no gradient, and their
+          cotangents are ignored. With model state (loss, (metrics, new model state)).
+
+        Raises:
+          ValueError: see `js.pipelined`; gradients of the batch are asked for, or second
+            derivatives of a model with tied leaves; a key that is none; with `executor="host"` a
+            call inside of jax.jit and the like.
+        """
+        if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
+            is_other = isinstance(stacked, Staged)
+            raise ValueError(
+                "`stacked` must be parameters as `layout.stack(params)` makes them, got "
+                f"{'those of another layout' if is_other else type(stacked).__name__}."
+            )
+        for name, shape in self.layout.packing.shapes.items():
+            if jnp.shape(stacked[name]) != shape:
+                raise ValueError(
+                    f"`stacked` must have buffers of (stages, ..., elements), {list(shape)} at "
+                    f"{name!r}, got {list(jnp.shape(stacked[name]))}."
+                )
+        check_key(rng)
+        states: dict[str, Any] = {}
+        if self.state_layout is not None:
+            states = _checked_state(self.state_layout, model_state)
+        value, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
+        if self.state_layout is None:
+            return value
+        loss, metrics = value if isinstance(value, tuple) else (value, {})
+        return loss, (metrics, self.state_layout.packing.staged(after))
+
+    def execute(
+        self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
+    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+        """Run the schedule.
+
+        Args:
+          stacked: the parameters.
+          states: the buffers of the model state; {} without any.
+          batch: as `__call__` takes it.
+          rng: likewise; None where no layer takes a key.
+          differentiates: whether gradients are wanted.
+
+        Returns:
+          Loss with metrics, and the buffers of the new model state; and the gradients, in whose
+          place anything may stand where they are not wanted.
+        """
+        raise NotImplementedError
+
+    def refuse_forward_only(self) -> None:
+        """Raise `ValueError` where gradients are wanted of a schedule that makes none."""
+        if self.schedule.forward_only:
+            raise ValueError(
+                f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
+                "gradients of this pipeline."
+            )
+
+    def _evaluated(self, *primals: PyTree) -> Any:
+        return self.execute(*primals, differentiates=False)[0]
+
+    def _differentiated(self, *primals: PyTree) -> tuple[Any, PyTree]:
+        check_constant(primals[2])
+        stacked, states, batch, rng = jax.tree.map(lambda x: x.value, primals)
+        if self.plan.tied:
+            stacked = only_once(stacked)
+        self.refuse_forward_only()
+        return self.execute(stacked, states, batch, rng, differentiates=True)
+
+    def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
+        value, _ = cotangent
+        of_loss: Any = value[0] if isinstance(value, tuple) else value
+        if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # of metrics alone
+            of_loss = jnp.zeros((), jnp.float32)
+
+        def scaled(g: Any) -> Any:
+            if g.dtype == jax.dtypes.float0:
+                return g
+            wide = jnp.promote_types(g.dtype, jnp.float32)
+            return (g.astype(wide) * of_loss.astype(wide)).astype(g.dtype)
+
+        return jax.tree.map(scaled, grads), None, None, None
+
+
+def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
+    """Return the buffers of a model state, as `state_layout.stack` made them."""
+    if not isinstance(model_state, Staged) or model_state.packing != layout.packing:
+        raise ValueError(
+            "`model_state` must be what `pipe.model_state_form(trees)` makes of one tree per "
+            f"layer, got {type(model_state).__name__}."
+        )
+    return model_state.buffers
