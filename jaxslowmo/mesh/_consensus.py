@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._typing import AxisName, PyTree
-from ..tree import at_least_float32
+from ..tree import at_least_float32, in_model_form
 from ._axes import axis_names
 from ._broadcast import from_first
 from ._mapped import AnyMesh, map_replicas, model_axes
@@ -27,6 +27,7 @@ def consensus(
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
     shares: Shares | None = None,
+    whole: bool = True,
 ) -> PyTree:
     """The mean over replicas as one exact copy: the model to evaluate, export or save.
 
@@ -41,6 +42,9 @@ def consensus(
       axis_name: the replica axis, or several.
       shares: what the mean consists of: pairs (w, x) of weights (replicas,), or one number for all,
         and a stacked tree like `params`, or None for `params`. None: all replicas alike.
+      whole: give parameters that lie in the stages of a pipeline back as the model's own tree,
+        whole on every stage. False leaves them in the buffers of their stages, which the loss
+        function of the pipeline takes, too: for models that are larger than a device.
 
     Returns:
       Tree of `s`, in the leaves' dtypes: sum w x / sum w over pairs and replicas, in at least
@@ -61,7 +65,8 @@ def consensus(
     if len(pairs) > 1 or np.ndim(pairs[0][0]):
         weights = tuple(w if np.ndim(w) else np.full(replicas, w) for w, _ in pairs)
     placed = on_mesh((weights, values), mesh, axis_name)
-    return _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(*placed)
+    mean = _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(*placed)
+    return in_model_form(mean) if whole else mean
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from .._choices import check_choice
 from .._typing import PyTree
 from .host import HostPipeline
-from .model import Block, LayeredModel, StageLayout, model_blocks
+from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
 from .plan import (
@@ -150,6 +150,7 @@ def _blocks(
 ) -> tuple[Block, ...]:
     """Return the layers of each stage of the model."""
     model.check_params(params)
+    refuse_keys(params)
     count = schedule.num_stages * schedule.num_chunks
     if parts is None and count <= len(params):
         return tuple(Block(*block) for block in blocks_by_bytes(params, count))

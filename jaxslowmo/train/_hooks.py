@@ -138,6 +138,7 @@ class Evaluate:
       sync: the step's transform, `step.sync`, where it is one of your own whose `shares` say how
         replicas count. None: gossip of ours weighs its replicas and counts what is in flight, as
         `step.consensus` does; of all else it is the plain mean.
+      whole: as `js.consensus` takes it.
 
     Communication: one all-reduce of parameters and model state over `axis_name` per evaluation,
       where replicas weigh one of 4 bytes besides (not counted in the step's report).
@@ -151,16 +152,19 @@ class Evaluate:
         axis_name: AxisName = "replica",
         every: int | Every = 100,
         sync: ParameterTransform | None = None,
+        whole: bool = True,
     ) -> None:
         as_schedule(every, "every")  # refuses what is no period
         self.every = every
         self._evaluate, self._mesh, self._axis_name = evaluate, mesh, axis_name
-        self._sync = sync
+        self._sync, self._whole = sync, whole
 
     def __call__(self, result: StepResult) -> Mapping[str, Any]:
         """Evaluate the consensus of the state after this step."""
         state = result.state
-        mean = functools.partial(consensus, mesh=self._mesh, axis_name=self._axis_name)
+        mean = functools.partial(
+            consensus, mesh=self._mesh, axis_name=self._axis_name, whole=self._whole
+        )
         if self._sync is None:
             shares = shares_of_gossip(state.opt_state)
         else:

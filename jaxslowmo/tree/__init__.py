@@ -28,3 +28,4 @@ from ._leaves import not_floating as not_floating
 from ._leaves import parts_of as parts_of
 from ._leaves import tree_bytes as tree_bytes
 from ._staged import Staged as Staged
+from ._staged import in_model_form as in_model_form

@@ -20,7 +20,7 @@ class Staged:
       packing: what lies where, hashable; two trees are alike if theirs are equal. It applies
         optax transforms to the leaves of each stage (`init`, `update`), and says which elements of
         a buffer count elsewhere, being copies of tied parameters (`repeated`). `axis_name` is
-        the axis of the stages.
+        the axis of the stages, and `model_tree(buffers)` the way back to the model's own tree.
     """
 
     def __init__(self, buffers: dict[str, Any], packing: Any) -> None:
@@ -69,3 +69,12 @@ class Staged:
             return f"{x.dtype}{list(x.shape)}" if has_type else repr(x)
 
         return f"Staged({', '.join(f'{name}: {text(x)}' for name, x in self.buffers.items())})"
+
+
+def in_model_form(tree: Any) -> Any:
+    """Return `tree` with the model's own trees in the places of those of stages."""
+
+    def own(x: Any) -> Any:
+        return x.packing.model_tree(x.buffers) if isinstance(x, Staged) else x
+
+    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Staged))

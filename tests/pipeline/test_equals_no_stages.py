@@ -84,6 +84,7 @@ class Case(NamedTuple):
       sync: "local_sgd", "slowmo" or "gradients".
       mode: of the step.
       accumulate: batches per update.
+      executor: "one_program" or "host".
     """
 
     blocks: list[Any]
@@ -97,6 +98,7 @@ class Case(NamedTuple):
     sync: str
     mode: str
     accumulate: int
+    executor: str
 
 
 @st.composite
@@ -121,6 +123,7 @@ def cases(draw):
         draw(st.sampled_from(["local_sgd", "slowmo", "gradients"])),
         draw(st.sampled_from(["traced", "host"])),
         draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from(["one_program", "host"])),
     )
 
 
@@ -145,11 +148,11 @@ def batches(case):
         yield {"tokens": drawn[0], "next": drawn[1], "mask": mask}
 
 
-def trained(case, loss_fn, params, mesh, specs=None, counted=None):
+def trained(case, loss_fn, params, mesh, counted=None):
     base = js.local_sgd("replica", sync_every=2)
     sync = {
         "local_sgd": base,
-        "slowmo": js.slowmo("replica", base=base, sync_every=4, param_specs=specs),
+        "slowmo": js.slowmo("replica", base=base, sync_every=4),
         "gradients": None,
     }[case.sync]
     gradients = js.all_reduce_gradients("replica") if sync is None else None
@@ -187,6 +190,7 @@ def check(case):
         params,
         schedule,
         mesh=mesh,
+        executor=case.executor,
         remat=case.remat,
         data_axes=("fsdp",) if specs else (),
         param_specs=specs,
@@ -195,7 +199,7 @@ def check(case):
     if case.is_tied:
         once = [*[None] * (len(params) - 1), {"table": np.zeros((8, WIDTH))}]
     alone = js.virtual_mesh({"replica": sizes["replica"]})
-    found, metrics = trained(case, pipe, params, mesh, pipe.layout.specs)
+    found, metrics = trained(case, pipe, params, mesh)
     known, expected = trained(case, model, params, alone, counted=once)
     assert_close(metrics, expected)
     assert_close(pipe.layout.unstack_like(found.params), known.params)

@@ -19,6 +19,7 @@ from ...tracing import run_where_values_vary
 from ...tree import Staged
 from ._elementwise import is_elementwise
 from ._packing import Leaf, Packing, buffer_name
+from ._stacking import unstacked
 from ._trial import trial_of
 
 Buffers = dict[str, Any]
@@ -107,6 +108,10 @@ class StagePacking(Packing):
         found, alike = _per_stage(self, branch, operands, alike)
         return self.staged(found[0]), form.state(found[1:], alike)
 
+    def model_tree(self, buffers: Mapping[str, Any]) -> PyTree:
+        """Return the tree of the whole model; see `unstacked`."""
+        return unstacked(self, buffers)
+
     def _on_mesh(self, state: PyTree) -> PyTree:
         """The state with its buffers split over the stages; fresh zeros would be everywhere."""
         if not jax.sharding.get_abstract_mesh().empty:
@@ -184,7 +189,7 @@ class _Form(NamedTuple):
         nodes, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Staged))
         packings = [x.packing if isinstance(x, Staged) else None for x in nodes]
         staged = [x.buffers for x in nodes if isinstance(x, Staged)]
-        return cls(structure, tuple(packings)), staged, [x for x in nodes if _is_shared(x)]
+        return cls(structure, tuple(packings)), staged, [x for x in nodes if not isinstance(x, Staged)]
 
     def is_like(self, packing: Packing) -> bool:
         """Whether arrays of the state have the shapes of the parameters in whose places they are.
@@ -259,10 +264,6 @@ def _is_per_stage(packing: Packing) -> bool:
 
 def _per_stage_structure(num_stages: int) -> Any:
     return jax.tree.structure({_OF_STAGE: [0] * num_stages})
-
-
-def _is_shared(x: Any) -> bool:
-    return not isinstance(x, Staged)
 
 
 def _is_array(x: Any) -> bool:

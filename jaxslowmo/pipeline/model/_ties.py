@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ..._typing import PyTree
 from ...tree import leaf_names
@@ -71,7 +72,8 @@ def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True)
     Args:
       ties: of the model.
       params: one tree per layer.
-      differentiable: whether the gradient of each is to be the sum of those of its group.
+      differentiable: whether the gradient of each is to be the sum of those of its group; else each
+        has its own, as where such sums are made of the gradients of stages.
     """
     if not ties:
         return list(params)
@@ -81,7 +83,12 @@ def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True)
     for group in ties:
         spots = [(layer, places[layer][path]) for layer, path in group]
         own = [leaves[layer][i] for layer, i in spots]
-        one = _one(own) if differentiable else [own[0]] * len(own)
+        if differentiable:
+            one = _one(own)
+        elif any(isinstance(x, Tracer) for x in own):
+            one = _first_of(own)
+        else:
+            one = [own[0]] * len(own)
         for (layer, i), leaf in zip(spots, one, strict=True):
             leaves[layer][i] = leaf
     return [treedef.unflatten(own) for own, (_, treedef) in zip(leaves, split, strict=True)]
@@ -102,3 +109,19 @@ def _one_backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]
 
 
 _one.defvjp(_one_forward, _one_backward)
+
+
+@jax.custom_vjp
+def _first_of(copies: list[jax.Array]) -> list[jax.Array]:
+    return [copies[0]] * len(copies)
+
+
+def _first_forward(copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
+    return _first_of(copies), None
+
+
+def _first_backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+    return (cotangents,)
+
+
+_first_of.defvjp(_first_forward, _first_backward)

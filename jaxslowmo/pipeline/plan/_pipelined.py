@@ -74,7 +74,8 @@ class Pipelined:
         the microbatches.
 
         Args:
-          stacked: parameters as `layout.stack` makes them, or one replica's of those.
+          stacked: parameters as `layout.stack` makes them, or one replica's of those; or one tree
+            per layer, which are stacked first.
           batch: arrays whose leading dimension counts the examples of the replica. Scalars, and
             arrays whose leading dimension is 1, are shared by all examples.
           rng: the PRNG key of layers that take one: each layer of each microbatch draws from its
@@ -94,11 +95,13 @@ class Pipelined:
             derivatives of a model with tied leaves; a key that is none; with `executor="host"` a
             call inside of jax.jit and the like.
         """
+        if isinstance(stacked, list | tuple):
+            stacked = self.layout.stack(stacked)
         if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
             is_other = isinstance(stacked, Staged)
             raise ValueError(
-                "`stacked` must be parameters as `layout.stack(params)` makes them, got "
-                f"{'those of another layout' if is_other else type(stacked).__name__}."
+                "`stacked` must be one tree per layer, or parameters as `layout.stack(params)` "
+                f"makes them, got {'those of another layout' if is_other else type(stacked).__name__}."
             )
         for name, shape in self.layout.packing.shapes.items():
             if jnp.shape(stacked[name]) != shape:
@@ -109,7 +112,7 @@ class Pipelined:
         check_key(rng)
         states: dict[str, Any] = {}
         if self.state_layout is not None:
-            states = _checked_state(self.state_layout, model_state)
+            states = _checked_state(self.state_layout, self.model_state_form(model_state))
         value, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
         if self.state_layout is None:
             return value

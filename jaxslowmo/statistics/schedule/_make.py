@@ -10,7 +10,7 @@ from ._stages import num_bytes, parts_of, stages_of
 
 
 def schedule_report(
-    pipe: Pipelined | HostPipeline,
+    pipe: Pipelined,
     batch: PyTree,
     *,
     compiled: bool = True,
@@ -30,8 +30,8 @@ def schedule_report(
     measured there is `pipe.schedule.simulate(forward=[...], ...)`.
 
     Args:
-      pipe: what `js.pipelined` or `js.pipeline.HostPipeline` made.
-      batch: arrays or types, as `pipe.loss_fn` or `HostPipeline.step` takes them.
+      pipe: what `js.pipelined` made.
+      batch: arrays or types, one replica's batch, as `pipe.loss_fn` takes it.
       compiled: compile the program of loss and gradients, too, and read its memory, its permutes
         and the lengths of its loops; of one program.
       flops_per_second: speed of a device. With it costs are seconds, not FLOPs.
@@ -45,10 +45,8 @@ def schedule_report(
       ValueError: no pipeline, a batch that does not divide, a speed that is not > 0, or one without
         the other.
     """
-    if not isinstance(pipe, Pipelined | HostPipeline):
-        raise ValueError(
-            f"`pipe` must be what js.pipelined or js.pipeline.HostPipeline made, got {type(pipe).__name__}."
-        )
+    if not isinstance(pipe, Pipelined):
+        raise ValueError(f"`pipe` must be what js.pipelined made, got {type(pipe).__name__}.")
     speed = _speed("flops_per_second", flops_per_second)
     link = _speed("bytes_per_second", bytes_per_second)
     if bytes_per_second is not None and flops_per_second is None:
@@ -79,8 +77,8 @@ def schedule_report(
     }
     largest = max((message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
     send = largest / link if bytes_per_second is not None else 0.0
-    lockstep = isinstance(pipe, Pipelined)
-    figures = compiled_figures(pipe, batch) if compiled and isinstance(pipe, Pipelined) else None
+    lockstep = not isinstance(pipe, HostPipeline)
+    figures = compiled_figures(pipe, batch) if compiled and lockstep else None
     return ScheduleReport(
         schedule=schedule,
         lockstep=lockstep,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._typing import PyTree
-from ...pipeline import HostPipeline, LayeredModel, Pipelined, Schedule, StageProgram, split_stage
+from ...pipeline import LayeredModel, Pipelined, Schedule, StageProgram, split_stage
 from ...pipeline.model import Keyed, WithState
 
 
@@ -45,8 +45,7 @@ class Parts:
       blocks: [start, end) of the layers of each stage of the model.
       types: of the parameters, one tree per layer.
       states: types of the model state, one tree per layer; None for models without.
-      num_shares: devices of one stage that share a batch: data shards, and replicas where the
-        batch is that of all of them.
+      num_shares: devices of one stage that share the batch of a replica.
       remat: whether forward passes are computed again.
     """
 
@@ -59,18 +58,8 @@ class Parts:
     remat: bool
 
 
-def parts_of(pipe: Pipelined | HostPipeline) -> Parts:
+def parts_of(pipe: Pipelined) -> Parts:
     """What `pipe` was made of."""
-    if isinstance(pipe, HostPipeline):
-        return Parts(
-            model=pipe.model,
-            schedule=pipe.schedule,
-            blocks=pipe.blocks,
-            types=pipe.param_types,
-            states=None,
-            num_shares=pipe.num_shares,
-            remat=pipe.remat,
-        )
     states = pipe.state_layout
     return Parts(
         model=pipe.model,

@@ -93,16 +93,18 @@ class TrainStep:
             return self.sync.shares(state.opt_state[-1])
         return shares_of_gossip(state.opt_state)
 
-    def consensus(self, state: TrainState) -> PyTree:
+    def consensus(self, state: TrainState, *, whole: bool = True) -> PyTree:
         """Return one exact copy of the parameters: the mean that this step's exchange tends to.
 
         Gossip weighs its replicas and counts what is in flight; of all else it is the plain mean,
-        as of the model state always: `js.consensus(state.model_state, mesh=step.mesh)`.
+        as of the model state always: `js.consensus(state.model_state, mesh=step.mesh)`. `whole` is
+        that of `js.consensus`: parameters of stages come back as the model's own tree.
 
         Communication: that of `js.consensus`.
         """
         shares = self.shares(state)
-        return consensus(state.params, mesh=self.mesh, axis_name=self.axis_name, shares=shares)
+        lies: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
+        return consensus(state.params, **lies, shares=shares, whole=whole)
 
     def __call__(
         self,

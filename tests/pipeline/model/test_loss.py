@@ -10,7 +10,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.model import LossTerms
-from jaxslowmo.pipeline.model._loss import loss_terms
+from jaxslowmo.pipeline.model._calls import loss_terms
 from support.exhaustive import sweep
 from support.layered import assert_close, block, embed, head, language_model, tokens
 

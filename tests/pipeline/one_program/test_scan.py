@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program import _pipelined, _rings
+from jaxslowmo.pipeline.one_program import _rings, _step
 from support.exhaustive import sweep
 from support.layered import assert_gradients_alike, language_model, tokens
 
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_model(mesh_of, case):
 @pytest.mark.usefixtures("filled_with_nan")
 def test_branches_may_write_into_the_buffers_too(mesh_of, monkeypatch):
     """As they do where the compiler is that of a TPU."""
-    monkeypatch.setattr(_pipelined, "writes_in_branches", lambda mesh: True)
+    monkeypatch.setattr(_step, "writes_in_branches", lambda mesh: True)
     run(mesh_of, *SAMPLE["zb_h1"])
 
 

@@ -13,7 +13,7 @@ def kinds(mesh_of, num_blocks, schedule, model=None):
         parts=js.partition_uniform(num_blocks + 2, schedule.num_stages, schedule.num_chunks),
         mesh=mesh_of({"stage": schedule.num_stages}),
     )
-    return list(pipe._plan.of_stage), pipe._plan
+    return list(pipe.plan.of_stage), pipe.plan
 
 
 def test_equal_blocks_share_one_and_the_ends_have_their_own(mesh_of):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.model import as_axes, check_pipeline
+from jaxslowmo.pipeline.plan import as_axes, check_pipeline
 
 MODEL = js.LayeredModel([lambda params, x: x], lambda x, batch: x.mean())
 SCHEDULE = js.schedules.gpipe(1, 1)
@@ -15,7 +15,7 @@ def test_models_and_schedules_pass_and_others_are_named():
     check_pipeline(MODEL, SCHEDULE)
     with pytest.raises(ValueError, match=re.escape("js.LayeredModel, of functions")):
         check_pipeline([MODEL], SCHEDULE)
-    with pytest.raises(ValueError, match=r"`schedule` must be a js\.Schedule .* got 'gpipe'"):
+    with pytest.raises(ValueError, match=r"`schedule` must be a js\.pipeline\.Schedule .* got 'gpipe'"):
         check_pipeline(MODEL, "gpipe")
 
 
