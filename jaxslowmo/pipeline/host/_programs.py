@@ -149,9 +149,7 @@ class Setting(NamedTuple):
         """Return where buffers like those of the parameters lie, whole over the axes `but`."""
         specs = self.plan.layout.specs
         axes = [name for name in mesh.axis_names if name not in but]
-        return {
-            n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs
-        }
+        return {n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs}
 
 
 def _spec(role: Role) -> P:
@@ -281,7 +279,6 @@ class StagePrograms:
         if kind.states is None:
             return dy
         return WithState(dy, jax.tree.map(lambda _: None, kind.states.empty()))
-
 
 
 class StepPrograms:

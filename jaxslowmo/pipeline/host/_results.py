@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 
 
-
 class Results(NamedTuple):
     """What `HostPipeline.dispatch` has computed, which the loss function takes in place of a batch.
 

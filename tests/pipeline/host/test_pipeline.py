@@ -56,7 +56,9 @@ def check_gradients(
     schedule = SCHEDULES[kind](axes["stage"], 4)
     data_axes = [name for name in axes if name == "fsdp"]
     mesh = js.make_mesh(axes)
-    pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, data_axes=data_axes, remat=remat)
+    pipe = js.pipeline.HostPipeline(
+        model, params, schedule, mesh=mesh, data_axes=data_axes, remat=remat
+    )
     replicas = axes.get("replica", 1)
     batch = tokens(replicas * 8)
     placed = pipe.place(params)
@@ -206,7 +208,9 @@ def test_a_stash_is_let_go_when_its_microbatch_is_done(
     kind: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, params = language_model(2, tied=False)
-    pipe = js.pipeline.HostPipeline(model, params, SCHEDULES[kind](2, 8), mesh=js.make_mesh({"stage": 2}))
+    pipe = js.pipeline.HostPipeline(
+        model, params, SCHEDULES[kind](2, 8), mesh=js.make_mesh({"stage": 2})
+    )
     most = 0
     dispatch = Pass._do
 
@@ -293,7 +297,9 @@ def test_stages_may_pass_on_anything_on_explicit_meshes_too() -> None:
 
 def test_only_what_a_stage_reads_is_moved_to_it() -> None:
     model, params = language_model(2, tied=False)
-    pipe = js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))
+    pipe = js.pipeline.HostPipeline(
+        model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2})
+    )
     batch = {**tokens(4), "unread": np.zeros((4, 3))}  # leaves by name: next, tokens, unread
     programs, feed = pipe._prepared(batch, None)
     assert [program.reads for program in programs] == [(False, True, False), (True, False, False)]
@@ -325,7 +331,9 @@ def test_errors_name_argument_rule_and_value() -> None:
     with pytest.raises(ValueError, match=r"`model` must be a js\.LayeredModel, .* got list"):
         js.pipeline.HostPipeline([], params, schedule, mesh=mesh)
     with pytest.raises(ValueError, match="real floating-point leaves only"):
-        js.pipeline.HostPipeline(model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh)
+        js.pipeline.HostPipeline(
+            model, [{"table": jnp.arange(3)}, *params[1:]], schedule, mesh=mesh
+        )
 
     refused("`param_specs` must be a list of one tree .* or a prefix", param_specs=[{"a": P()}] * 4)
     pipe = js.pipeline.HostPipeline(model, params, schedule, mesh=mesh, param_specs=P())
@@ -344,7 +352,9 @@ def test_errors_name_argument_rule_and_value() -> None:
         pipe.value_and_grad(params, tokens(4))
     with pytest.raises(ValueError, match=r"call that first"):
         pipe.step(js.HostState(0, placed, []), tokens(4))
-    forward = js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2, forward_only=True), mesh=mesh)
+    forward = js.pipeline.HostPipeline(
+        model, params, js.schedules.gpipe(2, 2, forward_only=True), mesh=mesh
+    )
     with pytest.raises(ValueError, match="holds forward operations only"):
         forward.value_and_grad(placed, tokens(4))
     close(forward.evaluate(placed, tokens(4)), pipe.evaluate(placed, tokens(4)))
@@ -354,4 +364,6 @@ def test_devices_of_other_processes_are_refused(monkeypatch: pytest.MonkeyPatch)
     model, params = language_model(2, tied=False)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with pytest.raises(ValueError, match="must lie on the devices of this one process"):
-        js.pipeline.HostPipeline(model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2}))
+        js.pipeline.HostPipeline(
+            model, params, js.schedules.gpipe(2, 2), mesh=js.make_mesh({"stage": 2})
+        )

@@ -64,7 +64,9 @@ def test_embedding_and_loss_count(flops):
 def test_plain_functions_and_equal_layers_compiled_once(compilations):
     layers = [lambda w, x: x @ w] + [lambda w, x: jnp.tanh(x @ w)] * 5
     before = compilations.count
-    found = js.pipeline.layer_flops(layers, [np.eye(WIDTH, dtype=np.float32)] * 6, np.zeros((3, WIDTH)))
+    found = js.pipeline.layer_flops(
+        layers, [np.eye(WIDTH, dtype=np.float32)] * 6, np.zeros((3, WIDTH))
+    )
     assert compilations.count - before == 3 * 2  # the first, those between, the last
     assert len(set(found[1:5])) == 1
     assert found[0].forward == 2 * 3 * WIDTH * WIDTH

@@ -15,7 +15,9 @@ def test_models_and_schedules_pass_and_others_are_named():
     check_pipeline(MODEL, SCHEDULE)
     with pytest.raises(ValueError, match=re.escape("js.LayeredModel, of functions")):
         check_pipeline([MODEL], SCHEDULE)
-    with pytest.raises(ValueError, match=r"`schedule` must be a js\.pipeline\.Schedule .* got 'gpipe'"):
+    with pytest.raises(
+        ValueError, match=r"`schedule` must be a js\.pipeline\.Schedule .* got 'gpipe'"
+    ):
         check_pipeline(MODEL, "gpipe")
 
 

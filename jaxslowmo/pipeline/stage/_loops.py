@@ -12,8 +12,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
-from ._jaxpr import perform, run, scan_sizes, trace, variables
-from ._partition import Origin, Program
+from ._flat import Origin, Program, is_loop, perform, run, scan_sizes, trace, variables
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def wanted_first(program: Program, wanted: Sequence[Any]) -> Program:
         if not any(first):
             continue
         operands: Sequence[Any] = equation.invars
-        if _is_loop(equation) and not all(first):
+        if is_loop(equation) and not all(first):
             loop = _Loop.of(equation, program.origin_of)
             first = loop.closed(first)
             if not all(first):
@@ -159,7 +158,7 @@ def weights_first(program: Program) -> Program:
     A loop that casts its layer's weights gives the casts as results among others.
     """
     plans: Plans = {}
-    for equation in filter(_is_loop, program.flat.equations):
+    for equation in filter(is_loop, program.flat.equations):
         loop = _Loop.of(equation, program.origin_of)
         outputs = enumerate(loop.body.flat.outputs)
         first = tuple(
@@ -168,10 +167,6 @@ def weights_first(program: Program) -> Program:
         if any(first) and not all(first):
             plans[id(equation)] = loop, first
     return _in_two(program, plans)
-
-
-def _is_loop(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "scan" and not equation.effects
 
 
 def _in_two(program: Program, plans: Plans) -> Program:
