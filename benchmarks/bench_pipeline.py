@@ -154,15 +154,20 @@ class Bench:
         )
         return run, placed, size_of(blocks) // p + max(size_of(first), size_of(last))
 
-    def one_program(self, kind: str) -> tuple[Any, Any, int]:
+    def staged(self, kind: str, executor: Any = "one_program") -> tuple[Any, Any, int]:
         """The same of `js.pipelined`."""
-        schedule, options = self._staged(kind)
-        pipe = js.pipelined(self.model, self.params, schedule, **options)
+        chunks = 2 if kind == "interleaved" else None
+        schedule = js.schedules.by_name(kind, ARGS.stages, self.microbatches, chunks)
+        costs = js.pipeline.count_layer_params(self.params)
+        parts = js.partition_by_cost(costs, ARGS.stages, schedule.num_chunks)
+        pipe = js.pipelined(
+            self.model, self.params, schedule, parts=parts, mesh=self.mesh, executor=executor
+        )
         layout = pipe.layout
         stages = [0] * ARGS.stages
         for (start, end), stage in zip(layout.blocks, layout.placement, strict=True):
             stages[stage] += size_of(self.params[start:end])
-        return jax.value_and_grad(pipe.loss_fn), layout.stack(self.params), max(stages)
+        return jax.value_and_grad(pipe), layout.stack(self.params), max(stages)
 
     def ways(self) -> dict[str, Way]:
         """All by name; a program is traced and compiled when it is first called."""
@@ -173,26 +178,15 @@ class Bench:
             "no pipeline: one device, the whole batch at once": in_one,
             "by hand, GPipe": self.by_hand(),
         }
-        programs |= {f"one program, {name}": self.one_program(k) for k, name in NAMES.items()}
-        found = {
+        programs |= {f"one program, {name}": self.staged(k) for k, name in NAMES.items()}
+        ways = {
             name: Way(partial(jax.jit(fn), params, self.batch), params, largest)
             for name, (fn, params, largest) in programs.items()
         }
         for kind in ON_HOST:
-            schedule, options = self._staged(kind)
-            host = js.pipeline.HostPipeline(self.model, self.params, schedule, **options)
-            params, (_, _, largest) = host.place(self.params), self.one_program(kind)
-            run = partial(host.value_and_grad, params, self.batch)
-            found[f"host, {NAMES[kind]}"] = Way(run, params, largest)
-        return found
-
-    def _staged(self, kind: str) -> tuple[Any, dict[str, Any]]:
-        """A schedule, and options of a pipeline; its stages are as even as can be by parameters."""
-        chunks = 2 if kind == "interleaved" else None
-        schedule = js.schedules.by_name(kind, ARGS.stages, self.microbatches, chunks)
-        costs = js.pipeline.count_layer_params(self.params)
-        parts = js.partition_by_cost(costs, ARGS.stages, schedule.num_chunks)
-        return schedule, {"parts": parts, "mesh": self.mesh}
+            fn, params, largest = self.staged(kind, "host")
+            ways[f"host, {NAMES[kind]}"] = Way(partial(fn, params, self.batch), params, largest)
+        return ways
 
 
 def size_of(tree: Any) -> int:
@@ -253,7 +247,7 @@ def compile_times(cases: Iterable[tuple[str, int, int]]) -> list[dict[str, Any]]
         for _ in range(ARGS.compile_rounds):
             jax.clear_caches()
             bench = Bench(blocks, microbatches)
-            fn, params, _ = bench.by_hand() if way == "by hand" else bench.one_program(way)
+            fn, params, _ = bench.by_hand() if way == "by hand" else bench.staged(way)
             began = time.process_time()
             lowered = jax.jit(fn).lower(params, bench.batch)
             traced = time.process_time()

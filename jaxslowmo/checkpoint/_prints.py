@@ -29,13 +29,15 @@ def prints_of(arrays: Sequence[Any]) -> list[list[int]]:
 def host_print(x: np.ndarray) -> list[int]:
     """The same of an array on the host, computed there."""
     words = _words(x).reshape(-1)
-    total = np.zeros(2, np.uint32)
+    totals = [0] * len(FINGERPRINT_SEEDS)
     for start in range(0, words.size, _CHUNK):
         part = words[start : start + _CHUNK].astype(np.uint32)
         place = np.arange(start, start + part.size, dtype=np.uint64).astype(np.uint32)
         for i, seed in enumerate(FINGERPRINT_SEEDS):
-            total[i] += _hash(part ^ _hash(place + np.uint32(seed))).sum(dtype=np.uint32)
-    return total.tolist()
+            hashes = _hash(part ^ _hash(place + np.uint32(seed)))
+            # Integers of Python: sums of NumPy's scalars warn where they wrap around.
+            totals[i] = (totals[i] + int(hashes.sum(dtype=np.uint32))) % 2**32
+    return totals
 
 
 _CHUNK = 1 << 20  # words, so that little memory is needed beside the array
@@ -53,7 +55,8 @@ def _words(x: Any) -> np.ndarray:
         return np.stack([_words(x.real), _words(x.imag)], -1)
     if x.dtype == np.bool_:
         return x
-    if jnp.finfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.floating) else False:
+    kind = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    if kind(x.dtype).bits < 8:
         x = x.astype(np.float32)
     x = np.ascontiguousarray(x)
     words = np.dtype({1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32))

@@ -1,6 +1,5 @@
 """Both executors of a pipeline behave alike, and as the model does without stages."""
 
-import gc
 from typing import Any
 
 import jax
@@ -137,7 +136,7 @@ class TestBothExecutors:
         assert_close(step.consensus(state), known.consensus(expected), 0.03)
 
     def test_an_overflow_skips_the_update_on_all_stages(self, executor: str) -> None:
-        scaled = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**127, max_scale=2.0**127)
+        scaled = js.dynamic_loss_scale(optax.adam(0.02), initial=2.0**126, max_scale=2.0**126)
         gradients = js.all_reduce_gradients("replica")
         self.check(executor, scaled, gradients=gradients)
 
@@ -317,13 +316,12 @@ class TestBothExecutors:
     def test_nothing_is_left_behind_by_a_step(self, executor: str) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))
         state, counts = step.init(self.params), []
-        for t in range(8):
+        for t in range(40):  # the losses of the last steps are held, so that few are under way
             state, metrics = step(state, tokens(16, seed=t))
-            jax.block_until_ready((state, metrics))
             del metrics
-            gc.collect()
             counts.append(len(jax.live_arrays()))
-        assert counts[5] == counts[6] == counts[7]  # before, some losses are held back
+        jax.block_until_ready(state)
+        assert len(set(counts[-4:])) == 1
 
     def test_the_report_counts_what_each_kind_of_step_sends(self, executor: str) -> None:
         step = self.step(self.pipe(executor), optax.adam(0.02))

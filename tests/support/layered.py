@@ -69,7 +69,11 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 
 def assert_gradients_alike(
-    pipe: js.pipeline.Pipelined, model: js.LayeredModel, params: Sequence[Any], batch: Any, stacked: Any
+    pipe: js.pipeline.Pipelined,
+    model: js.LayeredModel,
+    params: Sequence[Any],
+    batch: Any,
+    stacked: Any,
 ) -> None:
     """Loss, metrics, gradients and their norm are those of the model on one device."""
     found, grads = jax.jit(jax.value_and_grad(pipe.loss_fn, has_aux=True))(stacked, batch)

@@ -28,7 +28,7 @@ class Pass:
     Attributes:
       schedule: the order of the operations.
       programs: those of each stage of the model.
-      data: for each device stage what all of its operations are given.
+      data: for each stage of the model what all of its operations are given.
       numbers: for each device stage the numbers of the microbatches of this pass, on its devices.
       arrivals: for each device stage where activations lie that have arrived there.
       totals: for each device stage the sums of its gradients; changed by `run`.
@@ -82,8 +82,7 @@ class Pass:
         return next(iter(jax.tree.leaves(made)), None)
 
     def _inputs(self, k: int, m: int) -> tuple[Data, jax.Array]:
-        stage = self.schedule.placement[k]
-        return self.data[stage], self.numbers[stage][m]
+        return self.data[k], self.numbers[self.schedule.placement[k]][m]
 
     def _forward(self, k: int, m: int) -> PyTree:
         stage = self.schedule.placement[k]

@@ -58,16 +58,15 @@ class Execution:
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Return the types of what `run` returns, from types; nothing runs."""
         own = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
-        if self._step.whole_weights is not None:
-            own = jax.eval_shape(self._step.whole_weights[0], own)
-        data, x = Data(own, batch, keys), None
+        x: Any = None
         after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
         after = jax.eval_shape(self._step.own_states[0], after)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for program in self._programs:
+            data = Data(jax.eval_shape(program.weights, own), batch, keys)
             x, _, after = jax.eval_shape(program.forward, data, number, x, after)
         terms: Any = x
-        zeros = jax.eval_shape(self._step.zeros[0], own) if self._setting.differentiates else {}
+        zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
         totals = Totals(jax.eval_shape(_sum_of_terms, [terms]), zeros, after)
         totals = jax.tree.map(self._of_all_stages, totals)
         value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
@@ -79,37 +78,39 @@ class Execution:
         return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
 
     def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[Data]:
-        """Return for each device stage what its operations are given."""
+        """Return for each stage of the model what its operations are given."""
         setting, names = self._setting, self._stages.whole.axis_names
-        weights: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
+        lying: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
         for name, x in buffers.items():
             spec = setting.of_buffer(name, setting.replica, names).spec
-            for own, view in zip(weights, self._stages.views(x, spec), strict=True):
+            for own, view in zip(lying, self._stages.views(x, spec), strict=True):
                 own[name] = view
-        if self._step.whole_weights is not None:
-            pairs = zip(self._step.whole_weights, weights, strict=True)
-            weights = [program(own) for program, own in pairs]
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
         rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
-        words = [None] * len(weights)
+        words: list[Any] = [None] * len(lying)
         if keys is not None:
             words = self._stages.views(keys, setting.batch.spec)
-        batches = [structure.unflatten([x[i] for x in rows]) for i in range(len(weights))]
-        return [Data(*own) for own in zip(weights, batches, words, strict=True)]
+        return [
+            Data(
+                program.weights(lying[stage]),
+                structure.unflatten([x[stage] for x in rows]),
+                words[stage],
+            )
+            for program, stage in zip(self._programs, self._schedule.placement, strict=True)
+        ]
 
     def _pass(self, data: Sequence[Data], states: dict[str, Any], part: int) -> Pass:
         """Dispatch the microbatches of one part of the batch."""
         setting, count = self._setting, self._schedule.num_microbatches
-        own: list[dict[str, Any]] = [{} for _ in data]
+        own: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
         for name, x in states.items():
             for stage, view in zip(own, self._stages.views(x, setting.lead.spec), strict=True):
                 stage[name] = view
         programs = zip(self._step.own_states, own, strict=True)
-        totals: list[Any] = [{} for _ in data]
+        totals: list[Any] = [{} for _ in own]
         if setting.differentiates:
-            zeros = zip(self._step.zeros, data, strict=True)
-            totals = [program(given.weights) for program, given in zeros]
+            totals = [program() for program in self._step.zeros]
         one_pass = Pass(
             self._schedule,
             self._programs,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
 from ...tree import at_least_float32
-from ..model import LossTerms, WithState
+from ..model import LossTerms, Packing, WithState
 from ..plan import (
     Ending,
     Plan,
@@ -33,12 +33,12 @@ class Data(NamedTuple):
     """What every operation of a stage is given beside what other operations leave.
 
     Attributes:
-      weights: the buffers of the parameters.
+      weights: the leaves of the stage, whole over the data axes, one tree for each run of layers.
       batch: the whole batch, as the devices of the stage hold it.
       keys: the words of one PRNG key for each part of the batch; None where there are none.
     """
 
-    weights: dict[str, jax.Array]
+    weights: PyTree
     batch: PyTree
     keys: Any
 
@@ -159,7 +159,8 @@ def _spec(role: Role) -> P:
 class StagePrograms:
     """F, B, W and BW of one stage of the model on the devices of its stage.
 
-    No program holds a collective over replicas or data axes.
+    Once per pass `weights` takes the leaves out of the buffers, so that no operation copies them.
+    It gathers them over the data axes; no other program holds a collective over these or replicas.
 
     Args:
       setting: what all programs depend on.
@@ -168,16 +169,22 @@ class StagePrograms:
     """
 
     def __init__(self, setting: Setting, number: int, mesh: Mesh) -> None:
-        self._setting, self._plan, self._number = setting, setting.plan, number
+        plan = setting.plan
+        self._setting, self._plan, self._number = setting, plan, number
         self._kind = self._plan.kinds[self._plan.of_stage[number]]
         self._stage: Any = None
         data: Any = Data(setting.replica, setting.batch, setting.batch)  # type: ignore[arg-type]
         device, mapped = setting.device, partial(setting.mapped, mesh)
+        axes = setting.spread.data_axes
+        buffers = {n: setting.of_buffer(n, setting.replica, axes) for n in plan.layout.specs}
+        self.weights = mapped(
+            self._weights, (buffers,), setting.replica, out_shardings=self._placed_weights(mesh)
+        )
         ins = data, SHARED, device, device
         self.forward = mapped(self._forward, ins, device, donate_argnums=3)
         self.backward_input = mapped(self._backward_input, ins, device)
         # As the compiler chose it, the sum might lie in another way after every operation.
-        pinned = setting.shardings(mesh, device, but=setting.spread.data_axes)
+        pinned = setting.shardings(mesh, device, but=axes)
         self.backward_weight = mapped(
             self._backward_weight,
             (*ins, device),
@@ -193,8 +200,29 @@ class StagePrograms:
             out_shardings=(None, pinned),
         )
 
-    def _inputs(self, data: Data, number: jax.Array) -> tuple[PyTree, PyTree]:
-        """Return the weights of this stage, and microbatch `number` of all parts."""
+    def _weights(self, buffers: dict[str, jax.Array]) -> PyTree:
+        """Return the leaves of this stage; see `Data`.
+
+        Communication: one all-gather over the data axes of each buffer that is sharded there.
+        """
+        specs, axes = self._plan.layout.specs, self._setting.spread.data_axes
+        whole = {n: gathered(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
+        return self._kind.weights.read(whole, self._number)
+
+    def _placed_weights(self, mesh: Mesh) -> PyTree:
+        """Return where these leaves lie over the axes that the compiler handles."""
+        setting, segments = self._setting, self._kind.weights
+        lead, inside = setting.replica.spec, [*mesh.axis_names]
+        for axis in setting.spread.data_axes:
+            inside.remove(axis)
+        specs = [
+            P(*lead, *[None] * (s.count > 1), *only_over(s.place.leaf.spec, inside))
+            for s in segments.segments
+        ]
+        return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
+
+    def _microbatch(self, data: Data, number: jax.Array) -> PyTree:
+        """Return microbatch `number`, counted over all parts, as the layers of this stage take it."""
         plan, setting = self._plan, self._setting
         count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
         shares = {axis: plan.mesh.shape[axis] for axis in axes}
@@ -210,15 +238,14 @@ class StagePrograms:
                 key = jax.random.fold_in(key, lax.axis_index(name))
         # Keys count the microbatches of a part, and rows those of the batch.
         shift = jnp.int32(plan.shifts[self._number])
-        microbatch = microbatch_of(batch, key, number, shift, key_number=index)
-        return self._kind.weights.read(data.weights, self._number), microbatch
+        return microbatch_of(batch, key, number, shift, key_number=index)
 
     def _forward(
         self, data: Data, number: jax.Array, x: PyTree, states: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Return what the stage gives, what it leaves for its backward pass, and model state."""
         kind = self._kind
-        weights, microbatch = self._inputs(data, number)
+        weights, microbatch = data.weights, self._microbatch(data, number)
         before = kind.states and kind.states.read(states, self._number)
         given, stash = kind.given(x, before), ()
         if self._setting.differentiates:
@@ -242,21 +269,21 @@ class StagePrograms:
     def _backward_input(
         self, data: Data, number: jax.Array, stash: PyTree, dy: PyTree
     ) -> tuple[PyTree, PyTree]:
-        weights, microbatch = self._inputs(data, number)
+        weights, microbatch = data.weights, self._microbatch(data, number)
         dx, kept = self._traced.backward_input(weights, microbatch, stash, self._cotangent(dy))
         return self._sent(dx), kept
 
     def _backward_weight(
         self, data: Data, number: jax.Array, stash: PyTree, kept: PyTree, total: PyTree
     ) -> PyTree:
-        weights, microbatch = self._inputs(data, number)
+        weights, microbatch = data.weights, self._microbatch(data, number)
         grads = self._traced.backward_weight(weights, microbatch, stash, kept)
         return self._kind.weights.added(total, grads, self._number, in_place=False)
 
     def _backward(
         self, data: Data, number: jax.Array, stash: PyTree, dy: PyTree, total: PyTree
     ) -> tuple[PyTree, PyTree]:
-        weights, microbatch = self._inputs(data, number)
+        weights, microbatch = data.weights, self._microbatch(data, number)
         dx, grads = self._traced.backward(weights, microbatch, stash, self._cotangent(dy))
         added = self._kind.weights.added(total, grads, self._number, in_place=False)
         return self._sent(dx), added
@@ -285,8 +312,6 @@ class StepPrograms:
     """What is done on all stages before the first operation of a pass, and after the last one.
 
     Attributes:
-      whole_weights: for each stage a program that gathers weights over the data axes; None where
-        they lie whole.
       own_states: for each stage a program that gives each device model state of its own.
       zeros: for each stage a program of zeros to add gradients to, in at least float32.
 
@@ -299,23 +324,16 @@ class StepPrograms:
     def __init__(self, setting: Setting, mesh: Mesh, meshes: Sequence[Mesh]) -> None:
         self._setting, self._mesh = setting, mesh
         axes = setting.spread.data_axes
-        lies = {n: setting.of_buffer(n, setting.replica, axes) for n in setting.plan.layout.specs}
-        sharded = {n: P(*role.spec[role.num_lead :]) for n, role in lies.items()}
-
-        def whole(buffers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return {name: gathered(x, sharded[name]) for name, x in buffers.items()}
-
-        def program(fn: Callable[..., Any], ins: Any, out: Role) -> list[Any]:
-            return [
-                setting.mapped(
-                    each, fn, (ins,), out, out_shardings=setting.shardings(each, out, but=axes)
-                )
-                for each in meshes
-            ]
-
-        is_whole = not any(any(spec) for spec in sharded.values())
-        self.whole_weights = None if is_whole else program(whole, lies, setting.replica)
-        self.zeros = program(_zeros, setting.replica, setting.device)
+        self.zeros = [
+            setting.mapped(
+                each,
+                partial(_zeros, setting.plan.layout.packing),
+                (),
+                setting.device,
+                out_shardings=setting.shardings(each, setting.device, but=axes),
+            )
+            for each in meshes
+        ]
         self.own_states = [
             setting.mapped(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
         ]
@@ -360,15 +378,16 @@ class StepPrograms:
 def _floating(setting: Setting) -> list[str]:
     """Return the names of the buffers that have gradients."""
     names = setting.plan.layout.specs
-    return [n for n in names if jnp.issubdtype(n.partition("/")[0], jnp.inexact)]
+    return [n for n in names if jnp.issubdtype(jnp.dtype(n.partition("/")[0]), jnp.inexact)]
 
 
-def _zeros(buffers: dict[str, jax.Array]) -> dict[str, jax.Array | None]:
+def _zeros(packing: Packing) -> dict[str, jax.Array | None]:
     """Return zeros to add gradients to; None for integers, which have none."""
 
-    def zeros(x: jax.Array) -> jax.Array | None:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
+    def zeros(name: str) -> jax.Array | None:
+        dtype = jnp.dtype(name.partition("/")[0])
+        if not jnp.issubdtype(dtype, jnp.inexact):
             return None
-        return jnp.zeros(x.shape, at_least_float32(x.dtype))
+        return jnp.zeros(packing.shapes[name][1:], at_least_float32(dtype))
 
-    return {name: zeros(x) for name, x in buffers.items()}
+    return {name: zeros(name) for name in packing.shapes}

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-
 # Shorter rows are written out: a loop keeps the compiler from joining what stands in it with what
 # stands beside it.
 _SHORTEST = 4

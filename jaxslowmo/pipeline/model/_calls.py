@@ -1,18 +1,20 @@
 """What layers and losses are called with, and what a loss returns and how that adds up."""
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._typing import PyTree
+from ...tree import leaf_names
 
 Metrics = dict[str, jax.Array]
 Loss = jax.Array | tuple[jax.Array, Metrics]
 """() loss, or (loss, metrics)."""
-
 
 
 class Keyed(NamedTuple):
@@ -39,13 +41,160 @@ def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: An
     return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
 
 
-def takes_keyword(layer: Callable[..., Any], name: str) -> bool:
-    """Whether a layer takes a keyword, such as the PRNG key `key`."""
-    try:
-        parameters = inspect.signature(layer).parameters
-    except (TypeError, ValueError):  # builtins have no signature
+class LayerCall:
+    """A layer, and which keywords it is called with.
+
+    Attributes:
+      takes_key: whether it takes a PRNG key, or may take one: what becomes of the keywords of a
+        layer with `**kwargs` is known when it is called.
+      takes_state: whether it takes its part of the model state.
+
+    Args:
+      layer: the function; of a `functools.partial` keywords that are bound stay as they are.
+      index: its place in the model, for messages.
+
+    Raises:
+      ValueError: something that cannot be called as `layer(params, x)`.
+    """
+
+    def __init__(self, layer: Any, index: int) -> None:
+        self._layer = layer
+        # None: it has `**kwargs`, so each call tries, until one shows that it takes no key.
+        self._key: bool | None = False
+        self.takes_key = self.takes_state = False
+        if not callable(layer):
+            raise ValueError(
+                f"`layers` must be functions of (params, x), got {type(layer).__name__} as layer "
+                f"{index}."
+            )
+        try:
+            signature = inspect.signature(layer)
+        except (TypeError, ValueError):  # builtins have none, and take no keywords of ours
+            return
+        bound = layer.keywords if isinstance(layer, functools.partial) else {}
+        self._key = _takes(signature, "key", bound)
+        self.takes_key = self._key is not False
+        self.takes_state = _takes(signature, "state", bound) is True
+        options = {"key": self._key, "state": self.takes_state}
+        try:
+            signature.bind(None, None, **{name: None for name, x in options.items() if x})
+        except TypeError:
+            raise ValueError(
+                "`layers` must be functions that can be called as layer(params, x), got "
+                f"{_name_of(layer)} as layer {index}, whose signature is {_short(signature)}."
+            ) from None
+
+    def __call__(self, params: PyTree, x: PyTree, key: Any, state: PyTree) -> Any:
+        """Return what the layer returns.
+
+        Args:
+          params: the parameters of the layer.
+          x: what the layer before it returned, or the microbatch.
+          key: the PRNG key of the layer; None where there is none.
+          state: the layer's part of the model state.
+        """
+        options = {"state": state} if self.takes_state else {}
+        if self._key is not None:
+            keyed = {"key": key} if self._key else {}
+            return self._layer(params, x, **keyed, **options)
+        try:
+            return self._layer(params, x, key=key, **options)
+        except TypeError as error:
+            if not _is_key_refused(error):
+                raise
+        result = self._layer(params, x, **options)
+        # The layer's code refuses it, whatever the values: no other call need try again.
+        self._key = False
+        return result
+
+
+def _takes(signature: inspect.Signature, name: str, bound: Collection[str]) -> bool | None:
+    """Whether a keyword can be given beside two positional arguments; None: as one of `**kwargs`.
+
+    Args:
+      signature: the signature of the layer.
+      name: the keyword.
+      bound: the keywords that a `functools.partial` gives.
+    """
+    every = list(signature.parameters.values())
+    positional = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if name in bound or name in [p.name for p in positional[:2] if p in by_name]:
         return False
-    return name in parameters
+    if name in [p.name for p in by_name]:
+        return True
+    return None if any(p.kind is p.VAR_KEYWORD for p in every) else False
+
+
+def _is_key_refused(error: TypeError) -> bool:
+    """Whether a layer has passed its `key` on to a function that takes none.
+
+    Where a function on the way takes `key` by name, the layer does take one, and the error is one
+    of its own: without a key it might train without dropout.
+    """
+    if "unexpected keyword argument 'key'" not in str(error):
+        return False
+    at = error.__traceback__ and error.__traceback__.tb_next  # behind `LayerCall.__call__`
+    while at is not None:
+        code = at.tb_frame.f_code
+        if "key" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            return False
+        at = at.tb_next
+    return True
+
+
+def _name_of(layer: Any) -> str:
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def _short(signature: inspect.Signature) -> str:
+    """A signature without the types of arguments, which may be long."""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def check_leaves(argument: str, tree: PyTree) -> None:
+    """Raise `ValueError` for a leaf that is no array, number or type of an array.
+
+    Args:
+      argument: the name of the public argument, for the message.
+      tree: what it holds.
+    """
+    leaves = jax.tree.leaves(tree)
+    if all(map(_is_array, leaves)):
+        return
+    named = zip(leaf_names(tree), leaves, strict=True)
+    name, wrong = next((name, x) for name, x in named if not _is_array(x))
+    raise ValueError(
+        f"`{argument}` must hold arrays alone, got {_kind(wrong)} at {name!r}: of a module pass "
+        "the arrays, such as `eqx.filter(module, eqx.is_array)` or the first part of "
+        "`eqx.partition(module, eqx.is_array)`."
+    )
+
+
+def _is_array(x: Any) -> bool:
+    try:
+        return _is_number(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    except (AttributeError, TypeError):
+        return False
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it is a number, or an array of numbers or booleans, or the type of one."""
+    if isinstance(x, bool | int | float | complex):
+        return True
+    try:
+        dtype = np.dtype(x.dtype)
+    except (AttributeError, TypeError):  # no array, a PRNG key, an array of another library
+        return False
+    return dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+
+
+def _kind(x: Any) -> str:
+    """Dtype and shape of an array, or the class of what it is instead."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}{list(x.shape)}"
+    return "None" if x is None else type(x).__name__
 
 
 def call_signature(call: Callable[..., Any], takes_state: bool) -> inspect.Signature:
@@ -108,25 +257,33 @@ def loss_terms(value: Any) -> LossTerms:
     loss, metrics = value if has_metrics else (value, None)
     every = [loss, *(metrics or {}).values()]
     if not all(map(_is_scalar_or_pair, every)):
+        kinds = jax.tree.map(_kind, value, is_leaf=lambda x: x is None)
         raise ValueError(
             "`loss` must return a scalar, (sum, weight) whose quotient it is, or one of these with "
-            f"a dict of metrics that are such, got {jax.tree.map(jnp.shape, value)}."
+            f"a dict of metrics that are such, got {kinds}."
         )
-    total, weight = _pair(loss) if isinstance(loss, tuple) else (loss, None)
+    total, weight = _pair(loss) if isinstance(loss, tuple) else (_floating(loss), None)
     if metrics is not None:
-        metrics = {n: _pair(x) if isinstance(x, tuple) else x for n, x in metrics.items()}
+        metrics = {
+            n: _pair(x) if isinstance(x, tuple) else _floating(x) for n, x in metrics.items()
+        }
     return LossTerms(total, weight, metrics)
 
 
 def _pair(x: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """A sum and its weight as floating arrays; each may be a number or a count of integers."""
     total, weight = x
-    kind = jnp.result_type(total)
-    total = jnp.asarray(total, kind if jnp.issubdtype(kind, jnp.inexact) else jnp.float32)
-    return total, jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32))
+    weight = jnp.asarray(weight, jnp.promote_types(jnp.result_type(weight), jnp.float32))
+    return _floating(total), weight
+
+
+def _floating(x: Any) -> jax.Array:
+    """A number as an array whose gradient is zero: float32 unless it has an inexact dtype."""
+    kind = jnp.result_type(x)
+    is_kept = jnp.issubdtype(kind, jnp.inexact) and type(x) is not float
+    return jnp.asarray(x, kind if is_kept else jnp.float32)
 
 
 def _is_scalar_or_pair(x: Any) -> bool:
     parts: tuple[Any, ...] = x if isinstance(x, tuple) and len(x) == 2 else (x,)
-    numbers = [part for part in parts if hasattr(part, "dtype") or isinstance(part, int | float)]
-    return len(numbers) == len(parts) and all(jnp.shape(part) == () for part in parts)
+    return all(_is_number(part) and jnp.shape(part) == () for part in parts)

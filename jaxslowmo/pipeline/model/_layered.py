@@ -10,7 +10,7 @@ from jax import lax
 from ..._typing import PyTree
 from ...mesh import match_varying
 from ._blocks import Run
-from ._calls import Keyed, call_signature, loss_terms, takes_keyword
+from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms
 from ._ties import TiedLeaf, Ties, as_one, as_ties, check_ties
 
 Layer = Callable[..., PyTree]
@@ -37,9 +37,10 @@ class LayeredModel:
     Args:
       layers: functions `layer(params, x) -> x`, one per layer; the first is given the microbatch,
         the last gives what `loss` wants. One that takes a keyword `key` is given a PRNG key of its
-        own per microbatch, or None where there are none. One that takes a keyword `state` is given
-        its part of the model state, such as BatchNorm's statistics, and returns (x, new state); no
-        gradient passes through it.
+        own per microbatch, or None where there are none; so is one with `**kwargs`, unless what it
+        hands them to takes no `key`, as `module.apply` of flax. One that takes a keyword `state`,
+        which its signature must name, is given its part of the model state, such as BatchNorm's
+        statistics, and returns (x, new state); no gradient passes through it.
       loss: `loss(output, microbatch)` gives a scalar, the mean over the examples of the microbatch;
         or a pair (sum, weight), such as a sum over tokens that are not masked and their number,
         whose quotient over all examples is the loss, however these are divided. Beside either may
@@ -50,7 +51,8 @@ class LayeredModel:
         keeps them equal.
 
     Raises:
-      ValueError: no layers, a layer or a loss that is no function, ties that name no leaf.
+      ValueError: no layers, a layer or a loss that is no function, a layer that cannot be called
+        with two positional arguments, ties that name no leaf.
 
     Communication: none.
     """
@@ -70,20 +72,14 @@ class LayeredModel:
         self.loss = loss
         if not self.layers:
             raise ValueError("`layers` must hold at least one function, got none.")
-        for i, layer in enumerate(self.layers):
-            if not callable(layer):
-                raise ValueError(
-                    f"`layers` must be functions of (params, x), got {type(layer).__name__} as "
-                    f"layer {i}."
-                )
+        self._calls = tuple(LayerCall(layer, i) for i, layer in enumerate(self.layers))
         if not callable(loss):
             raise ValueError(
                 f"`loss` must be a function of (output, microbatch), got {type(loss).__name__}."
             )
         self.tied: Ties = as_ties(tied, len(self.layers))
-        self._takes_key = tuple(takes_keyword(layer, "key") for layer in self.layers)
-        self._takes_state = tuple(takes_keyword(layer, "state") for layer in self.layers)
-        self.takes_key, self.takes_state = any(self._takes_key), any(self._takes_state)
+        self.takes_key: bool = any(call.takes_key for call in self._calls)
+        self.takes_state: bool = any(call.takes_state for call in self._calls)
         # Whoever calls it asks the signature whether there is model state.
         self.__signature__ = call_signature(type(self).__call__, self.takes_state)
 
@@ -111,7 +107,9 @@ class LayeredModel:
         Raises:
           ValueError: parameters or model state of other layers, a loss that is none.
         """
-        self.check_params(params)
+        # Not `check_params`: here leaves may be functions, such as those of an equinox module.
+        self._check_count(params)
+        check_ties(self.tied, params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
         weights = tuple(as_one(self.tied, params))
@@ -169,12 +167,10 @@ class LayeredModel:
         first = run.start
 
         def layer(x: PyTree, own: PyTree, state: PyTree, index: Any) -> tuple[PyTree, PyTree]:
-            options = {}
-            if self._takes_key[first]:
-                options["key"] = None if keyed is None else keyed.layer_key(index)
-            if not self._takes_state[first]:
-                return self.layers[first](own, x, **options), state
-            return self._with_state(first, self.layers[first](own, x, state=state, **options))
+            call = self._calls[first]
+            key = keyed.layer_key(index) if keyed is not None and call.takes_key else None
+            result = call(own, x, key, state)
+            return self._with_state(first, result) if call.takes_state else (result, state)
 
         if run.count == 1:
             return layer(x, weights, state, first)
@@ -211,6 +207,7 @@ class LayeredModel:
                 f"`model_state` must be a list of one tree per layer, {len(self.layers)} of them, "
                 f"{{}} for layers that take no `state`, got {got!r}."
             )
+        check_leaves("model_state", model_state)
         return list(model_state)
 
     def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
@@ -218,14 +215,18 @@ class LayeredModel:
         return as_one(self.tied, params, differentiable=False)
 
     def check_params(self, params: Sequence[PyTree]) -> None:
-        """Raise `ValueError` unless `params` has a tree per layer, with the tied leaves."""
+        """Raise `ValueError` unless `params` has per layer a tree of arrays, with the tied ones."""
+        self._check_count(params)
+        check_leaves("params", params)
+        check_ties(self.tied, params)
+
+    def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):
             got = len(params) if isinstance(params, Sequence) else type(params).__name__
             raise ValueError(
                 f"`params` must be a sequence of one tree per layer, {len(self.layers)} of them, "
                 f"got {got}."
             )
-        check_ties(self.tied, params)
 
 
 def _types_of(tree: PyTree) -> Any:

@@ -171,6 +171,7 @@ class StageLayout:
           else what moving them takes.
         """
         self._model.check_params(params)
+        refuse_keys(params)
         whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
         if jax.tree.structure(whole) != self.packing.outer:
             raise ValueError("`params` must have the layers that the layout was made of.")
@@ -235,13 +236,16 @@ class StageLayout:
 
 def refuse_keys(params: Sequence[PyTree]) -> None:
     """Raise `ValueError` for PRNG keys among parameters."""
-    named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-    for name, x in named:
-        if jnp.issubdtype(dtype := jnp.result_type(x), jax.dtypes.extended):
-            raise ValueError(
-                f"`params` must hold numbers, got {name!r} of type {dtype}: pass PRNG keys as "
-                "`rng`, of which each layer that takes `key` gets its own."
-            )
+    is_key = [
+        jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in jax.tree.leaves(params)
+    ]
+    if any(is_key):  # names of thousands of leaves take a while
+        at = is_key.index(True)
+        raise ValueError(
+            f"`params` must hold numbers, got {leaf_names(params)[at]!r} of type "
+            f"{jnp.result_type(jax.tree.leaves(params)[at])}: pass PRNG keys as `rng`, of which "
+            "each layer that takes `key` gets its own."
+        )
 
 
 def _leaves_of(

@@ -189,7 +189,11 @@ class _Form(NamedTuple):
         nodes, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Staged))
         packings = [x.packing if isinstance(x, Staged) else None for x in nodes]
         staged = [x.buffers for x in nodes if isinstance(x, Staged)]
-        return cls(structure, tuple(packings)), staged, [x for x in nodes if not isinstance(x, Staged)]
+        return (
+            cls(structure, tuple(packings)),
+            staged,
+            [x for x in nodes if not isinstance(x, Staged)],
+        )
 
     def is_like(self, packing: Packing) -> bool:
         """Whether arrays of the state have the shapes of the parameters in whose places they are.

@@ -307,8 +307,10 @@ def test_batches_that_are_refused(mesh_of, batch, message):
 
 def test_parameters_that_were_not_stacked_are_refused(mesh_of):
     pipe, stacked, _, params = pipeline(mesh_of)
-    with pytest.raises(ValueError, match="`stacked` must be parameters"):
-        pipe.loss_fn(params, tokens(8))
+    with pytest.raises(ValueError, match="`params` must be a sequence of one tree per layer"):
+        pipe.loss_fn(params[1:], tokens(8))
+    with pytest.raises(ValueError, match="`stacked` must be one tree per layer, or parameters"):
+        pipe.loss_fn(params[0], tokens(8))
     _, others, *_ = pipeline(mesh_of, num_blocks=4)
     with pytest.raises(ValueError, match="got those of another layout"):
         pipe.loss_fn(others, tokens(8))
