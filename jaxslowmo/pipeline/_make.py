@@ -1,5 +1,7 @@
 """Make a pipeline of a model, a schedule and a mesh."""
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,17 +15,14 @@ from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
 from .plan import (
-    BatchMemory,
     Pipelined,
     Plan,
-    as_axes,
-    check_arguments,
-    check_pipeline,
     stage_kinds,
 )
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
+BatchMemory = Literal["device", "host"]
 
 
 def pipelined(
@@ -155,3 +154,78 @@ def _blocks(
     if parts is None and count <= len(params):
         return tuple(Block(*block) for block in blocks_by_bytes(params, count))
     return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
+
+
+def check_pipeline(model: Any, schedule: Any) -> None:
+    """Raise `ValueError` unless these are a `LayeredModel` and a `Schedule`."""
+    if not isinstance(model, LayeredModel):
+        raise ValueError(
+            "`model` must be a js.LayeredModel, of functions of (params, x) and a loss, got "
+            f"{type(model).__name__}."
+        )
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            "`schedule` must be a js.pipeline.Schedule such as js.schedules.one_f_one_b(4, 16), "
+            f"got {schedule!r}."
+        )
+
+
+def as_axes(axes: Any) -> tuple[str, ...]:
+    """Return the names of `data_axes`, of which one may stand for itself.
+
+    Raises:
+      ValueError: something that is neither a name nor a sequence of names.
+    """
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "`data_axes` must be the name of an axis of `mesh` or a sequence of names, got "
+            f"{axes!r}."
+        )
+    return tuple(names)
+
+
+def check_arguments(
+    schedule: Schedule,
+    mesh: Any,
+    axis_name: Any,
+    data_axes: tuple[str, ...],
+    remat: Any,
+    gradient_scale: Any,
+    batch_memory: Any,
+) -> None:
+    """Raise `ValueError` for axes, a memory, a scale or a flag that cannot be."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "`mesh` must be a jax.sharding.Mesh, whose devices the stages are, got "
+            f"{type(mesh).__name__}."
+        )
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            f"`axis_name` must be the name of one axis of `mesh`, that of the stages, got "
+            f"{axis_name!r}."
+        )
+    for argument, name in (("axis_name", axis_name), *(("data_axes", a) for a in data_axes)):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"`{argument}` {name!r} is not an axis of `mesh`, which has "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
+    if axis_name in data_axes or len(set(data_axes)) < len(data_axes):
+        raise ValueError(
+            f"`data_axes` must be different axes, and not that of the stages, got {data_axes!r}."
+        )
+    if mesh.shape[axis_name] != schedule.num_stages:
+        raise ValueError(
+            f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
+            f"{mesh.shape[axis_name]} along axis {axis_name!r}: they must be as many."
+        )
+    if not isinstance(remat, bool | np.bool_):
+        raise ValueError(
+            "`remat` must be True or False, whether backward passes compute forward passes again, "
+            f"got {remat!r}."
+        )
+    check_choice("batch_memory", batch_memory, BatchMemory)
+    is_number = isinstance(gradient_scale, numbers.Real) and math.isfinite(gradient_scale)
+    if not is_number or float(gradient_scale) <= 0:
+        raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")

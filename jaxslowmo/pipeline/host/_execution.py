@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._typing import PyTree
 from ...tree import at_least_float32
@@ -44,15 +44,18 @@ class Execution:
 
     def run(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Dispatch all microbatches of all parts; returns when the last ones are under way."""
-        data, parts, total = self._data(buffers, batch, keys), self._setting.parts, None
-        for part in range(parts):
-            results = self._ended(self._pass(data, states, part))
-            if parts == 1:
-                return results
-            states, results = results.states, _with_wide_metrics(results)._replace(states={})
-            total = _wide(results) if total is None else _sum(total, results)
-        # As a step averages what the microbatches of `accumulate` give.
-        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, results)
+        data, parts = self._data(buffers, batch, keys), self._setting.parts
+        results = self._ended(self._pass(data, states, 0))
+        if parts == 1:
+            return results
+        states, results = results.states, _with_wide_metrics(results)
+        total = _wide(results)
+        for part in range(1, parts):
+            results = _with_wide_metrics(self._ended(self._pass(data, states, part)))
+            states, total = results.states, _sum(total, results)
+        # As a step averages what the microbatches of `accumulate` give; model state goes on.
+        kinds = results._replace(states={})
+        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, kinds)
         return mean._replace(states=states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
@@ -71,7 +74,29 @@ class Execution:
         totals = jax.tree.map(self._of_all_stages, totals)
         value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
         results = Results(value, new_states, grads if self._setting.differentiates else None)
-        return _with_wide_metrics(results) if self._setting.parts > 1 else results
+        results = _with_wide_metrics(results) if self._setting.parts > 1 else results
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            results,
+            self._shardings(results),
+        )
+
+    def _shardings(self, results: Results) -> Results:
+        """Return where results lie, on the mesh of the pipeline."""
+        setting, mesh = self._setting, self._setting.plan.mesh
+
+        def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
+            return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+
+        grads = results.grads and {
+            n: NamedSharding(mesh, setting.of_buffer(n, setting.lead, mesh.axis_names).spec)
+            for n in results.grads
+        }
+        value, states = (
+            over(results.value, setting.loss.spec),
+            over(results.states, setting.lead.spec),
+        )
+        return Results(value, states, grads)
 
     def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self._schedule.num_stages
@@ -157,7 +182,11 @@ class Execution:
         }
         totals = Totals(loss, grads, states)
         value, new_states, grads = self._step.ending(every[0])(totals)
-        return Results(value, new_states, grads if setting.differentiates else None)
+        results = Results(value, new_states, grads if setting.differentiates else None)
+        if setting.spread.lead and AxisType.Explicit in setting.plan.mesh.axis_types:
+            # In a step's program types then tell how arrays lie; nothing is moved.
+            results = jax.device_put(results, self._shardings(results))
+        return results
 
 
 def _on(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
@@ -195,9 +224,11 @@ def _with_wide_metrics(results: Results) -> Results:
 
 @jax.jit
 def _wide(results: Results) -> Results:
+    results = results._replace(states={})
     return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), results)
 
 
 @jax.jit
 def _sum(total: Results, results: Results) -> Results:
+    results = results._replace(states={})
     return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, results)

@@ -33,7 +33,7 @@ class HostPipeline(Pipelined):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._stages = Stages(plan)
-        self._programs: dict[Any, Execution] = {}
+        self._executions: dict[Any, Execution] = {}
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
@@ -118,12 +118,12 @@ class HostPipeline(Pipelined):
         setting = Setting(self.plan, spread, parts, impl, differentiates)
         types = jax.tree.map(_type_of, (stacked.buffers, batch, keys, states))
         key = spread, parts, impl, differentiates, str(types)
-        if key not in self._programs:
-            self._programs[key] = Execution(setting, self._stages)
-        programs = self._programs[key]
+        if key not in self._executions:
+            self._executions[key] = Execution(setting, self._stages)
+        execution = self._executions[key]
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((batch, stacked))):
-            return programs.types(stacked.buffers, batch, keys, states)
-        return programs.run(stacked.buffers, batch, keys, states)
+            return execution.types(stacked.buffers, batch, keys, states)
+        return execution.run(stacked.buffers, batch, keys, states)
 
 
 def _words(keys: Any) -> Any:

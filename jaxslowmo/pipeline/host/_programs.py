@@ -222,7 +222,7 @@ class StagePrograms:
         return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
 
     def _microbatch(self, data: Data, number: jax.Array) -> PyTree:
-        """Return microbatch `number`, counted over all parts, as the layers of this stage take it."""
+        """Return a microbatch, counted over all parts, as the layers of this stage take it."""
         plan, setting = self._plan, self._setting
         count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
         shares = {axis: plan.mesh.shape[axis] for axis in axes}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,8 +75,8 @@ class Stages:
           spec: how it lies over the whole mesh.
           memory: the kind of memory that it lies in; None: that of the devices.
         """
-        x = jax.device_put(x, NamedSharding(self.whole, spec, memory_kind=memory))
-        parts = {shard.device: shard.data for shard in x.addressable_shards}
+        placed: Any = jax.device_put(x, NamedSharding(self.whole, spec, memory_kind=memory))
+        parts = {shard.device: shard.data for shard in placed.addressable_shards}
         names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
         shape = [
             1 if self._axis_name in own else size
@@ -91,7 +92,7 @@ class Stages:
         ]
 
     def joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
-        """Return the array on the whole mesh whose parts lie on the stages; `spec` has "stage" once."""
+        """Return the array on the whole mesh whose parts lie on the stages, as `spec` says."""
         dim = next(i for i, entry in enumerate(spec) if entry == self._axis_name)
         shape = list(parts[0].shape)
         shape[dim] = len(parts)

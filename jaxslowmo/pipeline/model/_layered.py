@@ -109,7 +109,8 @@ class LayeredModel:
         """
         # Not `check_params`: here leaves may be functions, such as those of an equinox module.
         self._check_count(params)
-        check_ties(self.tied, params)
+        if self.tied:
+            check_ties(self.tied, params)
         microbatch = batch if rng is None else Keyed(batch, rng)
         whole = self.stage(0, len(self.layers))
         weights = tuple(as_one(self.tied, params))
@@ -218,7 +219,8 @@ class LayeredModel:
         """Raise `ValueError` unless `params` has per layer a tree of arrays, with the tied ones."""
         self._check_count(params)
         check_leaves("params", params)
-        check_ties(self.tied, params)
+        if self.tied:
+            check_ties(self.tied, params)
 
     def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):

@@ -15,7 +15,7 @@ from ._blocks import Block, Run, runs_of
 from ._layered import LayeredModel
 from ._optimizer import StagePacking
 from ._packing import Leaf, Place, buffer_name, specs_of_layers
-from ._stacking import buffer_types, stacked, unstacked
+from ._stacking import stacked, unstacked
 
 
 class StageLayout:
@@ -111,7 +111,7 @@ class StageLayout:
     @property
     def types(self) -> Staged:
         """The types of `stack(params)`."""
-        return self.packing.staged(buffer_types(self.packing, self._dtypes))
+        return self.packing.staged(self.packing.buffer_types(self._dtypes))
 
     def runs(self, model_stage: int) -> tuple[Run, ...]:
         """Return the layers of a stage of the model, equal ones in a row as one run."""

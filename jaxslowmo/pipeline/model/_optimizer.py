@@ -251,19 +251,15 @@ _OF_STAGE = "of each stage"
 
 
 def _pack(packing: StagePacking, x: PyTree, stage: int, keeps_parts: bool) -> Buffers:
-    if _is_per_stage(packing):
+    if packing.outer == _per_stage_structure(packing.num_stages):
         x = {_OF_STAGE: [x] * packing.num_stages}
     return packing.buffers(x, stage, keeps_parts)
 
 
 def _unpack(packing: StagePacking, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
-    if _is_per_stage(packing):
+    if packing.outer == _per_stage_structure(packing.num_stages):
         return packing.unpack(buffers, stage)[_OF_STAGE][stage]
     return packing.tree(buffers, stage, keeps_parts)
-
-
-def _is_per_stage(packing: Packing) -> bool:
-    return packing.outer == _per_stage_structure(packing.num_stages)
 
 
 def _per_stage_structure(num_stages: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._typing import PyTree
@@ -255,6 +255,20 @@ class Packing:
             {n: jax.ShapeDtypeStruct(s[1:], dtypes[n]) for n, s in self.shapes.items()},
         )
 
+    def buffer_types(
+        self, dtypes: Mapping[str, Any], lead: tuple[int, ...] = ()
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of buffers (*lead, stages, ...) on the mesh, with a dtype for each."""
+        ones = [None] * len(lead)
+        return {
+            name: jax.ShapeDtypeStruct(
+                (*lead, *shape),
+                dtypes[name],
+                sharding=NamedSharding(self.mesh, P(*ones, *self.specs[name])),
+            )
+            for name, shape in self.shapes.items()
+        }
+
     def repeated(self, name: str, numpy: Any = jnp) -> Any:
         """Return where a buffer holds parameters that count at another place, as tied copies do.
 
@@ -313,30 +327,22 @@ def _lead_of(tree: PyTree, num_lead: int) -> tuple[int, ...]:
     return np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
 
 
-def specs_of(params: Sequence[PyTree], param_specs: PyTree | None) -> list[PyTree]:
-    """Return a tree of specs for each layer, of a prefix of them; None: whole everywhere.
-
-    Raises:
-      ValueError: specs that don't fit the parameters.
-    """
-    prefix = P() if param_specs is None else param_specs
-    try:
-        return jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
-            f"it: {error}"
-        ) from None
-
-
 def specs_of_layers(params: Sequence[PyTree], param_specs: PyTree | None) -> list[list[P]]:
     """Return for each layer the specs of its leaves, without what says nothing at their end.
 
     Raises:
       ValueError: specs that don't fit the parameters.
     """
+    prefix = P() if param_specs is None else param_specs
+    try:
+        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
+            f"it: {error}"
+        ) from None
     found = []
-    for layer, specs in zip(params, specs_of(params, param_specs), strict=True):
+    for layer, specs in zip(params, every, strict=True):
         named = zip(
             leaf_names(layer),
             jax.tree.leaves(layer),

@@ -16,20 +16,6 @@ from ...tree import Staged
 from ._packing import Packing
 
 
-def buffer_types(
-    packing: Packing, dtypes: Mapping[str, Any], lead: tuple[int, ...] = ()
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the types of buffers (*lead, stages, ...) on the mesh, with a dtype for each."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            (*lead, *shape),
-            dtypes[name],
-            sharding=NamedSharding(packing.mesh, P(*[None] * len(lead), *packing.specs[name])),
-        )
-        for name, shape in packing.shapes.items()
-    }
-
-
 def stacked(packing: Packing, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False) -> Staged:
     """Return the buffers of all stages.
 
@@ -53,7 +39,7 @@ def stacked(packing: Packing, tree: PyTree, num_lead: int = 0, *, on_mesh: bool 
         return packing.staged(stages(np, tree))
     kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
     dtypes = {name: x.dtype for name, x in kinds.items()}
-    types = buffer_types(packing, dtypes, np.shape(leaves[0])[:num_lead])
+    types = packing.buffer_types(dtypes, np.shape(leaves[0])[:num_lead])
     if all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return packing.staged(types)
     shardings = {name: x.sharding for name, x in types.items()}

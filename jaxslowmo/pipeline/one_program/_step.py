@@ -1,6 +1,6 @@
 """All stages as one program, behind the loss function of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ from ..plan import (
     Ending,
     Pipelined,
     Plan,
-    check_not_mapped,
     gathered,
     in_microbatches,
     laid_out,
@@ -29,9 +28,8 @@ from ..plan import (
 )
 from ..split import split_stage
 from ..stage import whole_stage
-from ._device import Activations, Device, activations_of, nothing
-from ._rings import writes_in_branches
-from ._scan import Scan
+from ._rings import Activations, activations_of, nothing, writes_in_branches
+from ._scan import Device, Scan
 from ._table import Half, TickTable, forward_ticks, tick_table
 
 
@@ -54,7 +52,7 @@ class OneProgram(Pipelined):
         context, axis_name = jax.sharding.get_abstract_mesh(), plan.axis_name
         manual = frozenset(context.manual_axes)
         if self.schedule.num_stages > 1:
-            check_not_mapped(axis_name, manual)
+            _check_not_mapped(axis_name, manual)
         # Between devices along an axis that is mapped already the caller has split the batch.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         outer_axes = tuple(a for a in self.data_axes if a in manual)
@@ -206,3 +204,13 @@ def _automatic(spec: P) -> P | None:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     spec = only_over(spec, [name for name, kind in kinds if kind == AxisType.Auto])
     return spec if any(spec) else None
+
+
+def _check_not_mapped(axis_name: str, manual: Collection[str]) -> None:
+    """Raise `ValueError` where the axis of the stages is mapped already."""
+    if axis_name in manual:
+        raise ValueError(
+            f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
+            "pipeline is called, which maps the stages itself. In a step of js.make_train_step it "
+            "stays free if the state's parameters lie as `layout.stack` puts them."
+        )

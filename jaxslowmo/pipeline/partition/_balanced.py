@@ -19,7 +19,8 @@ def partition_balanced(
     `js.partition_by_cost` takes an evener one, and it takes costs that are no integers.
 
     Args:
-      weights: one integer >= 0 per layer, such as `js.pipeline.count_layer_params` gives; 0 counts as 1.
+      weights: one integer >= 0 per layer, such as `js.pipeline.count_layer_params` gives; 0 counts
+        as 1.
       num_stages: >= 1.
       num_chunks: blocks that each stage holds, >= 1.
 

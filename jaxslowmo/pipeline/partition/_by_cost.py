@@ -22,9 +22,9 @@ def partition_by_cost(
     sum, and of these the ones that end first, compared from the left.
 
     Args:
-      costs: one finite number >= 0 per layer: parameters (`js.pipeline.count_layer_params`), operations
-        (`js.pipeline.layer_flops`), measured times. Embedding and loss are layers, or parts of them, and
-        count.
+      costs: one finite number >= 0 per layer: parameters (`js.pipeline.count_layer_params`),
+        operations (`js.pipeline.layer_flops`), measured times. Embedding and loss are layers, or
+        parts of them, and count.
       num_stages: >= 1.
       num_chunks: blocks that each stage holds, >= 1.
 

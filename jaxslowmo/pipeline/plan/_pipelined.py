@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..._typing import PyTree
-from ...tree import Staged
+from ...tree import Staged, leaf_names
 from ..model import LayeredModel, Loss, StageLayout, call_signature
 from ..schedules import Schedule
-from ._check import check_constant, check_key, only_once
 from ._plan import Plan
 
 
@@ -98,10 +97,12 @@ class Pipelined:
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
         if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
-            is_other = isinstance(stacked, Staged)
+            what = (
+                "those of another layout" if isinstance(stacked, Staged) else type(stacked).__name__
+            )
             raise ValueError(
                 "`stacked` must be one tree per layer, or parameters as `layout.stack(params)` "
-                f"makes them, got {'those of another layout' if is_other else type(stacked).__name__}."
+                f"makes them, got {what}."
             )
         for name, shape in self.layout.packing.shapes.items():
             if jnp.shape(stacked[name]) != shape:
@@ -179,3 +180,47 @@ def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
             f"layer, got {type(model_state).__name__}."
         )
     return model_state.buffers
+
+
+def check_key(rng: Any) -> None:
+    """Raise `ValueError` for what is no PRNG key of jax."""
+    if rng is None:
+        return
+    dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng) if hasattr(rng, "shape") else None
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (is_typed and shape == ()) or (dtype == jnp.uint32 and len(shape or ()) == 1):
+        return
+    what = repr(rng) if dtype is None else f"an array {dtype}{list(shape or ())}"
+    raise ValueError(
+        f"`rng` must be one PRNG key such as jax.random.key(0) makes, or None, got {what}."
+    )
+
+
+def check_constant(batch: PyTree) -> None:
+    """Raise `ValueError` where gradients of a batch are asked for, by what `custom_vjp` says."""
+    leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
+    moving = [n for n, x in leaves if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
+    if moving:
+        raise ValueError(
+            "`batch` must not depend on what is differentiated, of which a pipeline has gradients "
+            f"in `stacked` alone, got {', '.join(moving)}."
+        )
+
+
+@jax.custom_jvp
+def only_once(stacked: PyTree) -> PyTree:
+    """Return `stacked`, and raise `ValueError` where its gradients are differentiated once more.
+
+    The gradient of each copy of a tied leaf is the sum over all of them, which derivatives of that
+    sum by one copy are not.
+    """
+    return stacked
+
+
+@only_once.defjvp
+def _again(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "`loss_fn` of a pipeline must not be differentiated twice where the model has `tied` "
+        "leaves: gradients of their copies are summed outside of what is differentiated. Take "
+        "second derivatives of the model itself, `model(params, batch)`."
+    )

@@ -185,8 +185,8 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) 
     """Trace the backward pass from the stash that the forward pass is to leave.
 
     With `splits` every loop becomes two where the cotangent of x needs some of its results alone.
-    With `remat` the stash is x; else the residuals, each replaced by what it is another form of, without
-    those that weights or microbatch determine: they are computed from these.
+    With `remat` the stash is x; else the residuals, each replaced by what it is another form of,
+    without those that weights or microbatch determine: they are computed from these.
     """
     at_hand = {*forward.weights, *forward.microbatch}
     if remat:

@@ -90,15 +90,18 @@ def test_examples_that_all_are_masked_weigh_nothing(mesh_of):
 
 def test_a_host_pipeline_divides_by_the_weight_of_each_replica(mesh_of):
     mesh = mesh_of({"replica": 2, "stage": 2})
-    pipe = js.pipeline.HostPipeline(MODEL, PARAMS, js.schedules.one_f_one_b(2, 4), mesh=mesh)
+    schedule = js.schedules.one_f_one_b(2, 4)
+    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, executor="host")
+    step = js.make_train_step(pipe, optax.sgd(1.0), sync="none", mesh=mesh)
     batch = examples(32)
-    found, grads = pipe.value_and_grad(pipe.place(PARAMS), batch)
+    state, metrics = step(step.init(PARAMS), batch)
     for r in range(2):
         own = jax.tree.map(lambda x, r=r: x[16 * r : 16 * r + 16], batch)
-        known, expected = jax.value_and_grad(MODEL, has_aux=True)(PARAMS, own)
-        of_replica = jax.tree.map(lambda x, r=r: np.asarray(x)[r], (found, grads))
-        assert_close(of_replica[0], known)
-        assert_close(of_replica[1], expected)
+        (loss, more), grads = jax.value_and_grad(MODEL, has_aux=True)(PARAMS, own)
+        of_replica = jax.tree.map(lambda x, r=r: np.asarray(x)[r], (metrics, state.params))
+        assert_close(of_replica[0], {"loss": loss, **more})
+        moved = jax.tree.map(np.subtract, PARAMS, grads)
+        assert_close(pipe.layout.unstack(of_replica[1]), moved)
 
 
 def test_leaves_that_examples_share_reach_every_microbatch_whole(mesh_of):

@@ -4,10 +4,10 @@ from ._costs import Costs as Costs
 from ._costs import CostTable as CostTable
 from ._costs import as_time as as_time
 from ._costs import cost_table as cost_table
-from ._operation import TORCH_LETTERS as TORCH_LETTERS
-from ._operation import Kind as Kind
-from ._operation import Operation as Operation
+from ._rows import TORCH_LETTERS as TORCH_LETTERS
 from ._rows import Cell as Cell
+from ._rows import Kind as Kind
+from ._rows import Operation as Operation
 from ._schedule import Schedule as Schedule
 from ._simulate import Simulation as Simulation
 from ._simulate import Timed as Timed

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from ._operation import KINDS_OF_OPERATION, Operation
-from ._rows import Cell, Table
+from ._rows import KINDS_OF_OPERATION, Cell, Operation, Table
 from ._sizes import as_sizes
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._operation import Kind, Operation
+from ._rows import Kind, Operation
 
 Costs = float | Sequence[float]
 """One number, the time of a whole device stage; one per device stage; or one per model stage."""

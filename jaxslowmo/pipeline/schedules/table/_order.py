@@ -1,7 +1,6 @@
 """An order of all operations in which none comes before what it needs."""
 
-from ._operation import Needs, Operation, gives, in_torch_letters, needs
-from ._rows import Table
+from ._rows import Needs, Operation, Table, gives, in_torch_letters, needs
 
 
 def in_order(table: Table) -> list[Operation]:

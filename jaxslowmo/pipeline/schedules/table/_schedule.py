@@ -5,9 +5,8 @@ from functools import cached_property
 
 from ._check import check_cells, check_sizes
 from ._costs import Costs, as_time, cost_table
-from ._operation import Operation, in_torch_letters
 from ._order import in_order
-from ._rows import Cell, Table
+from ._rows import Cell, Operation, Table, in_torch_letters
 from ._simulate import Simulation, free_running, in_lockstep
 from ._ticks import Tick, check_columns, ticks_of
 

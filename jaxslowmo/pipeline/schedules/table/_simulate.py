@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ._costs import CostTable
-from ._operation import Needs, Operation, gives, needs
-from ._rows import Table
+from ._rows import Needs, Operation, Table, gives, needs
 from ._ticks import Tick
 
 

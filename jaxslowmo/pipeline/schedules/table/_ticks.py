@@ -3,8 +3,7 @@
 from collections import deque
 from itertools import zip_longest
 
-from ._operation import Needs, Operation, gives, in_torch_letters, needs
-from ._rows import Cell, Table
+from ._rows import Cell, Needs, Operation, Table, gives, in_torch_letters, needs
 
 Tick = tuple[tuple[Operation, ...], ...]
 """Per device stage its operations of one tick: none, one, or an F and a B (or BW) after it."""
