@@ -3,11 +3,13 @@
     python tools/trips.py          the table
     python tools/trips.py --files  and every file, in the order of the trip
 
-Four trips, of functions that are called (modules that are only imported do not count):
+Five trips, of functions that are called (modules that are only imported do not count):
 
 * slow step: one update of `js.slowmo` over `js.local_sgd`, traced in the phase of its slow step.
 * first call, compiled step: `step(state, batch)` of `js.make_train_step` with this algorithm, when
   it is called first, and when its program is compiled.
+* gradient of a pipeline: `js.pipelined` of a schedule that does not split backward passes, and the
+  trace of `jax.grad` of it.
 * train: `jaxslowmo train`, from its configuration to the first collective that is traced.
 """
 
@@ -122,6 +124,19 @@ def calls() -> dict[str, Trip]:
     return {"first call": first, "compiled step": follow(call)}
 
 
+def pipeline() -> Trip:
+    """A pipeline of four layers on four stages, made, and its gradient, traced."""
+    params = [{"w": jnp.ones((8, 8))}] * 4
+    model = js.LayeredModel([lambda p, x: x @ p["w"]] * 4, lambda y, batch: jnp.mean(y**2))
+    schedule, mesh = js.schedules.one_f_one_b(4, 4), js.make_mesh({"stage": 4})
+
+    def gradient() -> None:
+        pipe = js.pipelined(model, params, schedule, mesh=mesh)
+        jax.make_jaxpr(jax.grad(pipe))(pipe.layout.types, jnp.ones((8, 8)))
+
+    return follow(gradient)
+
+
 def train(algorithm: str) -> Trip:
     """From the configuration of `jaxslowmo train` to the first collective."""
     import jaxslowmo.cli._train as command
@@ -160,7 +175,7 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="print every file")
     files = parser.parse_args().files
     jax.config.update("jax_num_cpu_devices", 8)
-    trips = {"slow step of slowmo": slow_step(), **calls()}
+    trips = {"slow step of slowmo": slow_step(), **calls(), "gradient of a pipeline": pipeline()}
     for algorithm in ("slowmo", "local_sgd", "all_reduce"):
         trips[f"train, {algorithm}"] = train(algorithm)
     print("trip | files | without mesh/ and tree/ | returns to another file")

@@ -9,6 +9,7 @@ from jax import lax
 PATH = Path(__file__).parents[2] / "tools" / "trips.py"
 # In all, and without what the rest is written in.
 MOST = {"slow step": (13, 9), "first call": (44, 37), "compiled step": (7, 7)}
+MOST["gradient of a pipeline"] = (23, 20)
 
 
 def trips():
@@ -36,6 +37,13 @@ def test_calls_of_a_step_are_short_trips():
     assert "algorithms/outer/_step.py" in calls["first call"].files
     for name, trip in calls.items():
         assert_short(name, trip)
+
+
+def test_a_gradient_of_a_pipeline_is_a_short_trip():
+    trip = trips().pipeline()
+    assert "pipeline/one_program/_scan.py" in trip.files
+    assert not any(file.startswith("pipeline/split/") for file in trip.files)
+    assert_short("gradient of a pipeline", trip)
 
 
 def test_a_trip_ends_at_the_first_collective_of_the_package():

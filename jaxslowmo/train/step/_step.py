@@ -11,6 +11,7 @@ from ...embedding import Ahead, WithTables
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus
 from ...tracing import ready_order
 from ...transform import phase_name
+from ...tree import check_arrays
 from .._raw_keys import typed_keys
 from .._state import TrainState, started
 from ..batches import HostBatch, as_arrays
@@ -64,7 +65,8 @@ class TrainStep:
         if runner.parts.params_form is not None:
             form, has_tables = runner.parts.params_form, isinstance(params, WithTables)
             dense = params.dense if has_tables else params
-            refuse_untrainable(dense)  # by the names that it has here
+            check_arrays("`params`", dense)  # both by the names that leaves have here
+            refuse_untrainable(dense)
             params = params._replace(dense=form(dense)) if has_tables else form(dense)
         if runner.parts.model_state_form is not None and model_state is not None:
             model_state = runner.parts.model_state_form(model_state)
