@@ -15,6 +15,7 @@ TOPICS = {
     "topology": "topology",
     "hooks": "reducer/hooks",
     "codecs": "codecs",
+    "pipeline": "pipeline",
     "schedules": "pipeline/schedules",
     "checkpoint": "checkpoint",
     "data": "data",
@@ -57,7 +58,11 @@ def public_names() -> dict[str, list[PublicName]]:
             group, summary = f"jaxslowmo.{module.split('.')[0]}", _summary(package, module, name)
             groups.setdefault(group, []).append(PublicName(f"jaxslowmo.{name}", summary))
     for topic, folder in TOPICS.items():
-        groups[f"jaxslowmo.{topic}"] = _names_in(package / folder, f"jaxslowmo.{topic}")
+        # Some names of a package are on the top level, too, and listed as that.
+        known = groups.setdefault(f"jaxslowmo.{topic}", [])
+        above = {name.path.rpartition(".")[2] for name in known}
+        names = _names_in(package / folder, f"jaxslowmo.{topic}")
+        known += [name for name in names if name.path.rpartition(".")[2] not in above]
     groups["torch_compat"] = _names_in(ROOT / "torch_compat", "torch_compat")
     groups["torch_compat.on_jax"] = _names_in(ROOT / "torch_compat/on_jax", "torch_compat.on_jax")
     return {group: sorted(names, key=_is_class) for group, names in groups.items()}

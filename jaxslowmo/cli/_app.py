@@ -23,7 +23,7 @@ from .config._unused import refuse_unused
 from .inspect._commands import inspect_app
 from .processes._address import refuse_taken_port
 from .processes._launch import folder_of, launch
-from .processes._launchers import is_child, is_one_of_several, started_by
+from .processes._launchers import is_child, is_one_of_several, known_processes, started_by
 from .processes._supervise import end_with_parent, supervise
 from .sample._config import SampleConfig
 from .tune._commands import tune_app
@@ -74,6 +74,8 @@ def _train(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = _checked(out, train)
     if is_one_of_several(config.cluster) and not is_child():
+        with usage_errors():  # before any process waits for the others
+            config.mesh.check_processes(known_processes(config.cluster) or 1)
         refuse_taken_port(config.cluster)
         raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
@@ -154,7 +156,9 @@ def _launch(
     # Here, and not in every process.
     train: Any = typer.main.get_command(app)
     with train.commands["train"].make_context("train", list(arguments)) as parsed:
-        _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
+        config = _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
+    with usage_errors():
+        config.mesh.check_processes(processes)
     raise typer.Exit(launch(processes, restarts, heartbeat_timeout, command, out))
 
 

@@ -22,6 +22,7 @@ from .plan import (
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
+"""What runs a pipeline: one program on all devices, or the host, a program per operation."""
 BatchMemory = Literal["device", "host"]
 
 

@@ -106,7 +106,7 @@ def test_no_gradient_transform_is_missing():
         name: typing.get_type_hints(value).get("return")
         for name, value in inspect.getmembers(js, inspect.isfunction)
     }
-    assert made == {
+    assert made - {"sum_tied_gradients"} == {  # of js.pipeline
         name
         for name, kind in returned.items()
         if inspect.isclass(kind)

@@ -11,6 +11,7 @@ AXES = ("replica", "device", "stage", "fsdp", "tensor")
 # Those over which a model is shared; "device" shares the batch alone.
 MODEL_AXES = ("stage", "fsdp", "tensor")
 PIPELINES = ("one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zbv", "lockstep")
+EXECUTORS = ("one_program", "host")
 _TICKS_PER_STAGE = 4  # microbatches per stage where nobody says how many
 
 
@@ -40,6 +41,12 @@ class MeshConfig(Checked):
         None, "Of the stages: parts of the model on each (default: 2 of interleaved, zbv; else 1).",
         panel=_PANEL, least=1,
     )  # fmt: skip
+    executor: str = option(
+        "one_program",
+        "Of the stages: one program on all of them, or programs of each stage that the host starts "
+        "one by one, which wait less for each other but take a single process.",
+        panel=_PANEL, choices=EXECUTORS,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +67,14 @@ class MeshConfig(Checked):
     def num_stages(self) -> int:
         """Of the pipeline; 1 without one."""
         return self.sizes.get("stage", 1)
+
+    def check_processes(self, count: int) -> None:
+        """Raise `ValueError` for several processes where one has to start all programs."""
+        if self.executor == "host" and count > 1:
+            raise ValueError(
+                "--executor host starts the programs of all stages from a single process, got "
+                f"{count} processes: use --executor one_program, which several can run"
+            )
 
     def num_microbatches(self, rows: int) -> int:
         """How many a batch of so many rows of one device is cut into.

@@ -8,7 +8,7 @@ from ._fields import flag_of, options_of
 from ._mesh import MeshConfig
 from ._train import TrainConfig, train_options
 
-_OF_STAGES = ("pipeline", "microbatches", "chunks")
+_OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
 
 
 def refuse_unused(

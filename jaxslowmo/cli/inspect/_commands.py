@@ -20,7 +20,8 @@ _EPILOG = f"Graphs: {', '.join(GRAPHS)}."
 # What decides where a run lies and what it sends.
 _OF_A_RUN = {
     "preset", "dtype", "tied", "batch", "accumulate", "mesh", "replicas", "devices_per_replica",
-    "pipeline", "microbatches", "chunks", "mode", "algorithm", "graph", "codec", "shard_state",
+    "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
+    "shard_state",
 }  # fmt: skip
 
 inspect_app = typer.Typer(

@@ -64,7 +64,8 @@ def _facts(
     }
     if form.layout is None:
         return found
-    schedule = schedule_of(config)
+    schedule, executor = schedule_of(config), config.mesh.executor
+    timed = schedule.simulate(lockstep=executor == "one_program")
     stages = [
         " and ".join(f"{start} to {end - 1}" for start, end in own)
         for own in parts_of(config, schedule)
@@ -73,7 +74,8 @@ def _facts(
         "microbatches": str(schedule.num_microbatches),
         "layers of each stage": "; ".join(stages),
         "schedule": schedule.name,
-        "bubble of one program, equal costs": f"{schedule.simulate(lockstep=True).bubble:.1%}",
+        "executor": executor,
+        "bubble, equal costs": f"{timed.bubble:.1%}",
         "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
     }
 

@@ -8,7 +8,7 @@ import jax
 
 import jaxslowmo as js
 
-from .._errors import CommandError
+from .._errors import CommandError, usage_errors
 from ..config._train import TrainConfig
 from ..processes._launchers import ALONE, Cluster
 
@@ -51,9 +51,11 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> Placement:
     of whole replicas, or of a part of one.
 
     Raises:
-      CommandError: if there are fewer devices than "devices" needs, or they cannot be divided
-        evenly among the processes.
+      CommandError: if there are fewer devices than "devices" needs, they cannot be divided evenly
+        among the processes, or the run cannot have several.
     """
+    with usage_errors():
+        config.mesh.check_processes(cluster.count)
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 import jaxslowmo as js
@@ -95,21 +96,24 @@ class Job:
             order=self._order(),
             validate=config.optimizer.validate,  # pyright: ignore[reportArgumentType]
         )
-        # One batch after another, so that memory does not grow with their number.
-        self._mean_loss = jax.jit(
-            lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
-        )
+        is_host = config.mesh.executor == "host"  # whose loss is no part of another program
+        self._loss_fn = loss_fn if is_host else jax.jit(loss_fn)
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
         """Loss of one copy of the parameters on the held-out text, nats per byte.
 
+        Args:
+          params: of stages their buffers, so that no device has to hold the whole model.
+          model_state: of no use here.
+
         Communication: with several processes process 0 tells the others what it found, 4 bytes.
         """
         del model_state
-        if self._form.specs is None:
+        if self._form.specs is None and self._form.layout is None:
             # On one device: all would compute the same, and CPU devices share their cores.
             params = jax.tree.map(lambda x: x.addressable_data(0), params)
-        loss = self._mean_loss(params, self.text.validation)
+        # One batch after another, so that memory does not grow with their number.
+        loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
         if self._cluster.count > 1:
             # Processors of other kinds round otherwise, and all must stop at the same evaluation.
             loss = multihost_utils.broadcast_one_to_all(loss)
@@ -163,11 +167,11 @@ class Job:
                     if resumes:
                         reporter.say(f"There is no checkpoint in {out}: from scratch.")
                     # All replicas start alike.
-                    recorder.start(self.evaluate(self.step.consensus(state)))
+                    recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 session = Session(
                     config=config,
                     step=measured or self.step,
-                    evaluate=js.Evaluate(self.evaluate, mesh=self.placement.mesh),
+                    evaluate=js.Evaluate(self.evaluate, mesh=self.placement.mesh, whole=False),
                     batches=batches,
                     recorder=recorder,
                     keeper=keeper if saves else None,
@@ -209,7 +213,6 @@ class Job:
     def _export(self, folder: Path, state: js.TrainState) -> None:
         from jaxslowmo.checkpoint import export_consensus
 
-        params = state.params
-        if self._form.layout is not None:
-            params = jax.jit(self._form.unstack)(params)
-        export_consensus(folder, params, mesh=self.placement.mesh, shares=self.step.shares(state))
+        mean = self._form.join(self.step.consensus(state))
+        one = jax.tree.map(lambda x: x[None], mean)  # the mean of which is itself
+        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}))

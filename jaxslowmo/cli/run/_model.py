@@ -31,7 +31,7 @@ class Form:
 
     Attributes:
       config: shape of the model.
-      specs: a `PartitionSpec` per leaf; None where every device has all.
+      specs: a `PartitionSpec` per leaf; None where every device has all, and with stages.
       layers: the model cut into layers, and `layout` where these lie; None without stages.
       layout: of the stages.
     """
@@ -52,13 +52,21 @@ class Form:
 
     def unstack(self, tree: Any) -> Any:
         """The way back from `stack`, with or without replicas."""
-        if self.layers is None or self.layout is None:
-            return tree
-        return self.layers.join(self.layout.unstack(tree))
+        return tree if self.layout is None else self.join(self.layout.unstack(tree))
+
+    def join(self, tree: Any) -> Any:
+        """The tree like that of `init_gpt`, of one as the library gives it back."""
+        return tree if self.layers is None else self.layers.join(tree)
 
     def init(self, seed: int, mesh: Mesh | js.VirtualMesh) -> Any:
-        """One copy of the initial parameters: the same for a seed on every mesh."""
+        """One copy of the initial parameters, as `step.init` takes it.
+
+        They are the same for a seed on every mesh.
+        """
         params = init_gpt(self.config, seed)
+        if self.layers is not None:
+            # On the host, so that no device has more than its stage.
+            return self.layers.split(jax.tree.map(np.asarray, params))
         if self.specs is None:
             return params
         assert isinstance(mesh, Mesh), "devices share them"
@@ -67,7 +75,7 @@ class Form:
             sharding = NamedSharding(mesh, spec)
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-        return jax.tree.map(place, self.stack(jax.tree.map(np.asarray, params)), self.specs)
+        return jax.tree.map(place, jax.tree.map(np.asarray, params), self.specs)
 
 
 def config_of(config: TrainConfig) -> GPTConfig:
@@ -125,26 +133,22 @@ def form_of(config: TrainConfig) -> Form:
     if "stage" not in sizes:
         return Form(model, specs)
     schedule = schedule_of(config)
-    layers, types = whole_model(model)
-    count = len(layers.layers)
-    blocks = model_blocks(
-        count, schedule.num_stages, schedule.num_chunks, parts_of(config, schedule)
-    )
+    layers, parts = gpt_layers(model), parts_of(config, schedule)
+    stages = schedule.num_stages, schedule.num_chunks
     layout = js.pipeline.StageLayout(
-        js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
-        types,
-        blocks,
+        *_in_layers(layers, model),
+        model_blocks(len(layers.layers), *stages, parts),
         schedule.placement,
         mesh=mesh,
         param_specs=None if specs is None else layers.split(specs),
     )
-    return Form(model, layout.specs, layers, layout)
+    return Form(model, layers=layers, layout=layout)
 
 
-def whole_model(model: GPTConfig) -> tuple[GPTLayers, list[Any]]:
-    """Its layers, and the types of their parameters."""
-    layers = gpt_layers(model)
-    return layers, layers.split(gpt_types(model))
+def _in_layers(layers: GPTLayers, model: GPTConfig) -> tuple[js.LayeredModel, list[Any]]:
+    """Return the model as the library takes it, and the types of its parameters."""
+    layered = js.LayeredModel(layers.layers, layers.loss, tied=layers.tied)
+    return layered, layers.split(gpt_types(model))
 
 
 def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax.Array], Any]:
@@ -153,19 +157,17 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
     rules = gpt_rules(mesh) if shared else None
     if form.layout is None:
         return gpt_loss_fn(form.config, rules)
-    layers = gpt_layers(form.config, rules)
-    schedule = schedule_of(config)
-    specs = gpt_param_specs(form.config, mesh, rules) if shared else None
-    pipe = js.pipelined(
-        js.LayeredModel(layers.layers, layers.loss, tied=layers.tied),
-        layers.split(gpt_types(form.config)),
+    layers, schedule = gpt_layers(form.config, rules), schedule_of(config)
+    specs = layers.split(gpt_param_specs(form.config, mesh, rules)) if shared else None
+    return js.pipelined(
+        *_in_layers(layers, form.config),
         schedule,
         parts=parts_of(config, schedule),
         mesh=mesh,
+        executor=config.mesh.executor,  # pyright: ignore[reportArgumentType]
         data_axes=("fsdp",) if "fsdp" in shared else (),
-        param_specs=None if specs is None else layers.split(specs),
+        param_specs=specs,
     )
-    return pipe.loss_fn
 
 
 def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:

@@ -58,6 +58,14 @@ class HostPipeline(Pipelined):
         grads = self.layout.packing.staged({**none, **(results.grads or {})})
         return (results.value, results.states), grads
 
+    def check_mesh(self, mesh: Any) -> None:
+        """Raise `ValueError` unless a step is for the mesh of this pipeline."""
+        if mesh != self.mesh:
+            raise ValueError(
+                "`mesh` must be the mesh of the pipeline that js.make_train_step was given as "
+                f"`loss_fn`, {dict(self.mesh.shape)}, got {dict(mesh.shape)} or other devices."
+            )
+
     def dispatch(
         self,
         params: Staged,
@@ -65,7 +73,6 @@ class HostPipeline(Pipelined):
         *,
         rng: Any,
         model_state: PyTree,
-        mesh: Any,
         replicas: tuple[str, ...],
         inner_axes: tuple[str, ...],
         parts: int,
@@ -78,7 +85,6 @@ class HostPipeline(Pipelined):
           batch: leaves (positions * rows, ...), positions over replicas and `inner_axes`.
           rng: (positions, parts) typed PRNG keys.
           model_state: leaves (positions, *s).
-          mesh: the mesh of the step.
           replicas: the axes of the replicas.
           inner_axes: axes inside a replica between whose devices the batch is split.
           parts: into how many parts the rows of a position are cut, which go through the stages
@@ -86,14 +92,8 @@ class HostPipeline(Pipelined):
           differentiates: whether gradients are wanted.
 
         Raises:
-          ValueError: another mesh than that of the pipeline, a schedule that makes no gradients
-            where they are wanted; see `js.pipelined`.
+          ValueError: a schedule that makes no gradients, where they are wanted; see `js.pipelined`.
         """
-        if mesh != self.mesh:
-            raise ValueError(
-                "`mesh` must be the mesh of the pipeline that js.make_train_step was given as "
-                f"`loss_fn`, {dict(self.mesh.shape)}, got {dict(mesh.shape)} or other devices."
-            )
         if differentiates:
             self.refuse_forward_only()
         data_axes = tuple(axis for axis in self.data_axes if axis not in inner_axes)

@@ -80,7 +80,7 @@ class Stages:
         names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
         shape = [
             1 if self._axis_name in own else size
-            for size, own in zip(x.shape, [*names, *[()] * x.ndim], strict=False)
+            for size, own in zip(placed.shape, [*names, *[()] * placed.ndim], strict=False)
         ]
         return [
             jax.make_array_from_single_device_arrays(

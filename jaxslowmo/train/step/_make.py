@@ -56,7 +56,10 @@ def make_train_step(
         is called before every program that is run, and what it raises is raised: such as that what
         was compiled is out of date. Where it has attributes `params_form` and
         `model_state_form`, `step.init` calls these with parameters and model state, for the form in
-        which the loss function takes them: what `js.pipelined` returns is such a loss function.
+        which the loss function takes them, and where it has an attribute `param_specs`, of these
+        parameters, `sync` is told how they are sharded: what `js.pipelined` returns is such a loss
+        function. One with an attribute `dispatch`, as a pipeline that the host dispatches has it,
+        is computed outside of the step's programs, which take its results in place of the batch.
       optimizer: any optax transform; its state stays local to each replica. A whole `js.chain` is
         taken apart: everything up to the last transform that reduces gradients, and clipping of
         ours behind it, is `gradients`, a parameter transform at its end `sync`, the rest the
@@ -199,6 +202,7 @@ def make_train_step(
 
     loss, dispatched = completed(loss_fn), None
     if hasattr(loss_fn, "dispatch"):
+        loss_fn.check_mesh(mesh)  # pyright: ignore[reportFunctionMemberAccess]
         is_cast = policy is not None
         dispatched = Dispatched(loss_fn, completed, num_microbatches, is_cast=is_cast)
         loss, num_microbatches = dispatched.loss, 1

@@ -266,7 +266,6 @@ class Runner:
             given.batch if batch is None else batch,
             rng=keys,
             model_state=seen,
-            mesh=self.mesh,
             replicas=axis_names(self.parts.axis_name),
             inner_axes=layout.inner_axes,
             parts=parts,

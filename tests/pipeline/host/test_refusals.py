@@ -32,11 +32,9 @@ class TestHostAlone:
         state = step.init(self.params)
         with pytest.raises(ValueError, match=r"cannot be called inside of jax\.jit"):
             jax.jit(step)(state, tokens(16))
-        other = js.make_train_step(
-            pipe, optax.sgd(0.1), sync="none", mesh=js.make_mesh({"replica": 2})
-        )
-        with pytest.raises(ValueError, match="`mesh` must be the mesh of the pipeline"):
-            other(other.init(self.params), tokens(16))
+        for mesh in (js.make_mesh({"replica": 2}), js.virtual_mesh({"replica": 2})):
+            with pytest.raises(ValueError, match="`mesh` must be the mesh of the pipeline"):
+                js.make_train_step(pipe, optax.sgd(0.1), sync="none", mesh=mesh)
 
     def test_line_searches_are_refused(self) -> None:
         mesh, schedule = js.make_mesh({"replica": 2, "stage": 1}), js.schedules.gpipe(1, 2)
