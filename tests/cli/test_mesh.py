@@ -65,6 +65,8 @@ OPTIONS = {
     "zbv": ("--schedule", "zbv"),
     "zero_bubble": ("--schedule", "zero_bubble"),
     "lockstep": ("--schedule", "lockstep"),
+    "host": ("--schedule", "one_f_one_b", "--executor", "host"),
+    "host, zero_bubble": ("--schedule", "zero_bubble", "--executor", "host"),
 }
 CASES = [
     (mesh, options)
@@ -76,7 +78,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"), sweep(CASES, lambda mesh, options: (mesh, options) == ("stages", "tied"))
+    ("mesh", "options"),
+    sweep(CASES, lambda mesh, options: mesh == "stages" and options in ("tied", "host")),
 )
 def test_losses_are_those_of_one_device_per_replica(trained, mesh, options):
     given = OPTIONS[options]

@@ -155,6 +155,7 @@ def trained(algorithm: Callable[[str], str]) -> dict[str, Row]:
         "--schedule": choice("gpipe", STAGES),
         "--microbatches": count(2, beside=STAGES),
         "--chunks": count(2, beside=STAGES),
+        "--executor": choice("host", STAGES),
     }
 
 

@@ -14,7 +14,7 @@ import jaxslowmo
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Modules whose own names are public, as users write them.
-TOPICS = ["topology", "hooks", "codecs", "schedules", "checkpoint", "data", "models"]
+TOPICS = ["topology", "hooks", "codecs", "schedules", "pipeline", "checkpoint", "data", "models"]
 
 
 def rendered() -> dict[str, str]:
@@ -33,10 +33,12 @@ def importable() -> set[str]:
         modules = {k for k, v in kept.items() if isinstance(v, types.ModuleType)}
         return {f"{prefix}.{name}" for name in kept.keys() - modules}
 
-    modules = {f"jaxslowmo.{t}": importlib.import_module(f"jaxslowmo.{t}") for t in TOPICS[4:]}
-    modules |= {f"jaxslowmo.{t}": getattr(jaxslowmo, t) for t in TOPICS[:4]}
+    modules = {f"jaxslowmo.{t}": importlib.import_module(f"jaxslowmo.{t}") for t in TOPICS[5:]}
+    modules |= {f"jaxslowmo.{t}": getattr(jaxslowmo, t) for t in TOPICS[:5]}
     found = set().union(*(below(prefix, module) for prefix, module in modules.items()))
     top = {n for n in jaxslowmo.__all__ if not isinstance(getattr(jaxslowmo, n), types.ModuleType)}
+    # A name that js.pipeline shares with the top level is described once, as the top level's.
+    found -= {f"jaxslowmo.pipeline.{name}" for name in top}
     return found | {f"jaxslowmo.{name}" for name in top}
 
 

@@ -12,6 +12,7 @@ from ...tree import leaf_names
 TiedGroup = Mapping[int, str]
 """By stage the name of the leaf that holds this stage's copy, such as `"embed/table"`."""
 TiedGroups = Sequence[TiedGroup]
+"""The groups of tied leaves, one for each parameter that several stages hold a copy of."""
 
 
 def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> list[dict[int, str]]:

@@ -1,10 +1,13 @@
 """Axes of the devices by one option: read, and held against what others say."""
 
+import typing
+
 import pytest
 
-from jaxslowmo.cli.config._mesh import PIPELINES, parse_mesh
+from jaxslowmo.cli.config._mesh import EXECUTORS, PIPELINES, parse_mesh
 from jaxslowmo.cli.config._train import train_config
 from jaxslowmo.cli.config._unused import refuse_unused
+from jaxslowmo.pipeline import Executor
 from jaxslowmo.pipeline.schedules import KINDS
 
 
@@ -21,6 +24,10 @@ def test_axes_are_read_in_the_order_of_links():
 
 def test_the_kinds_of_schedules_are_those_of_the_library():
     assert set(PIPELINES) == set(KINDS)
+
+
+def test_the_executors_are_those_of_the_library():
+    assert typing.get_args(Executor) == EXECUTORS
 
 
 @pytest.mark.parametrize(
@@ -66,8 +73,8 @@ def test_the_same_said_twice_is_no_contradiction():
     assert config.axes == {"replica": 2, "fsdp": 2}
 
 
-@pytest.mark.parametrize("name", ["pipeline", "microbatches", "chunks"])
+@pytest.mark.parametrize("name", ["pipeline", "microbatches", "chunks", "executor"])
 def test_options_of_stages_want_stages(name):
-    given = {"mesh": "fsdp=2", name: {"pipeline": "gpipe"}.get(name, 1)}
+    given = {"mesh": "fsdp=2", name: {"pipeline": "gpipe", "executor": "host"}.get(name, 1)}
     with pytest.raises(ValueError, match=r"goes with a stage of 2 or more in --mesh; got"):
         refuse_unused(given, train_config(given))

@@ -2,6 +2,8 @@
 
 import pytest
 
+import jaxslowmo as js
+
 
 def row(out, begin):
     return next(line for line in out.splitlines() if line.startswith(begin))
@@ -14,10 +16,19 @@ def test_a_run_of_stages(call):
     facts = dict(row for row in outcome.rows if len(row) == 2)
     assert facts["devices"] == "2 replicas of 2 devices (stage=2) on 4 of 8 CPU devices"
     assert facts["layers of each stage"] == "0 to 0; 1 to 2"
-    assert facts["bubble of one program, equal costs"] == "20.0%"
+    assert (facts["executor"], facts["bubble, equal costs"]) == ("one_program", "20.0%")
     assert facts["microbatches that a stage holds"] == "4, 4"
     assert row(outcome.out, "average  replica").split()[2:4] == ["all-reduce", "1"]
     assert not any(line.startswith("local    replica") for line in outcome.out.splitlines())
+
+
+def test_a_run_whose_stages_the_host_dispatches(call):
+    mesh = ("--mesh", "stage=2", "--batch", 4, "--algorithm", "all_reduce", "--executor", "host")
+    outcome = call("inspect", "config", "--preset", "tiny", *mesh)
+    assert (outcome.code, outcome.err) == (0, "")
+    facts = dict(row for row in outcome.rows if len(row) == 2)
+    free = js.schedules.one_f_one_b(2, 4).simulate()  # no stage waits for the end of a tick
+    assert (facts["executor"], facts["bubble, equal costs"]) == ("host", f"{free.bubble:.1%}")
 
 
 @pytest.mark.exhaustive

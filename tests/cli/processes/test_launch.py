@@ -39,6 +39,11 @@ from support.waiting import PATIENCE_SECONDS, wait_until
             ["--processes", 2, "--", "train", "--out", "x", "--coordinator-bind", "0.0.0.0"],
             "--coordinator-bind of train: launch decides it",
         ),
+        (
+            ["--processes", 2, "--", "train", "--out", "x", "--executor", "host"]
+            + ["--mesh", "replica=2,stage=2", "--batch", 4],
+            "--executor host starts the programs of all stages from a single process, got 2",
+        ),
     ],
 )
 def test_what_cannot_be_launched(call, argv, words):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli.config._train import TrainConfig
+from jaxslowmo.cli.config._train import TrainConfig, train_config
 from jaxslowmo.cli.processes._launchers import Cluster
 from jaxslowmo.cli.run._devices import ask_for_devices, choose_mesh
 
@@ -23,6 +23,12 @@ from jaxslowmo.cli.run._devices import ask_for_devices, choose_mesh
 def test_devices_that_cannot_be_divided_among_processes(replicas, devices, words):
     config = TrainConfig(replicas=replicas, devices_per_replica=devices, batch=12)
     with pytest.raises(CommandError, match=re.escape(words)):
+        choose_mesh(config, Cluster(0, 4))
+
+
+def test_stages_that_the_host_dispatches_take_one_process():
+    config = train_config({"mesh": "replica=2,stage=2", "batch": 4, "executor": "host"})
+    with pytest.raises(CommandError, match="--executor host .* got 4 processes: use --executor"):
         choose_mesh(config, Cluster(0, 4))
 
 

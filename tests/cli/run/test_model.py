@@ -24,7 +24,7 @@ def test_parameters_go_into_stages_and_back():
         params = jax.tree.map(np.asarray, init_gpt(form.config))
         stacked = form.stack(params)
         assert {x.shape[0] for x in stacked.values()} == {2}
-        assert all(spec[0] == "stage" for spec in form.specs.values())
+        assert all(spec[0] == "stage" for spec in form.layout.specs.values())
         jax.tree.map(np.testing.assert_array_equal, form.unstack(stacked), params)
 
 
