@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from jaxslowmo._choices import check_choice
+from jaxslowmo._support.checks import check_choice
 
 Colour = Literal["red", "green", "blue"]
 

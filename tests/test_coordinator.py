@@ -6,7 +6,7 @@ from support.pairs import two_processes
 
 PROGRAM = """
 import time
-from jaxslowmo import _coordinator as notes
+from jaxslowmo._support import coordinator as notes
 
 if rank == 0:
     assert notes.told("a/b") is None
@@ -35,7 +35,7 @@ def test_notes(tmp_path):
 
 
 def test_processes_that_were_not_joined_are_told_so():
-    from jaxslowmo import _coordinator
+    from jaxslowmo._support import coordinator
 
     with pytest.raises(RuntimeError, match=r"joined by jax\.distributed\.initialize\(\) first"):
-        _coordinator.told("a")
+        coordinator.told("a")

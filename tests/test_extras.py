@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo._extras import INSTALL, missing_extra, needed_by
+from jaxslowmo._support.extras import INSTALL, missing_extra, needed_by
 
 ROOT = Path(__file__).parent.parent
 _TEXTS = {".ipynb", ".md", ".py", ".sh", ".yaml"}
 _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)")
 # Say of an installed package how it gets an extra.
 _ADD_AN_EXTRA = {
-    ROOT / "jaxslowmo/_extras.py",
+    ROOT / "jaxslowmo/_support/extras.py",
     ROOT / "torch_compat/errors.py",
     ROOT / "torch_compat/manager/_backends.py",
     ROOT / "torch_compat/on_jax/tracing/_torchax.py",

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo._integers import as_int
+from jaxslowmo._support.checks import as_int
 from jaxslowmo.checkpoint import Checkpoints
 
 

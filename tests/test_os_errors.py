@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from jaxslowmo._os_errors import PASSING, io_errno
+from jaxslowmo._support.files import PASSING, io_errno
 
 
 class Told(RuntimeError):

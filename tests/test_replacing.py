@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo._replacing import is_unfinished, replacing, write_anew
+from jaxslowmo._support.files import is_unfinished, replacing, write_anew
 
 
 def test_the_new_content_takes_the_place_of_the_old(tmp_path):
@@ -73,7 +73,7 @@ def test_a_kill_leaves_the_old_content(tmp_path):
     path.write_text("old")
     program = (
         "import os, signal, sys\n"
-        "from jaxslowmo._replacing import replacing\n"
+        "from jaxslowmo._support.files import replacing\n"
         "with replacing(sys.argv[1]) as temporary:\n"
         "    temporary.write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -13,14 +13,17 @@ ROOT = Path(__file__).parents[2]
 # Packages whose own names are public too, as `jaxslowmo.<topic>.<name>`, and where they lie.
 TOPICS = {
     "topology": "topology",
-    "hooks": "reducer/hooks",
-    "codecs": "codecs",
+    "hooks": "gradients/reducer/hooks",
+    "codecs": "collectives/codecs",
     "pipeline": "pipeline",
     "schedules": "pipeline/schedules",
     "checkpoint": "checkpoint",
-    "data": "data",
-    "models": "models",
+    "data": "language/data",
+    "models": "language/models",
 }
+
+# Packages of packages, each of which is listed by itself.
+DIVIDED = {"gradients", "reports"}
 
 # What code in a text begins with, if it is a name.
 _NAME = re.compile(r"(?:js|jaxslowmo|torch_compat)(?:\.\w+)+|\w+")
@@ -55,7 +58,9 @@ def public_names() -> dict[str, list[PublicName]]:
     groups: dict[str, list[PublicName]] = {}
     for module, name in _reexports(package / "_api.py"):
         if name not in TOPICS:
-            group, summary = f"jaxslowmo.{module.split('.')[0]}", _summary(package, module, name)
+            first, *rest = module.split(".")
+            group = ".".join(["jaxslowmo", first, *(rest[:1] if first in DIVIDED else [])])
+            summary = _summary(package, module, name)
             groups.setdefault(group, []).append(PublicName(f"jaxslowmo.{name}", summary))
     for topic, folder in TOPICS.items():
         # Some names of a package are on the top level, too, and listed as that.

@@ -2,8 +2,8 @@
 
 import optax
 
-from .._typing import AxisName, PyTree
-from ..codecs import Codec
+from .._support.types import AxisName, PyTree
+from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
 from .outer import Outer, element_wise, shards_state
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._typing import Phase, PyTree
+from .._support.types import Phase, PyTree
 from ..collectives import in_slices, permute
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
 from ..transform import Exchange, Flats, Packing, packing_of, phase_scope, run_one_of

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._typing import AxisName, Phase, PyTree
-from ..codecs import Codec
+from .._support.types import AxisName, Phase, PyTree
+from ..collectives.codecs import Codec
 from ..mesh import axis_names
 from ..transform import (
     Communicate,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._scopes import EVERY_PHASE
-from .._typing import Phase, PyTree
+from .._support.scopes import EVERY_PHASE
+from .._support.types import Phase, PyTree
 from ..transform import (
     Carried,
     Communicate,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .._typing import PyTree
-from ..codecs import Codec
+from .._support.types import PyTree
+from ..collectives.codecs import Codec
 from ..mesh import Shares
 from ..transform import Exchange, packing_of
 from ..tree import Buffer, added, at_least_float32, by_dtype, cast, subtracted

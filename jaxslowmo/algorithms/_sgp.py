@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._integers import checked_int
-from .._typing import AxisName, Phase, PyTree
-from .._warn import warn_once
-from ..codecs import Codec
+from .._support.checks import checked_int
+from .._support.types import AxisName, Phase, PyTree
+from .._support.warnings import warn_once
+from ..collectives.codecs import Codec
 from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential
 from ..transform import (

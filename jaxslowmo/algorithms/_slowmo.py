@@ -11,9 +11,9 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from .._typing import AxisName, PyTree
-from .._warn import warn_once
-from ..codecs import Codec
+from .._support.types import AxisName, PyTree
+from .._support.warnings import warn_once
+from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange
 from .outer import ALONE, NO_RATE, Outer, OuterRate, shards_state

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._coordinator import NoNoteError, forget, gather_notes, wait_for
+from .._support.coordinator import NoNoteError, forget, gather_notes, wait_for
 from ._folder import UnansweredError
 
 _numbers = itertools.count()

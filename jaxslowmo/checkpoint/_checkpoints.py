@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._integers import as_int
-from .._os_errors import io_errno
-from .._typing import PyTree
-from .._warn import warn_user
+from .._support.checks import as_int
+from .._support.files import io_errno
+from .._support.types import PyTree
+from .._support.warnings import warn_user
 from ..train import TrainState, TrainStep
 from ._agree import gather, of_first_process
 from ._arrays import first_line

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._os_errors import io_errno
-from .._typing import AxisName, PyTree
+from .._support.files import io_errno
+from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
 from ._arrays import first_line, read_arrays

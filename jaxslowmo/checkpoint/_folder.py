@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .._warn import warn_user
+from .._support.warnings import warn_user
 from ._orbax import epath, ocp
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..train import TrainState
 from ..transform import SavedForm
 from ..tree import leaf_names

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import only_over
 from ..transform import ParameterTransform, Placement
 from ._folder import ARRAYS, CheckpointError

@@ -1,6 +1,6 @@
 """What checkpoints are written with, all of which the extra `train` brings."""
 
-from .._extras import needed_by
+from .._support.extras import needed_by
 
 with needed_by("jaxslowmo.checkpoint"):
     import orbax.checkpoint as ocp

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import axis_names, model_axes, specs_of_leaves
 from ..train import TrainState
 from ..transform import Placement, SavedForm

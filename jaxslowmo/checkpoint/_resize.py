@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import PyTree
+from .._support.types import PyTree
+from ..gradients.precision import DynamicLossScaleState
 from ..mesh import numbered_key
-from ..precision import DynamicLossScaleState
 from ..train import TrainState
 from ..transform import ParameterTransform, Placement, carry_leaf, shifted_copies, stacked
 from ._record import is_key

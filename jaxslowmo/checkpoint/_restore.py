@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
 from ..transform import Placement, SavedForm, holds_state, spec_of

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._coordinator import NoNoteError, tell, wait_for
-from .._os_errors import io_errno
-from .._warn import warn_user
+from .._support.coordinator import NoNoteError, tell, wait_for
+from .._support.files import io_errno
+from .._support.warnings import warn_user
 from ._agree import answer, new_topic, unanswered
 from ._arrays import first_line
 from ._folder import (

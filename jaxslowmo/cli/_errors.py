@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from .._os_errors import PASSING, io_errno
+from .._support.files import PASSING, io_errno
 from .config._fields import flag_of
 
 FAILED = DIVERGED = 1

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .._extras import missing_extra
+from .._support.extras import missing_extra
 from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe
 
 

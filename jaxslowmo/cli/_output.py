@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .._os_errors import PASSING
-from .._replacing import write_anew
+from .._support.files import PASSING, write_anew
 from ._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 
 

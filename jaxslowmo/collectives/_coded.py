@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
-from ..codecs import Codec
+from .._support.types import AxisName
 from ..mesh import axis_size
 from ._local import in_slices
 from ._reduce import all_mean_in_slices
+from .codecs import Codec
 
 
 def coded_mean(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, varying_axes
 from ._shard_layout import shard_layout
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, between_cpu_processes
 
 # Where two processes swap large messages over one TCP connection, acknowledgements wait behind the

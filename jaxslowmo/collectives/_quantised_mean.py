@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, vary_over
 from ._blockwise import Codec, dequantise, num_blocks, quantise
 from ._packed import exchange, gather, pack, unpack

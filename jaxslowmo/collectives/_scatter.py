@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying
 from ._local import gather_slices, own_slice
 from ._permute import permute

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, vary_over, varying_axes
 from ..tree import at_least_float32
 from ._packed import gather, pack, unpack

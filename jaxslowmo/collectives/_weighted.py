@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName
+from .._support.types import AxisName
 from ..mesh import axis_size, settle
 from ..tree import at_least_float32
 from ._reduce import all_mean, scaled

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._integers import as_int
-from .._typing import PyTree
+from .._support.checks import as_int
+from .._support.types import PyTree
 from ._table import OWNER
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._integers import as_int
+from .._support.checks import as_int
 from ._bags import Bags
 from ._layout import Layout, Place
 from ._requests import BagsByTable, Requests

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
+from .._support.types import PyTree
+from ..gradients.sparse import RowGradient, add_up_rows
 from ..mesh import is_bound, require_axes
-from ..sparse import RowGradient, add_up_rows
 from ._bags import Bags, bags_of
 from ._check import (
     check_capacities,

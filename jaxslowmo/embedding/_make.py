@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from .._integers import as_int
+from .._support.checks import as_int
 from ._embeddings import Embeddings
 from ._optimizers import RowwiseOptimizer
 from ._table import OWNER, Table, check_tables

@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..tree import at_least_float32, leaf_names
 from ._requests import OUTSIDE, PADDING
 from ._table import OWNER

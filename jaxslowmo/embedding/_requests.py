@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
-from ..sparse import NOWHERE, distinct_rows, row_numbers
+from .._support.types import PyTree
+from ..gradients.sparse import NOWHERE, distinct_rows, row_numbers
 from ._bags import Bags
 from ._exchange import gather_blocks, swap_blocks
 from ._layout import Layout, Place, Store

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._integers import as_int
-from .._typing import PyTree
+from .._support.checks import as_int
+from .._support.types import PyTree
 
 OWNER = "embeddings"
 SHARDS = ("row", "column", "table")

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..gradients.sparse import RowGradient
 from ..mesh import axis_size, vary_over, varying_axes
-from ..sparse import RowGradient
 from ..transform import isolated
 from ._layout import Layout
 from ._optimizers import RowwiseOptimizer, RowwiseState

@@ -14,7 +14,7 @@ from jax import core, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:

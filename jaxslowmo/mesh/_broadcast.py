@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ._axes import axis_size, settle
 
 

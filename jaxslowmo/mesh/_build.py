@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from .._integers import as_int
+from .._support.checks import as_int
 from ._slices import by_slice, num_slices, slice_major_devices
 
 

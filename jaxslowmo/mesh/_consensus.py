@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, in_model_form
 from ._axes import axis_names
 from ._broadcast import from_first

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, leaf_names
 from ._axes import axis_names, vary_over
 from ._broadcast import from_first

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ._axes import only_over
 from ._mapped import AnyMesh, model_axes
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..tree import Staged, parts_of, reshaped
 from ._axes import axis_names
 from ._build import VirtualMesh

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..tree import check_arrays, leaf_names
 from ._axes import axis_names, vary_over
 from ._build import VirtualMesh

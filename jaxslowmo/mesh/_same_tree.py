@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..tree import leaf_names
 
 Description = list[tuple[str, str]]

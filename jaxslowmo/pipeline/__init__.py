@@ -1,5 +1,11 @@
 """One model over several stages, each on devices of its own."""
 
+from ..gradients.tied import TiedGroup as TiedGroup
+from ..gradients.tied import TiedGroups as TiedGroups
+from ..gradients.tied import checked_groups as checked_groups
+from ..gradients.tied import sum_over_holders as sum_over_holders
+from ..gradients.tied import sum_tied_gradients as sum_tied_gradients
+from ..gradients.tied import tied_members as tied_members
 from . import schedules as schedules
 from ._make import Executor as Executor
 from ._make import pipelined as pipelined
@@ -16,9 +22,3 @@ from .plan import Pipelined as Pipelined
 from .schedules import Schedule as Schedule
 from .split import StageProgram as StageProgram
 from .split import split_stage as split_stage
-from .tied import TiedGroup as TiedGroup
-from .tied import TiedGroups as TiedGroups
-from .tied import checked_groups as checked_groups
-from .tied import sum_over_holders as sum_over_holders
-from .tied import sum_tied_gradients as sum_tied_gradients
-from .tied import tied_members as tied_members

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from .._choices import check_choice
-from .._typing import PyTree
+from .._support.checks import check_choice
+from .._support.types import PyTree
 from .host import HostPipeline
 from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
 from .one_program import OneProgram

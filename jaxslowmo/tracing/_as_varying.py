@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import vary_over, varying_axes
 from ._facts import called_program, scan_operands
 

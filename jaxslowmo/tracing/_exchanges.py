@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._scopes import (
+from .._support.scopes import (
     ALL_REDUCE_GRADIENTS,
     ALL_REDUCE_ROWS,
     CLIP,
@@ -17,7 +17,7 @@ from .._scopes import (
     SKIP_UNUSED,
     TIED,
 )
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, collective_axes, map_replicas
 
 _KNOWN = (

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
+from .._support.types import PyTree
 
 FullLoss = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..tree import leaf_names
 from ._facts import Fact, output_facts
 from ._full_loss import as_full_loss

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ._gradients import gradient_facts
 
 

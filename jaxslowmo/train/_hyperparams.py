@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._typing import PyTree
+from .._support.types import PyTree
 
 _State = TypeVar("_State")
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from .._integers import as_int
-from .._typing import Phase, PyTree
+from .._support.checks import as_int
+from .._support.types import Phase, PyTree
 from ..transform import as_schedule
 from ..tree import at_least_float32
 from ._hooks import Hook, StepResult

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..tracing import FullLoss
 from ..tree import leaf_names
 

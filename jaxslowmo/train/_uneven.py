@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .._choices import check_choice
-from .._coordinator import NoNoteError, forget, gather_notes
-from .._typing import AxisName, PyTree
+from .._support.checks import check_choice
+from .._support.coordinator import NoNoteError, forget, gather_notes
+from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
 from .batches import from_parts, is_of_processes, own_parts, processes_of, topic_of

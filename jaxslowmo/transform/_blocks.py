@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import axis_names, specs_of_leaves
 
 Slices = tuple[slice, ...]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from .._typing import AxisName, Phase, PyTree
+from .._support.types import AxisName, Phase, PyTree
 from ..mesh import (
     axis_names,
     axis_size,

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..tree import added, apply_exactly, cast, updates_to
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._integers import checked_int
-from .._scopes import PHASE
-from .._typing import Phase, PyTree
+from .._support.checks import checked_int
+from .._support.scopes import PHASE
+from .._support.types import Phase, PyTree
 from ..mesh import cast_varying, collective_axes, uniform, varying_axes
 
 

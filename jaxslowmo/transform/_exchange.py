@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from .._integers import checked_int
-from .._typing import AxisName, PyTree
-from ..codecs import Codec
+from .._support.checks import checked_int
+from .._support.types import AxisName, PyTree
+from ..collectives.codecs import Codec
 from ..mesh import axis_names
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self, cast
 import jax
 import optax
 
-from .._scopes import GRADIENT_TRANSFORM
-from .._typing import AxisName, PyTree
+from .._support.scopes import GRADIENT_TRANSFORM
+from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 from ..tree import Staged
 from ._due import Communicate, decide, either

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._typing import AxisName, PyTree
-from .._warn import warn_user
+from .._support.types import AxisName, PyTree
+from .._support.warnings import warn_user
 from ..mesh import (
     AnyMesh,
     Layouts,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import match_varying
 
 

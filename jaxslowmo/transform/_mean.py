@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..collectives import all_mean_in_slices, coded_mean, relative_weight, total_weight
 from ..tree import Buffer
 from ._exchange import Exchange

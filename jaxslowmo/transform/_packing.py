@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ..mesh import specs_key, typed_specs
 from ..tree import Buffer, BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._blocks import BlockGroup, block_groups

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from .._typing import Phase, PyTree
-from .._warn import warn_once
+from .._support.types import Phase, PyTree
+from .._support.warnings import warn_once
 from ..mesh import axis_names
 from ._checks import CheckedStep, LayoutNotice
 from ._due import instants

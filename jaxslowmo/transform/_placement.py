@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._typing import AxisName, PyTree
+from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 
 

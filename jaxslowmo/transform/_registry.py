@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import optax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 
 Moves = Literal["gradients", "parameters"]
 _Class = TypeVar("_Class", bound=type)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import optax
 
-from .._typing import Phase, PyTree
+from .._support.types import Phase, PyTree
 from ._due import Every, as_schedule
 from ._placement import Carry, LikeOn, Shares, carry_plainly
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ._leaves import at_least_float32
 
 

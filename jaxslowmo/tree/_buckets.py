@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._integers import as_int
+from .._support.checks import as_int
 
 MIB = 2**20
 # Cuts of a split leaf fall on multiples of this many elements, a whole number of vector registers.

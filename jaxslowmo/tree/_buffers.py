@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._typing import PyTree
+from .._support.types import PyTree
 from ._arithmetic import cast, reshaped, split
 from ._buckets import BucketPiece, assign_pieces, check_explicit_buckets
 

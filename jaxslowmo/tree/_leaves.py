@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import PyTree
+from .._support.types import PyTree
 
 _Part = TypeVar("_Part")
 

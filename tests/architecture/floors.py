@@ -10,34 +10,22 @@ TOP_LEVEL = ""  # `jaxslowmo/__init__.py`
 
 # A package imports only from lower floors; packages on one floor do not import each other.
 FLOORS = {
-    "_warn": -1,
-    "_integers": -1,
-    "_choices": -1,
-    "_typing": -1,
-    "_scopes": -1,
-    "_coordinator": -1,
-    "_replacing": -1,
-    "_os_errors": -1,
-    "_extras": -1,
+    "_support": -1,
     "_version": -1,
     "tree": 0,
     "topology": 0,
     "mesh": 1,
-    "data": 1,
-    "models": 1,
+    "language": 1,
+    "data": 2,
+    "models": 2,
     "tracing": 2,
-    "codecs": 1,
     "collectives": 2,
     "transform": 3,
     "algorithms": 4,
-    "pipeline": 4,
-    "precision": 4,
-    "diagnostics": 5,
-    "reducer": 5,
-    "sparse": 4,
-    "clipping": 6,
-    "embedding": 6,
-    "statistics": 7,
+    "gradients": 4,
+    "pipeline": 5,
+    "embedding": 5,
+    "reports": 6,
     "train": 7,
     "checkpoint": 8,
     API: 9,
@@ -45,7 +33,7 @@ FLOORS = {
     "__main__": 11,
 }
 # These may need the `train` extra. All others import, at module level, only what the core installs.
-BEYOND_CORE = {"data", "models", "checkpoint", "cli", "__main__"}
+BEYOND_CORE = {"language", "data", "models", "checkpoint", "cli", "__main__"}
 CORE_DEPENDENCIES = {"jax", "jaxlib", "numpy", "optax"}
 # `torch_compat` stands beside the package; only its examples may need more than these.
 TORCH_FLOORS = {

@@ -72,5 +72,5 @@ def test_a_private_import_is_found(tmp_path, name, text, target):
 
 def test_what_is_private_to_a_package_is_open_to_its_folders(tmp_path):
     files = {"jaxslowmo/tree/sub/_a.py": "from .._x import f", "jaxslowmo/_api.py": "import jax"}
-    files["jaxslowmo/mesh/_b.py"] = "from .._typing import T\nfrom ..tree import __all__"
+    files["jaxslowmo/mesh/_b.py"] = "from .._support.types import T\nfrom ..tree import __all__"
     assert imports.privacy_violations(make_tree(tmp_path, files)) == []

@@ -28,8 +28,8 @@ def public_names(module: types.ModuleType) -> dict[str, Any]:
 # Packages that are themselves part of the public surface, as `jaxslowmo.<name>`.
 TOPICS = {
     "topology": "topology",
-    "hooks": "reducer.hooks",
-    "codecs": "codecs",
+    "hooks": "gradients.reducer.hooks",
+    "codecs": "collectives.codecs",
     "schedules": "pipeline.schedules",
 }
 PUBLIC = public_names(jaxslowmo)

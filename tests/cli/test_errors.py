@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxslowmo._extras import INSTALL
+from jaxslowmo._support.extras import INSTALL
 from jaxslowmo.cli._errors import CommandError
 from support.waiting import PATIENCE_SECONDS
 
@@ -129,7 +129,11 @@ def test_a_missing_extra_is_named(call, monkeypatch, text, package, command, mod
     for module in modules:
         monkeypatch.delitem(sys.modules, f"jaxslowmo.cli.{module}", raising=False)
     if package == "flax":
-        for module in ("jaxslowmo.models", "jaxslowmo.models._gpt", "jaxslowmo.models._presets"):
+        for module in (
+            "jaxslowmo.models",
+            "jaxslowmo.language.models._gpt",
+            "jaxslowmo.language.models._presets",
+        ):
             monkeypatch.delitem(sys.modules, module, raising=False)
     needs_it = {"tensorboardX": ("--tensorboard", "--preset", "tiny", "--data", text)}
     outcome = call(command, *needs_it.get(package, ()))

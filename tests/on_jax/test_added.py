@@ -1,6 +1,7 @@
 """Operations that torchax lacks or computes otherwise agree with torch."""
 
 import jax
+import models
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import models
 from torch_compat import on_jax
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)

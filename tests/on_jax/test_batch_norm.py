@@ -1,12 +1,12 @@
 """Normalisation with running statistics: outputs, gradients and statistics are torch's."""
 
 import jax
+import models
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import models
 from torch_compat import on_jax
 
 CASES = {

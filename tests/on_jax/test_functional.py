@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import torch
 from torch import nn
 
-import models
 from torch_compat import on_jax
 from torch_compat.on_jax._functional import Functional
 

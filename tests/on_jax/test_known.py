@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import models
 import numpy as np
 import optax
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 
 import jaxslowmo as js
-import models
 from torch_compat import on_jax
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)

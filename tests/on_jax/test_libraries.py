@@ -7,13 +7,13 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax
+import models
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import models
 from torch_compat import on_jax
 
 try:

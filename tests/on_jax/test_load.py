@@ -1,12 +1,12 @@
 """Arrays back in a module: in place, all or none."""
 
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import models
 from torch_compat import on_jax
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 
 import jax
+import models
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-import models
 from torch_compat import on_jax
 
 

@@ -5,9 +5,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from slowmo_spawned import BACKENDS
-
 from models import TRACED_ONCE
+from slowmo_spawned import BACKENDS
 
 # Before torch_xla is imported, which would otherwise choose, and warn about it.
 os.environ.setdefault("PJRT_DEVICE", "CPU")

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.tied import sum_over_holders
+from jaxslowmo.gradients.tied import sum_over_holders
 from support.exhaustive import sweep
 from support.tpu_slices import on, tpu_mesh
 

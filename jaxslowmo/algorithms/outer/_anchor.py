@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...transform import Exchange, Placement, carry_leaf, replica_average, replica_mean, stacked
 from ...tree import at_least_float32
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 
 # Large enough for optimizers that treat large matrices in another way (adafactor: from 128).
 _SHAPES = {"matrix": (130, 130), "vector": (4,)}

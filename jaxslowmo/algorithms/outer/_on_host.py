@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...collectives import ShardLayout, shard_layout
 from ...transform import Packing, Placement
 from ...tree import BufferPlan

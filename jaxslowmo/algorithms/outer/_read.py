@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...mesh import AnyMesh, kept_with, map_replicas, model_axes
 from ...transform import ParameterTransform
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
 from ...mesh import axis_size
 from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of

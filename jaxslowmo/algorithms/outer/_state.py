@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...transform import Others, ParameterTransform
 from ...tree import widen_updates
 

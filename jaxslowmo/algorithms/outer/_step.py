@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._typing import Phase, PyTree
+from ..._support.types import Phase, PyTree
 from ...collectives import all_mean, quotient, scaled
 from ...mesh import axis_names
 from ...transform import (

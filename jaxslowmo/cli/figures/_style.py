@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from ..._replacing import replacing
+from ..._support.files import replacing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, a grey and a violet.
 COLOURS = {

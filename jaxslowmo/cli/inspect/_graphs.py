@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
-from ..._replacing import write_anew
+from ..._support.files import write_anew
 from .._errors import CommandError
 from .._output import make_folder, say, write_json
 from ..config._algorithms import parse_mixing

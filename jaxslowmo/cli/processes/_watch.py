@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ..._coordinator import NoNoteError, tell, told, wait_for
+from ..._support.coordinator import NoNoteError, tell, told, wait_for
 from .._errors import TERMINATED, TRY_AGAIN
 
 _FAILED = "jaxslowmo/failed"

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from jaxslowmo.data import Contents
 
-from ..._os_errors import PASSING, io_errno
-from ..._replacing import write_anew
+from ..._support.files import PASSING, io_errno, write_anew
 from .._errors import TRY_AGAIN, USAGE_ERROR, CommandError
 from ..config._checkpoint import CheckpointConfig
 from ..config._cluster import ClusterConfig

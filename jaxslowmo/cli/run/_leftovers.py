@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..._replacing import is_unfinished
+from ..._support.files import is_unfinished
 from .._errors import CommandError
 from ..processes._restarts import saved_steps
 from ._alike import CORPUS

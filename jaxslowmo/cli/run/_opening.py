@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxslowmo.data import Contents
 
-from ..._coordinator import NoNoteError, tell, wait_for
+from ..._support.coordinator import NoNoteError, tell, wait_for
 from .._errors import TRY_AGAIN, CommandError, usage_errors
 from .._output import make_folder
 from ..config._train import KEPT, TrainConfig, with_values

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from .._requests import Requests
 
 

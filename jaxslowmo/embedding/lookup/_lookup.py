@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
+from ...gradients.sparse import Rows
 from ...mesh import AnyMesh, replicate
-from ...sparse import Rows
 from ...tracing import FullLoss
 from ...transform import ParameterTransform, isolated, unless_idle
 from .._embeddings import Embeddings

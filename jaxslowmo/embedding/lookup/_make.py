@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..._typing import AxisName
+from ..._support.types import AxisName
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from .._embeddings import Embeddings
 from ._lookup import Lookup

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
+from ...gradients.sparse import RowGradient, Rows, coalesce
 from ...mesh import match_varying
-from ...sparse import RowGradient, Rows, coalesce
 from ...transform import unseen_zero
 from ...tree import at_least_float32, cast
 

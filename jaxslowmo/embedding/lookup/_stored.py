@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...mesh import (
     AnyMesh,
     VirtualMesh,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.sharding import NamedSharding
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ..schedules import Operation, Schedule
 from ._programs import Data, StagePrograms
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import at_least_float32
 from ..model import LossTerms
 from ..plan import Totals

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import at_least_float32
 from ..model import LossTerms, Packing, WithState
 from ..plan import (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import leaf_names
 
 Metrics = dict[str, jax.Array]

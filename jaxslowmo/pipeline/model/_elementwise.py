@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.extend.core import Literal
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tracing import called_program
 from ...tree import Staged
 from ._packing import Packing

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import match_varying
 from ._blocks import Run
 from ._calls import Keyed, LayerCall, call_signature, check_leaves, loss_terms

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import Staged, leaf_names
 from ._blocks import Block, Run, runs_of
 from ._layered import LayeredModel

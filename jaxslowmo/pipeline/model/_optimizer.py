@@ -13,7 +13,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import only_over, vary_over, varying_axes
 from ...tracing import run_where_values_vary
 from ...tree import Staged

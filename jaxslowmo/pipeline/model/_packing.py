@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import axis_names
 from ...tree import Staged, leaf_names
 

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tree import Staged
 from ._packing import Packing

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import leaf_names
 
 TiedLeaf = tuple[int, str]

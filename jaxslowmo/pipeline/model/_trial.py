@@ -21,8 +21,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
-from ..._warn import warn_user
+from ..._support.types import PyTree
+from ..._support.warnings import warn_user
 from ...tree import leaf_names
 from ._packing import Packing
 

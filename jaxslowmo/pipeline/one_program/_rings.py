@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 
 Values = Sequence[jax.Array]
 Buffers = list[jax.Array]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...tree import at_least_float32
 from ..model import LossTerms, WithState

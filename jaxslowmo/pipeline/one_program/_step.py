@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import varying_axes
 from ...tree import Staged
 from ..model import Loss, LossTerms, WithState

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import tree_bytes
 from ._blocks import Interval, check_costs, check_count, dealt
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import check_arrays
 
 _OWNER = "count_layer_params"

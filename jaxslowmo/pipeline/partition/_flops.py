@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import check_arrays
 from ..model import LayeredModel
 

@@ -1,6 +1,6 @@
 """Equally many layers for each stage."""
 
-from ..._warn import warn_user
+from ..._support.warnings import warn_user
 from ._blocks import Interval, check_count, dealt
 
 

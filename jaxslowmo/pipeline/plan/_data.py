@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
+from ...gradients.tied import sum_over_holders
 from ...mesh import axis_names, axis_size, from_first
 from ...tree import leaf_names
 from ..model import Loss, LossTerms, Packing, Place, keyed_microbatch, quotient
-from ..tied import sum_over_holders
 from ._plan import Plan
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...tree import Staged, leaf_names
 from ..model import LayeredModel, Loss, StageLayout, call_signature
 from ..schedules import Schedule

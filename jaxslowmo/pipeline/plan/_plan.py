@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ..model import LayeredModel, Packing, Place, StageLayout, WithState, equal_layers
 from ..schedules import Schedule
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ..stage import Part, WholeStage, check_count, nowhere, struct_of, traced
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...mesh import cast_varying, varying_axes
 from ._flat import (
     Atom,

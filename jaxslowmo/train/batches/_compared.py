@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._coordinator import NoNoteError, forget, tell, wait_for
-from ..._typing import PyTree
-from ..._warn import warn_user
+from ..._support.coordinator import NoNoteError, forget, tell, wait_for
+from ..._support.types import PyTree
+from ..._support.warnings import warn_user
 from ...mesh import (
     AnyMesh,
     Description,

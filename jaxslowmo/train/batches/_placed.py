@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host
 from ...tree import leaf_names
 

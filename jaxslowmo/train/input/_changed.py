@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 
 _WHOLE_BYTES = 1 << 22  # arrays of at most so many bytes are compared whole: about 1 ms
 _PIECES = 1024  # of a larger one

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ._changed import refuse_changed
 from ._loader import Direct, Ended, Loaded, Loader, SharedIterator, shared
 from ._report import Clock

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ._changed import Sample, sample_of
 from ._report import Clock
 

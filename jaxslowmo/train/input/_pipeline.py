@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
-from ..._choices import check_choice
-from ..._integers import as_int
-from ..._typing import PyTree
+from ..._support.checks import as_int, check_choice
+from ..._support.types import PyTree
 from .._hooks import StepResult
 from .._state import TrainState
 from ..step import AheadMode

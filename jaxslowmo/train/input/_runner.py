@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..._typing import Phase, PyTree
+from ..._support.types import Phase, PyTree
 from .._hooks import StepResult
 from ..step import bounded, count_here
 from ._stages import Prepared, of_step

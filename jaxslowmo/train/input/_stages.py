@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from .._uneven import WeightedBatch
 from ..step import bounded
 from ._loader import Loaded

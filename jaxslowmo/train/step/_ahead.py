@@ -7,9 +7,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ..._choices import check_choice
-from ..._integers import as_int
-from ..._typing import PyTree
+from ..._support.checks import as_int, check_choice
+from ..._support.types import PyTree
 from ...embedding import Ahead, Carry, Embeddings, Lookup
 from .._state import TrainState
 from ._programs import Task, ask

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 
 # The CPU client admits 32 unfinished programs per device and makes the launch of one more wait in
 # the pool of threads that must run the others. With several devices in a process a program that

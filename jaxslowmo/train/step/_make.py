@@ -5,12 +5,11 @@ from typing import Any, Literal
 
 import optax
 
-from ..._choices import check_choice
-from ..._integers import as_int
-from ..._typing import AxisName
+from ..._support.checks import as_int, check_choice
+from ..._support.types import AxisName
 from ...embedding import Embeddings, lookup_of
+from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
-from ...precision import Policy, computing_in
 from ...tracing import FullLoss, as_full_loss
 from ...transform import ParameterTransform, over_stages, spec_of
 from .._raw_keys import with_raw_keys

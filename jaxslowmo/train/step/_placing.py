@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import AxisName, PyTree
+from ..._support.types import AxisName, PyTree
 from ...embedding import Lookup
 from ...mesh import (
     AnyMesh,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
 from ...transform import Every, ParameterTransform, has_origin, instants, shifted_copies
 
 _SIDE = 3  # elements along an axis, at most

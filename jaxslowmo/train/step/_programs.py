@@ -10,10 +10,10 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._typing import Phase, PyTree
+from ..._support.types import Phase, PyTree
 from ...embedding import Ahead
+from ...gradients.precision import scale_metrics
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
-from ...precision import scale_metrics
 from .._state import Layout, TrainState
 from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ..._typing import Phase, PyTree
-from ..._warn import warn_once
+from ..._support.types import Phase, PyTree
+from ..._support.warnings import warn_once
 from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...transform import ParameterTransform

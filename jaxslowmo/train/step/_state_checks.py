@@ -10,9 +10,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from ..._typing import PyTree
+from ..._support.types import PyTree
+from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh
-from ...precision import loss_scale_of
 from ...transform import NoExchangeState
 from ...tree import leaf_names, not_floating
 from .._state import TrainState

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from ..._integers import as_int
-from ..._typing import Phase, PyTree
+from ..._support.checks import as_int
+from ..._support.types import Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...embedding import Ahead, WithTables
 from ...mesh import AnyMesh, Shares, VirtualMesh, consensus

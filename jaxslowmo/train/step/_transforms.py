@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._typing import AxisName, PyTree
-from ...clipping import ClipByGlobalNormState, clip_state
+from ..._support.types import AxisName, PyTree
+from ...gradients.clipping import ClipByGlobalNormState, clip_state
+from ...gradients.precision import check_place, scale_state
 from ...mesh import AnyMesh, axis_names
-from ...precision import check_place, scale_state
 from ...tracing import unnamed_exchanges
 from ...transform import (
     Chain,

@@ -11,7 +11,7 @@ import types
 import jax
 import pytest
 
-from jaxslowmo._coordinator import NoNoteError
+from jaxslowmo._support.coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
 from jaxslowmo.cli.processes._peers import failing_together
 from jaxslowmo.cli.processes._watch import Watch

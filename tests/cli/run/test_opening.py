@@ -28,7 +28,7 @@ PROGRAM = """
 import json
 import time
 from pathlib import Path
-from jaxslowmo import _coordinator as notes
+from jaxslowmo._support import coordinator as notes
 from jaxslowmo.cli._errors import code_of, describe
 from jaxslowmo.cli.config._train import train_config
 from jaxslowmo.cli.processes._launchers import Cluster

@@ -3,12 +3,12 @@
 import copy
 
 import jax
+import models
 import numpy as np
 import optax
 import pytest
 from torch import nn
 
-import models
 from torch_compat import on_jax
 
 STEPS = 20

@@ -3,6 +3,7 @@
 import copy
 
 import jax
+import models
 import numpy as np
 import optax
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch import nn
 
 import jaxslowmo as js
-import models
 from jaxslowmo.checkpoint import Checkpoints
 from torch_compat import on_jax
 

@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-import models
 from support.tpu_slices import compiled_rows, on, tpu_mesh
 from torch_compat import on_jax
 

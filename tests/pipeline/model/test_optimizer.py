@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.clipping import clip_state
+from jaxslowmo.gradients.clipping import clip_state
 from support.exhaustive import sweep
 from support.layered import assert_close, language_model, tokens
 from support.optimizers import names as path_names

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-
 from models import PlainTorch, largest_difference, regressor, samples
+
 from torch_compat import TPUManager
 
 TOLERANCE = 1e-6

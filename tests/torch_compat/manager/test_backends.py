@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from models import TRACED_ONCE, regressor, samples
+
 from torch_compat import TPUManager
 from torch_compat.manager import _backends
 

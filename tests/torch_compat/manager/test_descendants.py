@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from models import PlainTorch, largest_difference, regressor, samples
 from torch import nn
 
-from models import PlainTorch, largest_difference, regressor, samples
 from torch_compat import TPUManager
 
 DATA = samples(16)

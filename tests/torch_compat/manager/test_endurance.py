@@ -5,8 +5,8 @@ import os
 import threading
 
 import torch
-
 from models import regressor, samples
+
 from torch_compat import TPUManager
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-
 from models import (
     TRACED_ONCE,
     PlainTorch,
@@ -23,6 +22,7 @@ from models import (
     regressor,
     samples,
 )
+
 from support.waiting import PATIENCE_SECONDS, wait_until
 from torch_compat import TPUManager, TPUWorkerError
 from torch_compat.manager import _manager

@@ -9,9 +9,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from models import PlainTorch, largest_difference, regressor, samples
 from torch import nn
 
-from models import PlainTorch, largest_difference, regressor, samples
 from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager, TPUWorkerError
 from torch_compat.master import MasterModel

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from models import TRACED_ONCE, PlainTorch, largest_difference, regressor, samples
 from torch import nn
 
-from models import TRACED_ONCE, PlainTorch, largest_difference, regressor, samples
 from torch_compat import TPUManager
 
 DATA = samples(64)

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from models import TRACED_ONCE, samples
 from torch import nn
 
-from models import TRACED_ONCE, samples
 from support.waiting import PATIENCE_SECONDS, wait_until
 from torch_compat import TPUManager
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from models import largest_difference, samples
 from torch import nn
 
-from models import largest_difference, samples
 from torch_compat import TPUManager
 
 DATA = samples(16)

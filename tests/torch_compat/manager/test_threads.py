@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from models import PlainTorch, Regressor, largest_difference, regressor, samples
 from torch import nn
 
-from models import PlainTorch, Regressor, largest_difference, regressor, samples
 from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import regressor, samples
 from torch import nn
 
-from models import regressor, samples
 from support.waiting import PATIENCE_SECONDS
 from torch_compat import TPUManager
 

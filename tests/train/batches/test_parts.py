@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
-from jaxslowmo._coordinator import tell, wait_for
+from jaxslowmo._support.coordinator import tell, wait_for
 from jaxslowmo.train.batches._placed import own_parts
 
 devices = sorted(jax.devices(), key=lambda d: d.id)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.precision import was_skipped
+from jaxslowmo.gradients.precision import was_skipped
 from support.executions import gossip_state
 from support.exhaustive import sweep
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ...._replacing import replacing
-from ...._warn import warn_user
+from ...._support.files import replacing
+from ...._support.warnings import warn_user
 
 # The disk is full; or somebody is deleting the folder just now, and the next record makes it anew.
 _WAITED_FOR = (errno.ENOSPC, errno.ENOENT)

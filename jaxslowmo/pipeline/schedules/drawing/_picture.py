@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ...._extras import needed_by
-from ...._replacing import replacing
+from ...._support.extras import needed_by
+from ...._support.files import replacing
 from ..table import TORCH_LETTERS, Kind, Simulation
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

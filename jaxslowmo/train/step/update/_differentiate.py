@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._scopes import METRICS, MODEL_STATE
-from ...._typing import AxisName, PyTree
+from ...._support.scopes import METRICS, MODEL_STATE
+from ...._support.types import AxisName, PyTree
 from ....embedding import Lookup
+from ....gradients.precision import loss_scale_of
 from ....mesh import axis_names, match_varying, own_keys, vary_over
-from ....precision import loss_scale_of
 from ....tracing import FullLoss, ready_order
 from ....transform import unless_idle
 from ....tree import cast

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ...._typing import PyTree
+from ...._support.types import PyTree
 from ....tracing import FullLoss
 
 

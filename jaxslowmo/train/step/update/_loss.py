@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...._typing import PyTree
+from ...._support.types import PyTree
 from ....embedding import WithVectors
+from ....gradients.precision import scaled_value_and_grad
 from ....mesh import match_varying
-from ....precision import scaled_value_and_grad
 from ....tracing import FullLoss
 from ....tree import at_least_float32, zeros_like
 

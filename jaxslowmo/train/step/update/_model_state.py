@@ -5,7 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ...._typing import AxisName, PyTree
+from ...._support.types import AxisName, PyTree
 from ....mesh import from_first, match_varying, vary_over
 from ....transform import Exchange, replica_mean
 

@@ -8,12 +8,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import optax
 
-from ...._scopes import EVERY_PHASE
-from ...._typing import AxisName, Phase, PyTree
-from ....clipping import clip_state, scaled
+from ...._support.scopes import EVERY_PHASE
+from ...._support.types import AxisName, Phase, PyTree
 from ....embedding import Lookup, all_finite
-from ....mesh import axis_names, laid_out, vary_over
-from ....precision import (
+from ....gradients.clipping import clip_state, scaled
+from ....gradients.precision import (
     Policy,
     as_before_if,
     loss_scale_of,
@@ -21,8 +20,9 @@ from ....precision import (
     was_skipped,
     zero_if,
 )
-from ....reducer import mean_gradients
-from ....sparse import Rows, WithRows, mean_rows
+from ....gradients.reducer import mean_gradients
+from ....gradients.sparse import Rows, WithRows, mean_rows
+from ....mesh import axis_names, laid_out, vary_over
 from ....transform import (
     GradientTransform,
     ParameterTransform,

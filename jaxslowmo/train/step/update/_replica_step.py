@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...._typing import Phase, PyTree
+from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._state import TrainState

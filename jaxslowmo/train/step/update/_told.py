@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import jax
 import optax
 
-from ...._scopes import METRICS
-from ...._typing import AxisName, PyTree
+from ...._support.scopes import METRICS
+from ...._support.types import AxisName, PyTree
 from ....collectives import all_mean, weighted_means
 from ....mesh import axis_names, axis_size, vary_over, varying_axes
 from ....tracing import run_where_values_vary

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from ...._typing import PyTree
-from ....clipping import clip_state, scaled
+from ...._support.types import PyTree
+from ....gradients.clipping import clip_state, scaled
+from ....gradients.precision import was_skipped
 from ....mesh import cast_varying, varying_axes
-from ....precision import was_skipped
 from ....transform import Validation
 
 

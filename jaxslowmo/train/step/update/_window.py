@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...._typing import PyTree
+from ...._support.types import PyTree
 from ....embedding import Carry, added_rows, empty_rows, summed
+from ....gradients.sparse import Rows
 from ....mesh import match_varying
-from ....sparse import Rows
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 from ._loss import wide_zeros
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.clipping import clip_state
-from jaxslowmo.diagnostics import parse_module
+from jaxslowmo.gradients.clipping import clip_state
+from jaxslowmo.reports.communication import parse_module
 from support.exhaustive import sweep
 
 R, LOCAL, STEPS = 2, 2, 6

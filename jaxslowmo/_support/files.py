@@ -1,0 +1,68 @@
+"""Files that are replaced as a whole, and the operating system's errors."""
+
+import contextlib
+import errno
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+# A disk that is full or a file server that does not answer may be well again in a minute.
+PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
+# As tensorstore writes it, which raises errors without a number.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+def io_errno(error: BaseException | None) -> int | None:
+    """The number of the operating system's error that an error is, or came from; None if of none.
+
+    An error may tell its number itself, by an attribute `errno`.
+    """
+    while error is not None:
+        number = getattr(error, "errno", None)
+        if isinstance(number, int):
+            return number
+        if found := _OS_ERROR.search(str(error)):
+            return int(found[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+_BEFORE, _AFTER = ".writing-", "-"
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path to write to: what is there takes the place of `path` at the end, at once.
+
+    It lies in the same folder and ends as `path` does. After an error it is removed, and `path` is
+    what it was. What is no regular file, as /dev/stdout, is written to as it is.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()  # a link keeps pointing to the file
+    temporary = path.with_name(f"{_BEFORE}{uuid.uuid4().hex[:8]}{_AFTER}{path.name}")
+    try:
+        yield temporary
+        # Else the name could be on disk before the bytes are, and a loss of power leave it empty.
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_anew(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a whole file, as UTF-8: afterwards it holds `text`, or after an error what it held."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a file was left by a writer that was killed."""
+    return path.name.startswith(_BEFORE)

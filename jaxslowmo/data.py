@@ -1,0 +1,3 @@
+"""Text as batches, for `import jaxslowmo.data`."""
+
+from .language.data import *  # noqa: F403

@@ -1,0 +1,1 @@
+"""What happens to gradients before the optimizer: averaged, summed as rows, scaled, clipped."""

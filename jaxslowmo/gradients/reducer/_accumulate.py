@@ -1,0 +1,175 @@
+"""Gradients of several calls as one update."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._support.types import PyTree
+from ...mesh import axes_of, axes_sent_over, match_varying, vary_over, varying_axes
+from ...transform import (
+    Every,
+    GradientTransform,
+    as_schedule,
+    check_weight,
+    checked_optax,
+    increment,
+    run_if,
+    spec_of,
+)
+from ...tree import (
+    added,
+    at_least_float32,
+    by_dtype,
+    cast,
+    check_floating,
+    kept_if,
+    widen_updates,
+    zeros_like,
+)
+
+_OWNER = "accumulate"
+
+
+class AccumulateState(NamedTuple):
+    """State of `accumulate`."""
+
+    count: jax.Array  # () int32, calls so far; equal on all replicas
+    total: PyTree  # like the gradients, at least float32: weighted sum since the last update
+    weight: jax.Array  # () float32, sum of the weights since then; calls, where none are given
+    inner: PyTree
+
+
+def accumulate(
+    inner: optax.GradientTransformation, every: int | Every, *, average: bool = True
+) -> GradientTransform:
+    """Collect gradients locally over several calls, then run `inner` once on the whole.
+
+    torch's `no_sync`. Wraps the chain that reduces and steps:
+
+        js.accumulate(js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
+
+    (`make_train_step(accumulate=4)` splits one batch instead.)
+
+    Args:
+      inner: what is called every so often, with the gradients since the last time.
+      every: number of calls per update, or `js.every(...)` on the number of the call.
+      average: give `inner` the mean of the calls; False the sum, as torch does, where the loss is
+        scaled by hand.
+
+    Returns:
+      A transform with state `AccumulateState`. `update(grads, state, params, weight=None,
+      step=None)` returns zeros in calls that only collect. `weight` is this call's weight in the
+      mean, and `inner` is given their sum as its `weight`; other extra arguments reach `inner` as
+      they are. `step`: bool, or () bool array equal on all replicas, that says whether this call
+      updates, in place of `every`.
+
+    Raises:
+      ValueError: `every` < 1, `inner` that is no transform, at construction; at trace time a weight
+        with average=False, non-float leaves.
+
+    Communication: that of `inner`, in calls that update; nothing in others.
+
+    Source: torch 2.13, `DistributedDataParallel.no_sync`.
+    """
+    schedule = as_schedule(every, "every")
+    transform = checked_optax(_OWNER, "inner", inner)
+
+    def init_fn(params: PyTree) -> AccumulateState:
+        check_floating(_OWNER, params)
+        state = transform.init(params)
+        reduced = _reduced_axes(transform, state, params)
+        return AccumulateState(
+            count=jnp.zeros([], jnp.int32),
+            total=vary_over(jax.tree.map(_wide_zeros, params), reduced),
+            weight=vary_over(jnp.zeros([], jnp.float32), _common_axes(params) | reduced),
+            inner=state,
+        )
+
+    def update_fn(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        step: bool | jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, PyTree]:
+        check_floating(_OWNER, updates)
+        share = check_weight(_OWNER, weight)
+        if share is not None and not average:
+            raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
+        count = increment(state.count)
+        state = AccumulateState(
+            count,
+            jax.tree.map(added, state.total, _weighted(widen_updates(updates), share)),
+            state.weight + (1 if share is None else share),
+            state.inner,
+        )
+
+        def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
+            whole = _over(s.total, s.weight) if average else s.total
+            whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
+            given = extra if share is None else {**extra, "weight": s.weight}
+            moved, after = transform.update(whole, s.inner, params, **given)
+            empty = match_varying(jax.tree.map(zeros_like, s.total), s.total)
+            return moved, AccumulateState(count, empty, jnp.zeros_like(s.weight), after)
+
+        def collect(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
+            # `update` is not run again: jax finds what the conditional has traced.
+            return jax.tree.map(zeros_like, jax.eval_shape(update, s)[0]), s
+
+        return run_if(schedule(count) if step is None else step, update, collect, state)
+
+    own = spec_of(inner)
+    spec = own.around(
+        lambda state: state.inner,
+        lambda state: schedule(increment(state.count)),
+        takes=own.takes | {"weight"},
+        of_rows=False,
+    )
+    return GradientTransform(init_fn, update_fn, spec)
+
+
+def _wide_zeros(p: jax.Array) -> jax.Array:
+    return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
+
+
+def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
+    """`weight * grads`; zeros where the weight is 0, even if something is not finite there."""
+    if weight is None:
+        return grads
+    counts, factor = weight > 0, by_dtype(weight)
+    return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)
+
+
+def _over(total: PyTree, weight: jax.Array) -> PyTree:
+    """`total / weight`; zeros where the weight is 0."""
+    # Over infinity everything is zero, without a choice for every leaf.
+    divisor = by_dtype(jnp.where(weight > 0, weight, jnp.inf))
+    return jax.tree.map(lambda t: t / divisor(t.dtype), total)
+
+
+def _common_axes(tree: PyTree) -> frozenset[str]:
+    """Axes that all leaves vary over."""
+    each = [varying_axes(leaf) for leaf in jax.tree.leaves(tree)]
+    return frozenset.intersection(*each) if each else frozenset()
+
+
+def _reduced_axes(
+    transform: optax.GradientTransformationExtraArgs, state: PyTree, params: PyTree
+) -> frozenset[str]:
+    """Axes over which parameters are equal, and gradients, which `transform` reduces there, not.
+
+    Under `shard_map(check_vma=True)`, where a sum of gradients is typed as they are. Everywhere
+    else there are none.
+
+    Args:
+      transform: takes the gradients.
+      state: of it.
+      params: whose gradients they are.
+    """
+    varied = vary_over(params, jax.sharding.get_abstract_mesh().manual_axes)
+    unlike = axes_of(varied) - axes_of(params)
+    return unlike and unlike & axes_sent_over(transform.update, varied, state, params)

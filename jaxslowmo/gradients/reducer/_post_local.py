@@ -1,0 +1,105 @@
+"""Post-local SGD: gradients are averaged over all replicas first, over fewer or none later."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..._support.types import PyTree
+from ...transform import (
+    Every,
+    GradientSpec,
+    GradientTransform,
+    checked_optax,
+    gradient_state,
+    increment,
+    is_identity,
+    joined,
+    run_if,
+    spec_of,
+)
+from ..sparse import with_equal_entries
+
+_OWNER = "post_local_gradients"
+
+
+@gradient_state
+class PostLocalGradientsState(NamedTuple):
+    """State of `post_local_gradients`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    before: PyTree  # of the transform used up to the start
+    after: PyTree  # of the one used from then on; () without one
+
+
+def post_local_gradients(
+    schedule: Every,
+    before: optax.GradientTransformation,
+    after: optax.GradientTransformation | None = None,
+) -> GradientTransform:
+    """One gradient transform until a schedule starts, another one or none from then on.
+
+    The first transform of a chain whose parameter transform runs on the same schedule:
+
+        late = js.every(8, start=1000)
+        js.chain(
+            js.post_local_gradients(late, js.all_reduce_gradients("replica")),
+            optax.sgd(0.1),
+            js.local_sgd("replica", sync_every=late),
+        )
+
+    Args:
+      schedule: `js.every(k, start=s)`; `before` runs in updates t <= s.
+      before: such as `js.all_reduce_gradients(("node", "device"))`.
+      after: such as `js.all_reduce_gradients("device")`, the mean inside a group; None leaves
+        gradients local.
+
+    Returns:
+      A transform with state `PostLocalGradientsState`; extra arguments (`weight`) reach both.
+
+    Raises:
+      ValueError: `schedule` is no `js.every(...)`, or a transform is none.
+
+    Communication: that of `before` in updates up to the start, that of `after` in later ones.
+
+    Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local SGD);
+      torch 2.13, `post_localSGD_hook`.
+    """
+    if not isinstance(schedule, Every):
+        raise ValueError(f"{_OWNER}: `schedule` must be js.every(k, start=...), got {schedule!r}.")
+    early = checked_optax(_OWNER, "before", before)
+    late = checked_optax(_OWNER, "after", optax.identity() if after is None else after)
+
+    def init_fn(params: PyTree) -> PostLocalGradientsState:
+        return PostLocalGradientsState(
+            jnp.zeros([], jnp.int32), early.init(params), late.init(params)
+        )
+
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        count = increment(state.count)
+
+        def runs(tx: optax.GradientTransformationExtraArgs, field: str):
+            def run(operand: tuple[PyTree, PostLocalGradientsState]):
+                grads, s = operand
+                grads, inner = tx.update(grads, getattr(s, field), params, **extra)
+                return grads, s._replace(count=count, **{field: inner})
+
+            return run
+
+        operand = updates, state
+        first, second = with_equal_entries([runs(early, "before"), runs(late, "after")], operand)
+        return run_if(is_early(state), first, second, operand)
+
+    def is_early(state: PyTree) -> jax.Array:
+        count = increment(state.count)
+        return ~(count > min(schedule.start, jnp.iinfo(count.dtype).max))
+
+    # Of the two each update calls one.
+    spec_after = GradientSpec(of_rows=True) if is_identity(late) else spec_of(late)
+    first = spec_of(before).around(lambda state: state.before, is_early)
+    second = spec_after.around(lambda state: state.after, lambda state: ~is_early(state))
+    spec = joined([first, second]).around(lambda state: (state, state))
+    return GradientTransform(init_fn, update_fn, spec)

@@ -1,0 +1,252 @@
+"""Matrices travel as the product of two thin ones."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...._support.checks import checked_int
+from ...._support.types import PyTree
+from ....collectives import all_mean
+from ....mesh import axis_names, match_varying, vary_over
+from ....transform import phase_scope, run_if
+from ....tree import at_least_float32
+from .._hook import CommHook, GradBucket
+
+_OWNER = "powersgd"
+# Up to here by Gram-Schmidt: few operations, where a QR is a library call on most backends.
+_FEW_COLUMNS = 2
+
+
+class PowerSGDState(NamedTuple):
+    """State of `powersgd` for one bucket: one entry per shape (n, m) that is compressed."""
+
+    error: tuple[jax.Array, ...]  # (matrices, n, m), what this replica lost so far; or ()
+    q: tuple[jax.Array, ...]  # (matrices, m, r), last factors, equal on all replicas; or ()
+
+
+class _Matrices(NamedTuple):
+    """Matrices of one shape in a bucket; they are worked on together."""
+
+    members: tuple[int, ...]  # their places among the bucket's pieces
+    rows: int
+    columns: int
+    rank: int
+
+
+def powersgd(
+    rank: int = 1,
+    start_step: int = 1000,
+    *,
+    error_feedback: bool = True,
+    warm_start: bool = True,
+    min_compression_rate: float = 2.0,
+    seed: int = 0,
+) -> CommHook:
+    """Low-rank gradients: a matrix M is reduced as P Q^T with r columns each.
+
+    After `start_step` updates with the plain mean, for every gradient as an (n, m) matrix, n its
+    first dimension: with Q of the update before, orthonormal, P = mean(M Q), orthonormal, Q =
+    mean(M^T P); the reduced gradient is P Q^T, one step of a power iteration towards the best
+    approximation of the mean. What this replica's M lost is added to its next one.
+
+    A matrix is compressed where that saves enough: (n + m) r `min_compression_rate` < n m; vectors
+    hardly ever are. The others get their plain mean.
+
+    Args:
+      rank: r, at most; not more than n and m. 1 or 2 are usual, 4 and more for hard cases.
+      start_step: so many updates with the plain mean come first, while gradients change fast. More
+        than 1 with error feedback or warm start.
+      error_feedback: keep what was lost and add it to the next gradient; without it training may
+        not converge.
+      warm_start: Q starts as that of the update before, so the approximation improves from update
+        to update; else a new random one each time.
+      min_compression_rate: compress where the factors are smaller by more than this, > 0.
+      seed: of the first Q; which replica does not matter, so they draw alike.
+
+    Returns:
+      A `CommHook` with a `PowerSGDState` per bucket: errors in the size of what is compressed, and
+      factors. State and algebra are float32 for half precision, which only travels (products may
+      overflow float16: prefer bfloat16). An update with an inf or NaN in a compressed gradient
+      gives NaN on all replicas and leaves the state as it was. Leaves cut by `split_large` are
+      vectors: they are not compressed.
+      Errors differ between replicas: in `js.make_train_step` all axes that the hook reduces over
+      must be in its `axis_name`.
+
+    Raises:
+      ValueError: an argument out of its range.
+
+    Communication: per bucket up to update `start_step` one all-reduce of it (kind "warm_up" in
+      `js.comm_report`); then (kind "powersgd") at most three, in its dtype: of what is not
+      compressed, of all P, (n r elements per matrix), and of all Q (m r).
+
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019; torch 2.13, `powerSGD_hook`.
+    """
+    remembers = error_feedback or warm_start
+    why = ", and with error feedback or warm start it" if remembers else " and"
+    rank, seed = checked_int(f"{_OWNER}: `rank`", rank, 1), checked_int(f"{_OWNER}: `seed`", seed)
+    start_step = checked_int(
+        f"{_OWNER}: `start_step` counts updates{why}", start_step, 2 if remembers else 0
+    )
+    if not isinstance(min_compression_rate, int | float) or not 0 < min_compression_rate < math.inf:
+        raise ValueError(
+            f"{_OWNER}: `min_compression_rate` must be a finite number > 0, got "
+            f"{min_compression_rate!r}."
+        )
+
+    def matrices(bucket: GradBucket) -> list[_Matrices]:
+        return _matrices(bucket, rank, min_compression_rate)
+
+    def draw(bucket: GradBucket, count: Any) -> tuple[jax.Array, ...]:
+        work = at_least_float32(bucket.dtype)
+        shapes = [(len(g.members), g.columns, g.rank) for g in matrices(bucket)]
+        drawn = [draw_normal(seed, count, bucket.index, i, x) for i, x in enumerate(shapes)]
+        return tuple(x.astype(work) for x in drawn)
+
+    def init(bucket: GradBucket) -> PyTree:
+        shapes = [(len(g.members), g.rows, g.columns) for g in matrices(bucket)]
+        work = at_least_float32(bucket.dtype)
+        error = tuple(jnp.zeros(shape, work) for shape in shapes if error_feedback)
+        return PowerSGDState(
+            error=vary_over(error, axis_names(bucket.axis_name)),
+            q=draw(bucket, 0) if warm_start else (),
+        )
+
+    def plain(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
+        with phase_scope("warm_up"):
+            return all_mean(bucket.flat, bucket.axis_name), state
+
+    def compressed(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
+        with phase_scope("powersgd"):
+            first_q = state.q if warm_start else draw(bucket, bucket.count)
+            flat, lost, q = _compressed_mean(bucket, matrices(bucket), state.error, first_q)
+            after = PowerSGDState(lost if error_feedback else (), q if warm_start else ())
+        # One overflow must not stay in the memory for good. The reduced bucket is equal on all
+        # replicas, so is the choice.
+        sound = jnp.all(jnp.isfinite(flat))
+        return flat, jax.tree.map(lambda new, old: jnp.where(sound, new, old), after, state)
+
+    def update(bucket: GradBucket, state: PyTree) -> tuple[jax.Array, PyTree]:
+        if not matrices(bucket):
+            return all_mean(bucket.flat, bucket.axis_name), state
+        assert bucket.count is not None
+        flat, after = run_if(
+            bucket.count > start_step if start_step else True,
+            lambda x: compressed(bucket.replace(x[0]), x[1]),
+            lambda x: plain(bucket.replace(x[0]), x[1]),
+            (bucket.flat, state),
+        )
+        return flat, match_varying(after, state)
+
+    return CommHook(init, update)
+
+
+def draw_normal(
+    seed: int, count: Any, bucket_index: int, index: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """Normal numbers for the factors of one shape; `count` is 0 in `init`, else the update's."""
+    key = jax.random.key(seed, impl="threefry2x32")  # alike on every backend
+    for part in (bucket_index, index, count):
+        key = jax.random.fold_in(key, part)
+    return jax.random.normal(key, shape, jnp.float32)
+
+
+def _matrices(bucket: GradBucket, rank: int, min_compression_rate: float) -> list[_Matrices]:
+    """What is compressed, by shape, in the order in which shapes first appear."""
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for place, piece in enumerate(bucket.pieces):
+        size, shape = math.prod(piece.part_shape), piece.part_shape or (1,)
+        if size:
+            by_shape.setdefault((shape[0], size // shape[0]), []).append(place)
+    return [
+        _Matrices(tuple(members), n, m, r)
+        for (n, m), members in by_shape.items()
+        if (n + m) * (r := min(n, m, rank)) * min_compression_rate < n * m
+    ]
+
+
+def _compressed_mean(
+    bucket: GradBucket,
+    groups: list[_Matrices],
+    errors: tuple[jax.Array, ...],
+    first_q: tuple[jax.Array, ...],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The reduced bucket, what this replica lost in it, and the last factors Q.
+
+    Communication: at most three all-reduces over `bucket.axis_name`, in the bucket's dtype.
+    """
+    parts, work = bucket.split(bucket.flat), at_least_float32(bucket.dtype)
+    inside = {place for g in groups for place in g.members}
+    outside = [place for place in range(len(parts)) if place not in inside]
+    if outside:
+        # Their means are exact. (torch's error memory has their difference to the mean too, which
+        # adds up to 0 over replicas: it changes no mean, but grows and costs precision.)
+        for i, mean in zip(outside, _means(bucket, [parts[i] for i in outside]), strict=True):
+            parts[i] = mean
+    own = [
+        jnp.stack([parts[i].reshape(g.rows, g.columns) for i in g.members]).astype(work)
+        for g in groups
+    ]
+    own = [m + error for m, error in zip(own, errors, strict=True)] if errors else own
+    p = [_multiply("bnm,bmr->bnr", m, orthogonal(q)) for m, q in zip(own, first_q, strict=True)]
+    p = [orthogonal(x) for x in _means(bucket, p)]
+    q = _means(bucket, [_multiply("bnm,bnr->bmr", m, x) for m, x in zip(own, p, strict=True)])
+    lost = []
+    for g, m, x, y in zip(groups, own, p, q, strict=True):
+        product = _multiply("bnr,bmr->bnm", x, y).astype(bucket.dtype)
+        lost.append(m - product.astype(work))
+        for i, reduced in zip(g.members, product, strict=True):
+            parts[i] = reduced
+    return bucket.join(parts), tuple(lost), tuple(q)
+
+
+def _multiply(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _means(bucket: GradBucket, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Means of arrays over replicas, by way of the bucket's dtype.
+
+    Communication: one all-reduce over `bucket.axis_name`.
+    """
+    packed = jnp.concatenate([x.reshape(-1) for x in arrays]).astype(bucket.dtype)
+    parts = jnp.split(all_mean(packed, bucket.axis_name), np.cumsum([x.size for x in arrays])[:-1])
+    return [part.reshape(x.shape).astype(x.dtype) for part, x in zip(parts, arrays, strict=True)]
+
+
+def orthogonal(x: jax.Array) -> jax.Array:
+    """Orthonormal columns that span those of each matrix.
+
+    Args:
+      x: (matrices, n, r) float32, r <= n.
+
+    Returns:
+      The same shape. Up to 2 columns: one that depends on those before it, to the last bit, is 0;
+      with more columns an orthonormal complement takes its place.
+
+    Communication: none.
+    """
+    if x.shape[-1] > _FEW_COLUMNS:
+        return jnp.linalg.qr(x)[0]
+    columns: list[jax.Array] = []
+    for i in range(x.shape[-1]):
+        column = _unit(x[..., i])
+        # Twice: what is left of nearly dependent columns is rounding noise, which would again
+        # have a part along the earlier ones.
+        for _ in range(2 if columns else 0):
+            for other in columns:
+                column = column - jnp.sum(column * other, axis=-1, keepdims=True) * other
+            column = _unit(column)
+        columns.append(column)
+    return jnp.stack(columns, axis=-1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """(matrices, n) rows of length 1, or 0 where they are 0; also of tiny and huge ones."""
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    x = x / jnp.where(largest == 0, 1, largest)
+    norm = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    return x / jnp.where(norm == 0, 1, norm)

@@ -1,0 +1,207 @@
+"""Differentiate with respect to the rows that are looked up, not the whole table."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.types import PyTree
+from ._coalesce import compact
+from ._row_gradient import RowGradient, checked_capacity, inside, row_numbers
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TouchedRows:
+    """Some rows of a table, looked up by their numbers in the table: `touched[indices]`.
+
+    Stands for the table in a loss function. A row that it does not hold, and one outside of the
+    table, is NaN; negative numbers count from the end, as in jax.
+
+    Attributes:
+      rows: (k,) int32, sorted and distinct; padding is `num_rows`.
+      values: (k, *s), the rows; differentiate with respect to them.
+      num_rows: rows of the table; static.
+    """
+
+    rows: jax.Array
+    values: jax.Array
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the table."""
+        return (self.num_rows, *self.values.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the table."""
+        return self.values.dtype
+
+    def positions(self, indices: Any) -> jax.Array:
+        """Where in `values` each row of `indices` lies; k for one that is not there."""
+        rows, own = _looked_up(indices, self.num_rows), row_numbers(self.rows)
+        size = own.shape[0]
+        place = jnp.searchsorted(own, rows).astype(jnp.int32)
+        held = own.at[place].get(mode="fill", fill_value=self.num_rows) == rows
+        return jnp.where(held & (rows < self.num_rows), place, jnp.int32(size))
+
+    def __getitem__(self, indices: Any) -> jax.Array:
+        """Rows of the table, `(*indices.shape, *s)`."""
+        return self.values.at[self.positions(indices)].get(mode="fill", fill_value=jnp.nan)
+
+    def gradient(self, values: jax.Array) -> RowGradient:
+        """The gradient of the table from that of `self.values`."""
+        return RowGradient(self.rows, values, self.num_rows)
+
+    def __jax_array__(self) -> jax.Array:
+        """Refused: this is not the whole table."""
+        raise TypeError(
+            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`. A "
+            "table that is used in another way, as the output layer for example, has a gradient in "
+            "every row: leave it out of `tables` in js.row_value_and_grad."
+        )
+
+
+class GatheredRows(NamedTuple):
+    """What `js.gather_rows` returns.
+
+    Attributes:
+      touched: the distinct rows, a `TouchedRows`.
+      positions: shape of the indices, int32: `touched.values[positions]` is `table[indices]`.
+      overflow: () int32, distinct rows that `capacity` had no place for; looked up, they are NaN.
+    """
+
+    touched: TouchedRows
+    positions: jax.Array
+    overflow: jax.Array
+
+
+def _looked_up(indices: Any, num_rows: int) -> jax.Array:
+    """The rows that `indices` mean, int32: from the end below 0, padding outside of the table."""
+    indices = jnp.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"`indices` into a table must be integers, got {indices.dtype}.")
+    rows = row_numbers(indices)
+    return inside(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
+
+
+def gather_rows(
+    table: jax.Array, indices: jax.Array, *, capacity: int | None = None
+) -> GatheredRows:
+    """The distinct rows of a table that `indices` look up.
+
+    Differentiate with respect to `touched.values`, and `touched.gradient(...)` is the gradient of
+    the table, which never exists as a whole.
+
+    Args:
+      table: (num_rows, *s).
+      indices: integers of any type and shape; negative ones count from the end.
+      capacity: rows that are gathered at most; None is as many as there can be.
+
+    Returns:
+      A `GatheredRows`. Looking up a row outside of the table, or one that `capacity` has no place
+      for, gives NaN.
+
+    Raises:
+      ValueError: capacity < 1, indices that are no integers, a table that is a scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> table, indices = jnp.arange(8.0).reshape(4, 2), jnp.array([3, 1, 3])
+      >>> touched, positions, _ = gather_rows(table, indices)
+      >>> gradient = jax.grad(lambda v: v[positions].sum())(touched.values)
+      >>> touched.gradient(gradient).rows.tolist(), gradient[:, 0].tolist()
+      ([1, 3, 4], [1.0, 2.0, 0.0])
+
+    Communication: none.
+    """
+    capacity = checked_capacity("gather_rows", capacity)
+    table = jnp.asarray(table)
+    if table.ndim < 1 or table.shape[0] < 1:
+        raise ValueError(f"gather_rows: `table` needs a shape (num_rows, ...), got {table.shape}.")
+    num_rows = table.shape[0]
+    flat = _looked_up(indices, num_rows).reshape(-1)
+    size = max(1, min(flat.shape[0], num_rows)) if capacity is None else capacity
+    rows, _, distinct = compact(flat, jnp.zeros((flat.shape[0], 0)), num_rows, size)
+    values = table.at[rows].get(mode="fill", fill_value=0)
+    touched = TouchedRows(rows, values, num_rows)
+    return GatheredRows(touched, touched.positions(indices), jnp.maximum(distinct - size, 0))
+
+
+def row_value_and_grad(
+    loss_fn: Callable[..., Any],
+    tables: Callable[..., Mapping[str, Any]],
+    *,
+    capacity: int | Mapping[str, int | None] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """`jax.value_and_grad` in which the gradients of embedding tables are `RowGradient`s.
+
+    The loss function stays as it is where it looks rows up by indexing, `params["embedding"][i]`:
+    it gets a `TouchedRows` in the place of each table.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+      tables: `tables(*args, **kwargs)` returns all indices that the loss looks up with these
+        arguments, by name of the table's leaf: `lambda batch: {"embedding": batch["tokens"]}`.
+        Rows that it leaves out are NaN in the loss.
+      capacity: rows per table, an int or one per name; None is as many as there are indices. Rows
+        beyond it are NaN in the loss, so it must suffice.
+      has_aux: as in `jax.value_and_grad`.
+
+    Returns:
+      `value_and_grad(params, *args, **kwargs) -> (value, grads)`; grads as `params`, with a
+      `RowGradient` for each table, to be reduced with `js.all_reduce_rows`.
+
+    Raises:
+      ValueError: capacity < 1; when called, names that are no leaves of `params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda params, tokens: jnp.sum(params["embedding"][tokens] ** 2)
+      >>> value_and_grad = row_value_and_grad(loss, lambda tokens: {"embedding": tokens})
+      >>> _, grads = value_and_grad({"embedding": jnp.ones((100, 1))}, jnp.array([7, 7]))
+      >>> grads["embedding"].rows.tolist(), grads["embedding"].values.tolist()
+      ([7, 100], [[4.0], [0.0]])
+
+    Communication: none.
+    """
+    owner = "row_value_and_grad"
+    if isinstance(capacity, Mapping):
+        capacity = {name: checked_capacity(owner, own) for name, own in capacity.items()}
+    else:
+        capacity = checked_capacity(owner, capacity)
+
+    def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        names = [jax.tree_util.keystr(p, simple=True, separator="/") or "(root)" for p, _ in paths]
+        leaves = [leaf for _, leaf in paths]
+        indices = tables(*args, **kwargs)
+        unknown = [name for name in indices if name not in names]
+        if unknown:
+            raise ValueError(
+                f"row_value_and_grad: `tables` names {', '.join(map(repr, unknown))}, but the "
+                f"leaves are {', '.join(map(repr, names)) or 'none'}."
+            )
+        touched: dict[int, TouchedRows] = {}
+        for i, name in enumerate(names):
+            if name in indices:
+                own = capacity.get(name) if isinstance(capacity, Mapping) else capacity
+                touched[i] = gather_rows(leaves[i], indices[name], capacity=own).touched
+        given = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
+
+        def of_given(given: list[Any]) -> Any:
+            put = [
+                dataclasses.replace(touched[i], values=x) if i in touched else x
+                for i, x in enumerate(given)
+            ]
+            return loss_fn(treedef.unflatten(put), *args, **kwargs)
+
+        value, grads = jax.value_and_grad(of_given, has_aux=has_aux)(given)
+        grads = [touched[i].gradient(g) if i in touched else g for i, g in enumerate(grads)]
+        return value, treedef.unflatten(grads)
+
+    return value_and_grad

@@ -1,0 +1,183 @@
+"""Gradient of a table of which only some rows are looked up: row numbers and their values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.checks import as_int
+from ...tree import at_least_float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradient:
+    """Gradient of a table `(num_rows, *s)` that is zero in all rows but some.
+
+    The gradient is the sum of its entries: a row may occur several times, in any order. Entries
+    with `rows == num_rows` are padding and count for nothing; so does any other row outside of the
+    table (see `js.all_reduce_rows`, which counts these).
+
+    Element-wise transforms, optax's optimizers among them, would treat the row numbers as gradients
+    too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
+
+    Attributes:
+      rows: (k,) row numbers, of any integer type; int32 where we make them.
+      values: (k, *s), what the loss's gradient is in each.
+      num_rows: rows of the table; static.
+    """
+
+    rows: jax.Array
+    values: jax.Array
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the table."""
+        return (self.num_rows, *self.values.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    def to_dense(self) -> jax.Array:
+        """The gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
+        check_row_gradient("RowGradient.to_dense", "the gradient", self)
+        wide = add_entries(table_zeros(self), inside(self.rows, self.num_rows), self.values)
+        return wide.astype(self.values.dtype)
+
+    def __add__(self, other: "RowGradient") -> "RowGradient":
+        """The sum of two gradients of one table: the entries of both, as many as both have."""
+        if not isinstance(other, RowGradient):
+            return NotImplemented
+        if self.shape != other.shape or self.dtype != other.dtype:
+            raise ValueError(
+                "RowGradient: only gradients of one table can be added, got tables "
+                f"{self.dtype}{list(self.shape)} and {other.dtype}{list(other.shape)}."
+            )
+        return RowGradient(
+            jnp.concatenate([row_numbers(self.rows), row_numbers(other.rows)]),
+            jnp.concatenate([self.values, other.values]),
+            self.num_rows,
+        )
+
+
+def is_row_gradient(x: Any) -> bool:
+    """Whether `x` is a `RowGradient`, to stop tree functions there."""
+    return isinstance(x, RowGradient)
+
+
+def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
+    """Raise `ValueError` unless rows are integers, one for each value, and values floating."""
+    rows, values = jnp.asarray(gradient.rows), jnp.asarray(gradient.values)
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(
+            f"{owner}: the rows of {name} must be integers, got {rows.dtype} (has an element-wise "
+            "transform, such as clipping or scaling, been applied to the RowGradient?)."
+        )
+    if rows.ndim != 1 or values.ndim < 1 or values.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"{owner}: {name} needs rows of shape (k,) and values of shape (k, ...), got "
+            f"{rows.shape} and {values.shape}."
+        )
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ValueError(f"{owner}: the values of {name} must be floating, got {values.dtype}.")
+    if gradient.num_rows < 1:
+        raise ValueError(
+            f"{owner}: `num_rows` of {name} is the size of a table and must be >= 1, got "
+            f"{gradient.num_rows}."
+        )
+
+
+def checked_capacity(owner: str, capacity: Any, argument: str = "capacity") -> int | None:
+    """Return `capacity`, None or a plain int; raise `ValueError` unless it is an int >= 1."""
+    if capacity is None:
+        return None
+    number = as_int(capacity, 1)
+    if number is None:
+        raise ValueError(
+            f"{owner}: `{argument}` counts rows and must be an int >= 1 or None, got {capacity!r}."
+        )
+    return number
+
+
+def row_numbers(rows: Any) -> jax.Array:
+    """Row numbers of any integer type as int32, before anything is done with them.
+
+    The size of a table need not fit their own type: as uint8, 256 would be 0. A number that int32
+    does not hold becomes the lowest one, which lies outside of every table from either end.
+    """
+    rows, ours = jnp.asarray(rows), jnp.iinfo(jnp.int32)
+    theirs = jnp.iinfo(rows.dtype)
+    narrow = rows.astype(jnp.int32)
+    if ours.min <= theirs.min and theirs.max <= ours.max:
+        return narrow
+    fits = rows <= ours.max
+    if theirs.min < ours.min:
+        fits &= rows >= ours.min
+    return jnp.where(fits, narrow, jnp.full_like(narrow, ours.min))
+
+
+def inside(rows: jax.Array, num_rows: int) -> jax.Array:
+    """`rows` as int32 in which all rows outside of the table are padding.
+
+    Negative numbers count from the end in jax, so without this they would change other rows.
+    """
+    rows = row_numbers(rows)
+    within = (rows >= 0) & (rows < num_rows)
+    return jnp.where(within, rows, jnp.full_like(rows, num_rows))
+
+
+def num_outside(gradient: RowGradient) -> jax.Array:
+    """() int32, how many entries lie outside of the table; padding does not count."""
+    rows = row_numbers(gradient.rows)
+    return jnp.sum((rows < 0) | (rows > gradient.num_rows), dtype=jnp.int32)
+
+
+def table_zeros(gradient: RowGradient) -> jax.Array:
+    """Zeros in the shape of the table, in at least float32."""
+    return jnp.zeros(gradient.shape, at_least_float32(gradient.values.dtype))
+
+
+def add_entries(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """`table` with `values` added to its `rows`; padding is dropped."""
+    return table.at[rows].add(values.astype(table.dtype), mode="drop")
+
+
+def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -> jax.Array:
+    """A step of plain SGD on the rows of a table that have a gradient: no others are touched.
+
+    Args:
+      table: (num_rows, *s).
+      gradient: of this table, such as `js.all_reduce_rows(..., output="rows")` returns it. Rows
+        outside of the table are left out.
+      learning_rate: float or () array.
+
+    Returns:
+      `table - learning_rate * gradient`, in the table's dtype.
+
+    Raises:
+      ValueError: the gradient is of a table of another shape, or no valid `RowGradient`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> gradient = RowGradient(jnp.array([2]), jnp.ones((1, 2)), num_rows=3)
+      >>> apply_rows(jnp.zeros((3, 2)), gradient, learning_rate=0.5).tolist()
+      [[0.0, 0.0], [0.0, 0.0], [-0.5, -0.5]]
+
+    Communication: none.
+    """
+    check_row_gradient("apply_rows", "`gradient`", gradient)
+    table = jnp.asarray(table)
+    if table.shape != gradient.shape:
+        raise ValueError(
+            f"apply_rows: `gradient` is of a table of shape {gradient.shape}, `table` has "
+            f"{table.shape}."
+        )
+    wide = at_least_float32(gradient.dtype)
+    step = gradient.values.astype(wide) * -jnp.asarray(learning_rate, wide)
+    return table.at[inside(gradient.rows, gradient.num_rows)].add(
+        step.astype(table.dtype), mode="drop"
+    )

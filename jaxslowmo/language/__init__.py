@@ -1,0 +1,1 @@
+"""The language models of the command line, and the text they train on."""

@@ -1,0 +1,213 @@
+"""Byte corpora from real files: the standard library's source, or any file or folder."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..._support.files import PASSING
+
+# Not source that a person wrote to be read: installed packages, caches, and test suites, which
+# would be more than half of the bytes.
+_STDLIB_LEAVES_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_TEXT_CONTROLS = frozenset(b"\t\n\r\f\b\x1b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text file.
+
+    Attributes:
+      name: path relative to the corpus, with forward slashes.
+      text: its bytes, not decoded; at least one.
+    """
+
+    name: str
+    text: bytes
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of its bytes, as hexadecimal digits."""
+        return hashlib.sha256(self.text).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text files in a fixed order.
+
+    Attributes:
+      source: the path that was read.
+      documents: sorted by name; no two have the same bytes.
+      skipped: (name, reason) of every file that was left out, sorted by name.
+      is_single_file: whether `source` is a file, which may be cut into parts.
+    """
+
+    source: str
+    documents: tuple[Document, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    is_single_file: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in all documents."""
+        return sum(len(document.text) for document in self.documents)
+
+    @functools.cached_property
+    def contents(self) -> "Contents":
+        """What there is, without the texts."""
+        found = {
+            "" if self.is_single_file else document.name: f"{len(document.text)} {document.sha256}"
+            for document in self.documents
+        }
+        return Contents(
+            self.source, found | dict(self.skipped), len(self.documents), self.num_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What tells one corpus from another.
+
+    Attributes:
+      source: the path that was read.
+      listing: by name, of a document its length and SHA-256, of another file why it is none. The
+        same wherever the files lie: a single one goes by the name "", whatever it is called.
+      num_documents: of them.
+      num_bytes: in all documents.
+    """
+
+    source: str
+    listing: Mapping[str, str]
+    num_documents: int
+    num_bytes: int
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the listing: two corpora with the same one give the same batches."""
+        lines = json.dumps(sorted(self.listing.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def default_corpus_path() -> Path:
+    """Folder of the running interpreter's standard library.
+
+    Returns:
+      An absolute path.
+    """
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
+    """Reads a text corpus, the same one every time for the same files.
+
+    Args:
+      path: a text file, or a folder that is searched for them: hidden and cache folders are
+        not entered, binary, empty, unreadable and duplicate files are skipped and listed.
+        `None` is the .py source of the running interpreter's standard library without its
+        tests and installed packages (some 12 MB; it differs between Python versions).
+
+    Returns:
+      A `Corpus` with at least one document. Everything is read into memory.
+
+    Raises:
+      ValueError: if the path is empty or does not exist, or no text is found there.
+      OSError: a disk or a file server that does not answer (EIO, ESTALE, ETIMEDOUT, ENOSPC): what
+        is there would otherwise depend on the moment.
+    """
+    if path is None:
+        return _read_folder(default_corpus_path(), is_stdlib=True)
+    if not os.fspath(path):
+        raise ValueError("`data` must be a file or a folder, got an empty path.")
+    path = Path(path)
+    if path.is_dir():
+        return _read_folder(path, is_stdlib=False)
+    if not path.is_file():
+        raise ValueError(f"`data` must be an existing file or folder, got {str(path)!r}.")
+    text, reason = _read_text(path)
+    if reason:
+        raise ValueError(f"`data` must be a text file, but {str(path)!r} is {reason}.")
+    return Corpus(str(path), (Document(path.name, text),), is_single_file=True)
+
+
+def _read_folder(folder: Path, *, is_stdlib: bool) -> Corpus:
+    documents: list[Document] = []
+    skipped: list[tuple[str, str]] = []
+    first_with: dict[str, str] = {}
+
+    def unreadable(error: OSError) -> None:
+        reason = _why_unreadable(error)
+        skipped.append((Path(error.filename).relative_to(folder).as_posix() + "/", reason))
+
+    names = _file_names(folder, is_stdlib=is_stdlib, unreadable=unreadable)
+    for name in sorted(names):
+        text, reason = _read_text(folder / name)
+        document = Document(name, text)
+        if not reason:
+            # The same text in two replicas, or in training and validation, would not be disjoint.
+            twin = first_with.setdefault(document.sha256, name)
+            reason = "" if twin == name else f"a duplicate of {twin}"
+        if reason:
+            skipped.append((name, reason))
+        else:
+            documents.append(document)
+    if not documents:
+        what = f"all {len(skipped)} files are binary, empty or unreadable" if skipped else "no file"
+        raise ValueError(f"`data` must hold at least one text file; found {what} in {folder}.")
+    return Corpus(str(folder), tuple(documents), tuple(sorted(skipped)))
+
+
+def _file_names(
+    folder: Path, *, is_stdlib: bool, unreadable: Callable[[OSError], None]
+) -> Iterator[str]:
+    for root, folders, files in os.walk(folder, onerror=unreadable):
+        # In place, so that os.walk does not enter them.
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name != "__pycache__"
+            and not (is_stdlib and name in _STDLIB_LEAVES_OUT)
+        ]
+        for name in files:
+            if not name.startswith(".") and (name.endswith(".py") or not is_stdlib):
+                yield Path(root, name).relative_to(folder).as_posix()
+
+
+def _read_text(path: Path) -> tuple[bytes, str]:
+    """The file's bytes and why it is to be skipped ("" if it is not)."""
+    try:
+        # Opening a pipe would block.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return b"", "not a regular file"
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):  # a broken link
+        return b"", "not a regular file"
+    except OSError as error:
+        return b"", _why_unreadable(error)
+    if not text:
+        return b"", "empty"
+    return text, "binary" if _is_binary(text) else ""
+
+
+def _why_unreadable(error: OSError) -> str:
+    """Why a file or a folder is left out; raises what another attempt may not meet."""
+    if error.errno in PASSING:
+        raise error
+    return f"unreadable ({error.strerror})"
+
+
+def _is_binary(text: bytes) -> bool:
+    """NUL bytes, or no valid UTF-8 and many control characters (compressed data)."""
+    if b"\0" in text:
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        controls = sum(text.count(c) for c in range(32) if c not in _TEXT_CONTROLS)
+        return controls > 0.02 * len(text)  # random bytes: about 10 %; Latin-1 text: none
+    return False

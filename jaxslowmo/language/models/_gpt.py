@@ -1,0 +1,354 @@
+"""A byte-level GPT in flax nnx, and the pure functions that the training layer sees of it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..._support.extras import needed_by
+from ._sharding import GPT_RULES, Rules, checked_rules, constrained, gpt_rules, spec_of
+
+with needed_by("jaxslowmo.models"):
+    from flax import nnx
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a `GPT`.
+
+    Attributes:
+      num_layers: transformer blocks, >= 1.
+      num_heads: attention heads; divides `embed_dim`.
+      embed_dim: width of the residual stream.
+      context_length: bytes that the model sees; a training window has one more.
+      vocab_size: 256, one symbol per byte value.
+      dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
+        trains with `js.dynamic_loss_scale`.
+        Parameters, softmax, layer-norm statistics and the loss are always float32.
+      qkv_by_head: columns of `qkv` lie by head, of each its query, key and value, so that devices
+        which split them hold whole heads, as in Megatron; else all queries, all keys, all values.
+      tied: the embedding's table is the output layer too, as in GPT-2: there is no `head`.
+      remat: keep only the input of each block for the backward pass, which computes the rest
+        again: memory of one block's activations instead of all of them, for a third more products.
+
+    Raises:
+      ValueError: for a size below 1, heads that do not divide the width, an unknown dtype.
+    """
+
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    context_length: int
+    vocab_size: int = 256
+    dtype: str = "float32"
+    qkv_by_head: bool = False
+    tied: bool = False
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_heads", "embed_dim", "context_length", "vocab_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"`{name}` must be >= 1, got {value}.")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"`num_heads` must divide `embed_dim`, got {self.num_heads} and {self.embed_dim}."
+            )
+        if self.dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"`dtype` must be one of {COMPUTE_DTYPES}, got {self.dtype!r}.")
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block: causal attention, then a GELU MLP four times as wide."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width, dtype = config.embed_dim, jnp.dtype(config.dtype)
+        self.num_heads, self.qkv_by_head = config.num_heads, config.qkv_by_head
+        self.norm_attention = _norm(width, dtype, rngs)
+        self.qkv = _linear(width, 3 * width, ("embed", "qkv"), dtype, rngs)
+        self.project = _linear(width, width, ("heads", "embed"), dtype, rngs)
+        self.norm_mlp = _norm(width, dtype, rngs)
+        self.expand = _linear(width, 4 * width, ("embed", "mlp"), dtype, rngs)
+        self.contract = _linear(4 * width, width, ("mlp", "embed"), dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, time, width) -> the same shape."""
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm_attention(x))
+        head = self.num_heads, width // self.num_heads
+        if self.qkv_by_head:
+            qkv = jnp.moveaxis(qkv.reshape(batch, time, head[0], 3, head[1]), 3, 2)
+        else:
+            qkv = qkv.reshape(batch, time, 3, *head)
+        qkv = constrained(qkv, "batch", None, None, "heads", None)
+        if qkv.dtype == jnp.float16:
+            # The product that jax asks for, of float16 and summed in float32, no CPU has.
+            qkv = qkv.astype(jnp.float32)
+        mixed = jax.nn.dot_product_attention(
+            qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
+        )
+        mixed = constrained(mixed, "batch", None, "heads", None)
+        mixed = self.project(mixed.reshape(batch, time, width).astype(x.dtype))
+        x = x + constrained(mixed, "batch", None, None)
+        hidden = constrained(self.expand(self.norm_mlp(x)), "batch", None, "mlp")
+        # The tanh form: erf has no fast vector version on the CPU backend.
+        hidden = self.contract(jax.nn.gelu(hidden, approximate=True))
+        return x + constrained(hidden, "batch", None, None)
+
+
+class GPT(nnx.Module):
+    """Decoder-only transformer over bytes: learned positions, an output layer or a tied one.
+
+    Blocks are unrolled, not scanned: at these depths it compiles in seconds, and on CPU a loop
+    over layers would cost a copy of every stacked parameter and activation per layer. Made
+    directly, it has flax's initial parameters; `init_gpt` makes GPT-2's. Its variables say by their
+    `out_sharding` what their dimensions are, and activations follow `nnx.logical_axis_rules`.
+    """
+
+    # Made whole: what its dimensions are called tells nobody's mesh yet where they lie.
+    @nnx.use_eager_sharding(False)
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width, dtype = config.embed_dim, jnp.dtype(config.dtype)
+        self.vocab_size, self.remat = config.vocab_size, config.remat
+        vocab = config.vocab_size
+        self.embed = _linear(vocab, width, ("vocab", "embed"), dtype, rngs, use_bias=False)
+        positions = nnx.initializers.normal(0.02)(rngs.params(), (config.context_length, width))
+        self.positions = nnx.Param(positions, out_sharding=("position", "embed"))
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = _norm(width, dtype, rngs)
+        self.is_tied = config.tied
+        if not config.tied:
+            self.head = _linear(width, vocab, ("embed", "vocab"), dtype, rngs, use_bias=False)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Bytes (batch, time), any integer dtype -> logits (batch, time, vocab_size), float32.
+
+        `time` is at most `context_length`.
+        """
+        # A one-hot product instead of a lookup: with 256 symbols it costs less than one of the
+        # block's products, and its gradient is a product too, not a scatter-add (slow on CPU/TPU).
+        x = jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype)
+        x = self.embed(constrained(x, "batch", None, "vocab"))
+        x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
+        x = constrained(x, "batch", None, None)
+
+        # Of this call alone: what jax keeps of a function it has seen does not know the rules.
+        def run(block: Block, x: jax.Array) -> jax.Array:
+            return block(x)
+
+        each = nnx.remat(run) if self.remat else run
+        for block in self.blocks:
+            x = each(block, x)
+        x = self.norm(x)
+        if self.is_tied:
+            x = x @ self.embed.kernel[...].astype(x.dtype).T
+        else:
+            x = self.head(x)
+        return constrained(x.astype(jnp.float32), "batch", None, "vocab")
+
+
+def _linear(
+    in_dim: int,
+    out_dim: int,
+    names: tuple[str, str],
+    dtype: Any,
+    rngs: nnx.Rngs,
+    *,
+    use_bias: bool = True,
+) -> nnx.Linear:
+    """A layer whose dimensions are called `names`."""
+    # Vectors as wide as the residual stream are too small to be split.
+    bias = "norm" if names[1] == "embed" else names[1]
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_metadata={"out_sharding": names},
+        bias_metadata={"out_sharding": (bias,)},
+        rngs=rngs,
+    )
+
+
+def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    named = {"out_sharding": ("norm",)}
+    return nnx.LayerNorm(width, dtype=dtype, scale_metadata=named, bias_metadata=named, rngs=rngs)
+
+
+def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
+    """Fresh float32 parameters as a nested dict of arrays, as GPT-2 has them at the start.
+
+    Normal with deviation 0.02; the last layer of each branch has that over sqrt(2 * num_layers),
+    since as many branches add to the residual stream. Biases 0, norms 1. Drawn by numpy: the same
+    for a seed on every backend and with every version of jax, and nothing has to be compiled.
+
+    Args:
+      config: shape of the model.
+      seed: of the random numbers, >= 0.
+
+    Returns:
+      The parameters, on the host.
+
+    Raises:
+      ValueError: if `seed` is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"`seed` must be >= 0, got {seed}.")
+    random = np.random.default_rng(seed)
+    shrunk = 0.02 / (2 * config.num_layers) ** 0.5
+
+    def make(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        names = [str(getattr(key, "key", key)) for key in path]
+        if names[-1] in ("bias", "scale"):
+            return jnp.full(leaf.shape, float(names[-1] == "scale"), jnp.float32)
+        deviation = shrunk if {"project", "contract"} & set(names) else 0.02
+        return jnp.asarray(deviation * random.standard_normal(leaf.shape, np.float32))
+
+    return jax.tree_util.tree_map_with_path(make, gpt_types(config))
+
+
+def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) -> dict[str, Any]:
+    """How the parameters may lie inside a replica: as `param_specs` want it.
+
+    Args:
+      config: shape of the model.
+      mesh: whose axes they are split over; its replica axis is left alone.
+      rules: logical names and axes, in flax's form; see `GPT_RULES`. None: `gpt_rules(mesh)`. Names
+        without a rule are left whole.
+
+    Returns:
+      A tree like what `init_gpt` returns, of a `PartitionSpec` per leaf.
+
+    Raises:
+      ValueError: a name that no dimension has, an axis that the mesh does not have, a dimension or
+        a number of heads that its axes don't divide.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3: the default rules over "tensor".
+    """
+    sizes = dict(mesh.shape)
+    rules = checked_rules(gpt_rules(mesh) if rules is None else rules, sizes)
+    spec_of("`num_heads`", ["heads"], [config.num_heads], rules, sizes)
+
+    def spec(path: Any, variable: nnx.Variable) -> P:
+        name = "/".join(map(str, path))
+        return spec_of(name, variable.out_sharding, variable.shape, rules, sizes)
+
+    found = nnx.map_state(spec, nnx.split(_abstract(config))[1])
+    return nnx.to_pure_dict(found)
+
+
+def gpt_logits_fn(
+    config: GPTConfig, rules: Rules | None = None
+) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
+    """`logits_fn(params, tokens) -> logits`, of every next byte.
+
+    Args:
+      config: shape of the model.
+      rules: how activations lie inside a replica, where the compiler has the axes of the mesh:
+        those of `gpt_param_specs`, such as `gpt_rules(mesh)`. None: those that hold where the
+        function is traced (`flax.nnx.logical_axis_rules`), usually none.
+
+    Returns:
+      A pure function: of what `init_gpt` returns and bytes (batch, time) of any integer dtype, with
+      time <= `context_length`, it gives float32 logits (batch, time, vocab_size).
+    """
+    graph, template = nnx.split(_abstract(config))
+
+    def logits_fn(params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
+        state = jax.tree.map(lambda x: x, template)
+        nnx.replace_by_pure_dict(state, dict(params))
+        model = nnx.merge(graph, state)
+        if rules is None:
+            return model(tokens)
+        with nnx.logical_axis_rules(rules):
+            return model(tokens)
+
+    return logits_fn
+
+
+def gpt_loss_fn(
+    config: GPTConfig, rules: Rules | None = None
+) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
+    """The loss of the model as a pure function: mean cross-entropy in nats per byte.
+
+    Args:
+      config: shape of the model.
+      rules: as of `gpt_logits_fn`. Without them the compiler may split activations along their
+        width and add up products, where to gather weights costs less.
+
+    Returns:
+      `loss_fn(params, batch) -> loss`. `params` is what `init_gpt` returns; `batch` holds windows
+      of `context_length + 1` bytes, (local_batch, context_length + 1), uint8 or int32: all but the
+      last byte are the input, all but the first the target. The loss is a float32 scalar. It works
+      under `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
+
+    Raises:
+      ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
+    """
+    logits_fn = gpt_logits_fn(config, rules)
+
+    def loss_fn(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
+        check_windows(config, batch)
+        return byte_loss(logits_fn(params, batch[:, :-1]), batch)
+
+    return loss_fn
+
+
+def check_windows(config: GPTConfig, batch: jax.Array) -> None:
+    """Raise `ValueError` for a batch that holds no windows of `context_length + 1` bytes."""
+    if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
+        raise ValueError(
+            "`batch` must have the shape (local_batch, context_length + 1) = "
+            f"(local_batch, {config.context_length + 1}), got {batch.shape}."
+        )
+
+
+def byte_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats of float32 logits for all but the first byte of each window."""
+    target = jax.nn.one_hot(batch[:, 1:], logits.shape[-1], dtype=jnp.float32)
+    # A masked sum instead of take_along_axis, whose gradient is a scatter.
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * target, axis=-1))
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Parameters of the model, each counted once: embeddings, positions, an untied output layer.
+
+    Args:
+      config: shape of the model.
+
+    Returns:
+      Their number; nothing is allocated.
+    """
+
+    def of_blocks(count: int) -> int:
+        types = gpt_types(dataclasses.replace(config, num_layers=count))
+        return sum(leaf.size for leaf in jax.tree.leaves(types))
+
+    # Blocks are alike, and to make the types of all takes a second where there are many.
+    one = of_blocks(1)
+    return one + (config.num_layers - 1) * (of_blocks(2) - one)
+
+
+def gpt_types(config: GPTConfig) -> dict[str, Any]:
+    """Shapes and dtypes of what `init_gpt` returns.
+
+    Args:
+      config: shape of the model.
+
+    Returns:
+      A tree of `jax.ShapeDtypeStruct`; nothing is allocated.
+    """
+    return nnx.to_pure_dict(nnx.split(_abstract(config))[1])
+
+
+def _abstract(config: GPTConfig) -> GPT:
+    """The model with shapes instead of arrays."""
+    # In the place of those that hold here: only where arrays lie is asked by `gpt_param_specs`.
+    with nnx.logical_axis_rules([(name, None) for name, _ in GPT_RULES]):
+        return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))

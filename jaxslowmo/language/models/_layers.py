@@ -1,0 +1,127 @@
+"""A GPT as a list of layers, between any two of which it may be cut into stages."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.extras import needed_by
+from ._gpt import Block, GPTConfig, byte_loss, check_windows
+from ._sharding import Rules, constrained
+
+with needed_by("jaxslowmo.models"):
+    from flax import nnx
+
+Layer = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTLayers:
+    """The layers of a `GPT`: its embedding, its blocks, and its norm with the output layer.
+
+        parts = gpt_layers(config)
+        model = js.LayeredModel(parts.layers, parts.loss, tied=parts.tied)
+        loss = model(parts.split(init_gpt(config)), batch)
+
+    Attributes:
+      layers: functions `layer(params, x) -> x`, `num_layers + 2` of them; the first is given
+        windows of bytes as `gpt_loss_fn` is, the last gives float32 logits. All blocks are one
+        function.
+      loss: `loss(logits, batch)`: that of `gpt_loss_fn`.
+      tied: groups of leaves that are one parameter, each as (layer, path): () where there are none.
+      is_tied: whether the table of the embedding is the output layer.
+    """
+
+    layers: tuple[Layer, ...]
+    loss: Callable[[jax.Array, jax.Array], jax.Array]
+    tied: tuple[tuple[tuple[int, str], ...], ...]
+    is_tied: bool
+
+    def split(self, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One tree per layer of a tree like that of `init_gpt`; a tied table stands in two."""
+        first = {"embed": params["embed"], "positions": params["positions"]}
+        last = "embed" if self.is_tied else "head"
+        blocks = params["blocks"]
+        return [
+            first,
+            *(blocks[i] for i in range(len(self.layers) - 2)),
+            {"norm": params["norm"], last: params[last]},
+        ]
+
+    def join(self, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The way back from `split`; of a tied table the embedding's counts."""
+        first, *blocks, last = layers
+        own = {} if self.is_tied else {"head": last["head"]}
+        return {**first, "blocks": dict(enumerate(blocks)), "norm": last["norm"], **own}
+
+
+def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
+    """The model of a configuration as a list of layers.
+
+    Args:
+      config: shape of the model; with `remat` each block keeps its input alone.
+      rules: how activations lie over axes that the compiler has; as of `gpt_logits_fn`.
+
+    Returns:
+      Its layers, its loss, and both ways between `init_gpt`'s tree and one tree per layer. Their
+      loss is that of `gpt_loss_fn`.
+
+    Raises:
+      ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
+    """
+    dtype = jnp.dtype(config.dtype)
+
+    def embed(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
+        check_windows(config, batch)
+        symbols = jax.nn.one_hot(batch[:, :-1], config.vocab_size, dtype=dtype)
+        x = constrained(symbols, "batch", None, "vocab") @ params["embed"]["kernel"].astype(dtype)
+        return constrained(x + params["positions"].astype(dtype), "batch", None, None)
+
+    block = _pure(lambda rngs: Block(config, rngs=rngs))
+    norm = _pure(lambda rngs: nnx.LayerNorm(config.embed_dim, dtype=dtype, rngs=rngs))
+
+    def head(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+        x = norm(params["norm"], x)
+        kernel = params["embed"]["kernel"].T if config.tied else params["head"]["kernel"]
+        logits = (x @ kernel.astype(dtype)).astype(jnp.float32)
+        return constrained(logits, "batch", None, "vocab")
+
+    ruled = functools.partial(_ruled, rules)
+    # One function for all blocks, so that stages which hold equally many are one program.
+    run = ruled(jax.checkpoint(block) if config.remat else block)
+    last = config.num_layers + 1
+    return GPTLayers(
+        layers=(ruled(embed), *[run] * config.num_layers, ruled(head)),
+        loss=byte_loss,
+        tied=(((0, "embed/kernel"), (last, "embed/kernel")),) if config.tied else (),
+        is_tied=config.tied,
+    )
+
+
+def _ruled(rules: Rules | None, layer: Layer) -> Layer:
+    """A layer whose activations follow the rules."""
+    if rules is None:
+        return layer
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        with nnx.logical_axis_rules(rules):
+            return layer(params, x)
+
+    return apply
+
+
+def _pure(make: Callable[[nnx.Rngs], nnx.Module]) -> Layer:
+    """A module, of which only shapes matter, as a function of its parameters."""
+    with nnx.use_eager_sharding(False):
+        graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def apply(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+        state = jax.tree.map(lambda leaf: leaf, template)
+        nnx.replace_by_pure_dict(state, dict(params))
+        merged: Any = nnx.merge(graph, state)
+        return merged(x)
+
+    return apply

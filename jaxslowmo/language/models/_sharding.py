@@ -1,0 +1,130 @@
+"""Over which axes inside a replica the leaves and activations of a `GPT` are split.
+
+Dimensions have logical names, flax's way (`out_sharding` of its variables); rules, pairs of a name
+and axes of a mesh, turn them into a `PartitionSpec`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from ..._support.extras import needed_by
+
+with needed_by("jaxslowmo.models"):
+    from flax.core.spmd import get_logical_axis_rules
+    from flax.linen.spmd import logical_to_mesh_axes, with_logical_constraint
+
+Names = Sequence[str | None]
+AxisSizes = Mapping[str, int]
+MeshAxes = str | tuple[str, ...] | None
+Rules = Sequence[tuple[str, MeshAxes]]
+"""As flax has them: the first rule of a name whose axes are free in an array counts."""
+
+GPT_RULES: Rules = (
+    ("batch", "fsdp"),  # rows of activations
+    ("embed", "fsdp"),  # the width of the residual stream, in matrices and in the positions
+    ("qkv", "tensor"),  # columns of the product before attention,
+    ("heads", "tensor"),  # its heads, and the rows of the product behind them
+    ("mlp", "tensor"),  # the width inside an MLP
+    ("vocab", "tensor"),
+    ("position", None),
+    ("norm", None),  # vectors as wide as the residual stream
+)
+"""Megatron's split of a block over "tensor", and what is left of every matrix over "fsdp"."""
+
+
+def gpt_rules(mesh: Any) -> Rules:
+    """`GPT_RULES` for a mesh: names whose axis it does not have are left whole.
+
+    Args:
+      mesh: with axes "fsdp" and "tensor", or one of them.
+
+    Returns:
+      Rules for `gpt_param_specs` and `gpt_loss_fn`.
+
+    Raises:
+      ValueError: a mesh with neither.
+    """
+    kept = tuple((name, axis if axis in mesh.shape else None) for name, axis in GPT_RULES)
+    if not any(axis for _, axis in kept):
+        raise ValueError(
+            'gpt_rules: `mesh` must have an axis "fsdp" or "tensor" to split a model over, got '
+            f"{dict(mesh.shape)}; name your own in `rules`."
+        )
+    return kept
+
+
+def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
+    """`rules`, of names that a GPT has and axes that the mesh has.
+
+    Raises:
+      ValueError: others.
+    """
+    known = {name for name, _ in GPT_RULES}
+    for rule in rules:
+        if not isinstance(rule, tuple) or len(rule) != 2:
+            raise ValueError(
+                f"`rules` must hold pairs of a name and axes of the mesh, got {rule!r}."
+            )
+        name, axes = rule
+        if name not in known:
+            raise ValueError(
+                f"`rules` names {name!r}, which no dimension of a GPT is called: those are "
+                f"{', '.join(sorted(known))}."
+            )
+        if unknown := [axis for axis in _axes(axes) if axis not in axis_sizes]:
+            raise ValueError(
+                f"`rules` splits {name!r} over {unknown[0]!r}, and the mesh has the axes "
+                f"{', '.join(map(repr, axis_sizes))}."
+            )
+    return tuple(rules)
+
+
+def spec_of(
+    what: str, names: Names, shape: Sequence[int], rules: Rules, axis_sizes: AxisSizes
+) -> P:
+    """The spec of an array whose dimensions are called `names`.
+
+    Raises:
+      ValueError: a dimension that its axes don't divide.
+    """
+    spec = logical_to_mesh_axes(tuple(names), tuple(rules))
+    assert spec is not None, "the array has names"
+    for name, size, axes in zip(names, shape, spec, strict=True):
+        parts = math.prod(axis_sizes[axis] for axis in _axes(axes))
+        if size % parts:
+            raise ValueError(
+                f"`rules` splits {name!r} over {axes!r}, {parts} devices, which must divide it: "
+                f"{what} has {size}."
+            )
+    whole = len(spec) - next((i for i, axes in enumerate(spec[::-1]) if axes), len(spec))
+    return P(*spec[:whole])
+
+
+def constrained(x: jax.Array, *names: str | None) -> jax.Array:
+    """`x`, laid out by the rules that hold here (`flax.nnx.logical_axis_rules`), if any do.
+
+    Axes that are not the compiler's here are left out: along them `x` is this device's part.
+
+    Raises:
+      ValueError: rules that don't fit the mesh here, or `x`.
+    """
+    rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
+    if not rules or mesh.empty:
+        return x
+    automatic = set(mesh.auto_axes)
+    own = [
+        (name, tuple(axis for axis in _axes(axes) if axis in automatic) or None)
+        for name, axes in checked_rules(rules, mesh.shape)
+    ]
+    spec_of(f"an activation of the shape {x.shape}", names, x.shape, own, mesh.shape)
+    return with_logical_constraint(x, names, rules=own)
+
+
+def _axes(axes: MeshAxes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)

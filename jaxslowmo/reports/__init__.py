@@ -1,0 +1,1 @@
+"""What a program sends, and what a step spends its time on."""

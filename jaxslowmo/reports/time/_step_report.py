@@ -1,0 +1,193 @@
+"""The result of measuring steps: times, buckets, and what they are about."""
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ..._support.files import write_anew
+from ._times import StepTimes
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer that is exchanged as a whole.
+
+    Attributes:
+      exchange: what for: `"gradients"`; of parameters `"average"`, `"slow"`, `"round"`.
+      size_bytes: on one device.
+      dtype: of its elements.
+      leaves: names of what lies in it, in order.
+    """
+
+    exchange: str
+    size_bytes: int
+    dtype: str
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KindOfStep:
+    """Measured steps that exchanged the same, as `js.phase_name` calls it.
+
+    Attributes:
+      steps: steps of this kind so far, measured or not.
+      measured: how many of them were measured.
+      times: their means.
+    """
+
+    steps: int
+    measured: int
+    times: StepTimes
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step spends its time on; of a `js.MeasuredStep`. `str(report)` is a table.
+
+    Attributes:
+      iteration: steps so far.
+      rate: after the first ten, every so many steps are measured.
+      measured: which steps were, by their number from 1.
+      missed: which were due but could not be measured, because another trace was running or the
+        profiler recorded no operations.
+      last: times of the last measured step; None before the first.
+      average: means over all measured steps; None before the first. Kinds of step are not measured
+        equally often: for the cost of a synchronisation compare those.
+      kinds: by kind of step; a step without parameter transform has the one kind "every".
+      buckets: the gradient buckets in the order in which they are reduced; empty where the step
+        reduces no gradients, or was compiled before it was measured.
+      sync_buckets: the buffers in which parameters are exchanged, of the kinds of step that were
+        measured; as stored: slow steps exchange float32.
+      ready_order: names of the parameters in the order in which the backward pass finishes their
+        gradients; None if it can't be told.
+      parameter_bytes: of one replica.
+      num_parameter_tensors: leaves of the parameters.
+      dtypes: of the parameters, in order of first appearance.
+      backend: such as "cpu" or "gpu".
+      num_devices: devices of this process that ran the last measured step.
+    """
+
+    iteration: int
+    rate: int
+    measured: tuple[int, ...]
+    missed: tuple[int, ...]
+    last: StepTimes | None
+    average: StepTimes | None
+    kinds: dict[str, KindOfStep]
+    buckets: tuple[Bucket, ...]
+    sync_buckets: tuple[Bucket, ...]
+    ready_order: tuple[str, ...] | None
+    parameter_bytes: int
+    num_parameter_tensors: int
+    dtypes: tuple[str, ...]
+    backend: str
+    num_devices: int
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Bytes of the gradient buckets, in the order in which they are reduced."""
+        return tuple(bucket.size_bytes for bucket in self.buckets)
+
+    def to_json(self) -> str:
+        """The report as a JSON object with the attributes as keys; times in seconds."""
+        return json.dumps(asdict(self) | {"bucket_sizes": self.bucket_sizes}, indent=2)
+
+    def write(self, path: str | Path) -> None:
+        """Writes `to_json()` to a file."""
+        write_anew(path, self.to_json() + "\n")
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def _table(report: StepReport) -> str:
+    """Times of the last measured step and their means, then kinds of step, then buckets."""
+    measured = _ranges(report.measured) or "none"
+    lines = [
+        f"{report.iteration} steps, measured: {measured}; {report.num_devices} {report.backend} "
+        f"devices",
+    ]
+    if report.missed:
+        lines.append(f"due but not measured: {_ranges(report.missed)}")
+    if report.last is not None and report.average is not None:
+        lines += ["", *_aligned(_times(report.last, report.average))]
+    if report.kinds:
+        lines += ["", *_aligned(_kinds(report))]
+    lines += ["", *_model(report)]
+    return "\n".join(lines)
+
+
+def _times(last: StepTimes, average: StepTimes) -> list[list[str]]:
+    rows = [["ms", "last", "mean"]]
+    for name, text in (
+        ("step_time", "step"),
+        ("forward_compute_time", "forward compute"),
+        ("backward_compute_time", "backward compute"),
+        ("other_compute_time", "other compute"),
+        ("communication_time", "communication"),
+        ("overlap_time", "  while computing"),
+        ("exposed_communication_time", "  exposed"),
+    ):
+        rows.append([text, _ms(getattr(last, name)), _ms(getattr(average, name))])
+    for name in average.communication:
+        one, mean = last.communication.get(name, 0.0), average.communication[name]
+        rows.append([f"  of {name}", _ms(one), _ms(mean)])
+    return rows
+
+
+def _kinds(report: StepReport) -> list[list[str]]:
+    rows = [["kind of step", "steps", "measured", "step, ms", "communication", "exposed"]]
+    for name, kind in report.kinds.items():
+        times = kind.times
+        cells = [times.step_time, times.communication_time, times.exposed_communication_time]
+        shown = [_ms(cell) for cell in cells] if kind.measured else ["-", "-", "-"]
+        rows.append([name, str(kind.steps), str(kind.measured), *shown])
+    return rows
+
+
+def _model(report: StepReport) -> list[str]:
+    lines = [
+        f"{report.num_parameter_tensors} parameters, {_mib(report.parameter_bytes)}, "
+        f"{', '.join(report.dtypes) or 'no dtype'}"
+    ]
+    exchanges = dict.fromkeys(b.exchange for b in (*report.buckets, *report.sync_buckets))
+    for exchange in exchanges:
+        found = [b for b in (*report.buckets, *report.sync_buckets) if b.exchange == exchange]
+        sizes = [_mib(bucket.size_bytes) for bucket in found]
+        runs = [(size, len(list(same))) for size, same in groupby(sizes)]
+        shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
+        lines.append(f"buckets of {exchange}: {shown}")
+    return lines
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.3g} MiB" if size >= _MIB / 100 else f"{size} B"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """1, 2, 3, 7 -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

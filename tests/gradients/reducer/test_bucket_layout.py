@@ -1,0 +1,210 @@
+"""Gradients of leaves that are sharded inside a replica: every device reduces its own blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.gradients.reducer._bucket_layout import BucketLayout
+
+AXES = {"replica": 2, "fsdp": 2, "tensor": 2}
+SPECS = {"bias": P(), "in": P("fsdp", "tensor"), "out": P("tensor", "fsdp"), "table": P("fsdp")}
+SHAPES = {"bias": (5,), "in": (4, 6), "out": (6, 4), "table": (8,)}
+ON_A_DEVICE = 4 * (5 + 2 * 24 // 4 + 8 // 2)  # bytes of a device's blocks
+KINDS = pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+
+
+def gradients(mesh, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    # Whole numbers: their sums are exact in every dtype.
+    values = {k: rng.integers(-8, 9, (2, *shape)) for k, shape in SHAPES.items()}
+    lies = lies_on(mesh)
+    return values, {k: jax.device_put(jnp.asarray(x, dtype), lies[k]) for k, x in values.items()}
+
+
+def lies_on(mesh):
+    return {name: NamedSharding(mesh, P("replica", *spec)) for name, spec in SPECS.items()}
+
+
+def program(mesh, tx, *, specs=True, **told):
+    """`(gradients, weights) -> means`: one update of the transform alone."""
+
+    def per_replica(grads, weight):
+        grads = jax.tree.map(lambda x: x[0], grads)
+        weight = {} if weight is None else {"weight": weight[0]}
+        means, _ = tx.update(grads, js.AllReduceGradientsState(), **told, **weight)
+        return jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying")[None], means)
+
+    mapped = jax.shard_map(
+        per_replica,
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+    )
+    return jax.jit(mapped, out_shardings=lies_on(mesh) if specs else None)
+
+
+def sent(fn, *args, level):
+    rows = js.comm_report(fn, *args).select(level=level)
+    return {(row.axis, row.collective): row.bytes for row in rows}
+
+
+@KINDS
+def test_devices_reduce_their_own_blocks(mesh_of, explicit):
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh)
+    tx = js.all_reduce_gradients("replica", param_specs=None if explicit else SPECS)
+    fn = program(mesh, tx)
+    # Over Explicit axes jax 0.10 gathers all that goes into and out of a shard_map.
+    for level in ("emitted",) if explicit else ("emitted", "compiled"):
+        assert sent(fn, grads, None, level=level) == {("replica", "all-reduce"): ON_A_DEVICE}
+    for name, mean in fn(grads, None).items():
+        np.testing.assert_array_equal(mean, np.mean(values[name], 0, keepdims=True).repeat(2, 0))
+        lies = NamedSharding(mesh, P("replica", *SPECS[name]))
+        assert mean.sharding.is_equivalent_to(lies, mean.ndim)
+
+
+@KINDS
+def test_weights_travel_once_with_each_kind_of_layout(mesh_of, explicit):
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh)
+    weights = jax.device_put(jnp.array([3.0, 0.0]), NamedSharding(mesh, P("replica")))
+    tx = js.all_reduce_gradients("replica", divide_by="active")
+    fn = program(mesh, tx, param_specs=SPECS)  # as make_train_step tells it
+    bytes_sent = {("replica", "all-reduce"): ON_A_DEVICE + 3 * 8}
+    assert sent(fn, grads, weights, level="emitted") == bytes_sent
+    for name, mean in fn(grads, weights).items():
+        np.testing.assert_array_equal(np.asarray(mean)[1], values[name][0])
+
+
+@KINDS
+def test_half_precision_is_reduced_on_cpu(mesh_of, explicit):
+    """XLA for CPU aborts on such a sum where it lays out the buffer itself."""
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh, jnp.bfloat16)
+    found = program(mesh, js.all_reduce_gradients("replica", param_specs=SPECS))(grads, None)
+    for name, mean in found.items():
+        np.testing.assert_array_equal(np.asarray(mean, np.float32)[0], np.mean(values[name], 0))
+
+
+def with_memory():
+    """A hook that adds to the mean what was there before, on each device its own."""
+
+    def update(bucket, state):
+        total = state["total"] + bucket.flat
+        mean = jax.lax.pmean(total, bucket.axis_name)
+        return mean, {"total": total, "calls": state["calls"] + 1}
+
+    def init(bucket):
+        return {"total": jnp.zeros(bucket.size, bucket.dtype), "calls": jnp.zeros([], jnp.int32)}
+
+    return js.hooks.CommHook(init, update)
+
+
+@KINDS
+def test_a_hook_keeps_a_state_for_each_block(mesh_of, explicit):
+    mesh = mesh_of(AXES, explicit=explicit)
+    values, grads = gradients(mesh)
+    specs = {} if explicit else {"param_specs": SPECS}
+    tx = js.all_reduce_gradients("replica", hook=with_memory(), **specs)
+    state = js.init(tx, grads, mesh=mesh)
+    sharded = state.hook[-2]  # those of the matrices: bias, matrices, table
+    assert sharded["total"].shape == (2, 4, 2 * 24 // 4)
+    assert sharded["total"].sharding.spec[:2] == ("replica", ("fsdp", "tensor"))
+    assert sharded["calls"].shape == (2, 4)
+
+    def per_replica(grads, state):
+        grads, state = jax.tree.map(lambda x: x[0], (grads, state))
+        means, state = tx.update(grads, state)
+        return jax.tree.map(lambda x: x[None], (means, state))
+
+    mapped = jax.shard_map(
+        per_replica,
+        mesh=mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+        axis_names={"replica"},
+    )
+    step = jax.jit(mapped)
+    assert sent(step, grads, state, level="emitted") == {("replica", "all-reduce"): ON_A_DEVICE}
+    for count in (1, 2):
+        means, state = step(grads, state)
+        for name, mean in means.items():
+            np.testing.assert_array_equal(np.asarray(mean)[0], count * np.mean(values[name], 0))
+    np.testing.assert_array_equal(state.hook[-2]["calls"], np.full((2, 4), 2))
+
+
+def test_a_step_tells_what_reduces_its_gradients(mesh_of):
+    """As `gradients` and in a chain, on any kind of mesh; hooks without state, too."""
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    batch = np.ones((8, 16), np.float32)
+    params = {"w": jax.device_put(np.ones((16, 4), np.float32), NamedSharding(mesh, P("fsdp")))}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    reduce = js.all_reduce_gradients("replica", hook=js.hooks.mean())
+    for options in (
+        {"optimizer": optax.sgd(0.1), "gradients": js.all_reduce_gradients("replica")},
+        {"optimizer": optax.chain(reduce, optax.sgd(0.1))},
+    ):
+        step = js.make_train_step(loss, mesh=mesh, **options)
+        report = js.comm_report(step, step.init(params), batch)
+        rows = report.select(level="emitted", axis="replica")
+        assert max(row.bytes for row in rows) <= 16 * 4 + 4, report  # a quarter, and the loss
+
+
+def planned(layout, ready_order=None):
+    types = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = layout.planned(types, SPECS, ready_order)
+    firsts, groups, plans = zip(*found.numbered(), strict=True)
+    assert list(firsts) == list(np.cumsum([0, *(len(plan.buffers) for plan in plans)])[:-1])
+    return [
+        [found.names[group.indices[i]] for i in buffer.leaves]
+        for group, plan in zip(groups, plans, strict=True)
+        for buffer in plan.buffers
+    ]
+
+
+def test_leaves_share_a_bucket_with_those_that_are_sharded_alike():
+    assert planned(BucketLayout((2**20,))) == [["bias"], ["out", "in"], ["table"]]
+    assert planned(BucketLayout((2**20,), order="forward"))[1] == ["in", "out"]
+    assert planned(BucketLayout((2**20,)), ready_order=(1, 0, 2, 3))[1] == ["in", "out"]
+    # Sizes are those of blocks: 24 bytes of each matrix.
+    assert planned(BucketLayout((30,)))[1] == ["out", "in"]
+    assert planned(BucketLayout((24,)))[1:3] == [["out"], ["in"]]
+    own = BucketLayout((1,), buckets=(("in", "bias"), (2, "table")))
+    assert planned(own) == [["bias"], ["in"], ["out"], ["table"]]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"w": P("replica")}, r"must not name the axis of the replicas, 'replica', got"),
+        ({"w": "fsdp"}, r"`param_specs` must be a tree of PartitionSpec, got a leaf of type str"),
+        ({"v": P("fsdp")}, r"with the structure of the parameters, or a prefix of it"),
+        ({"w": P("model")}, r"names axis 'model', which the mesh here does not have \(axes: 'rep"),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(mesh_of, specs, message):
+    grads = {"w": jnp.ones((2, 4))}
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    with pytest.raises(ValueError, match=message):  # noqa: PT012 - some at construction
+        tx = js.all_reduce_gradients("replica", param_specs=specs)
+        jax.eval_shape(program(mesh, tx, specs=False), grads, None)
+
+
+def test_a_loop_that_tells_nothing_is_warned(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    tx = js.all_reduce_gradients("replica")
+    with pytest.warns(UserWarning, match=r"no `param_specs` were given, .* over \['fsdp'\] inside"):
+        jax.eval_shape(program(mesh, tx, specs=False), {"w": jnp.ones((2, 4))}, None)
+    whole = js.all_reduce_gradients("replica", param_specs=P())
+    jax.eval_shape(program(mesh, whole, specs=False), {"w": jnp.ones((2, 4))}, None)

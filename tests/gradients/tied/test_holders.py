@@ -1,0 +1,91 @@
+"""Sums over the stages that hold an array: equal to the bit there, and nothing elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.gradients.tied import sum_over_holders
+
+HOLDERS = [(0, 3), (0, 3), (3, 0), (3, 1, 0), (0, 1, 2, 3), (1, 2)]
+KINDS = [((2, 3), "f4"), ((5,), "f4"), ((4,), "bfloat16"), ((3,), "f4"), ((), "f4"), ((2,), "f4")]
+
+
+def stacked():
+    rng = np.random.default_rng(0)
+    leaves = [rng.normal(size=(4, *shape)).astype(jnp.dtype(kind)) for shape, kind in KINDS]
+    # What does not take part may hold anything.
+    leaves[0][1], leaves[3][2], leaves[5][0], leaves[5][3] = np.nan, np.inf, -0.0, np.nan
+    return leaves
+
+
+def tied(*leaves):
+    return sum_over_holders(leaves, HOLDERS, "stage")
+
+
+def on_devices(check_vma):
+    def of_device(*leaves):
+        return [x[None] for x in tied(*(x[0] for x in leaves))]
+
+    mesh = js.make_mesh({"stage": 4})
+    return jax.jit(
+        jax.shard_map(
+            of_device, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=check_vma
+        )
+    )
+
+
+@pytest.mark.parametrize("execution", ["vmap", "checked", "unchecked"])
+def test_holders_have_the_sum_and_others_what_they_had(execution):
+    leaves = stacked()
+    if execution == "vmap":
+        run = jax.jit(jax.vmap(tied, axis_name="stage"))
+    else:
+        run = on_devices(execution == "checked")
+    for before, after, holders in zip(leaves, run(*leaves), HOLDERS, strict=True):
+        assert after.dtype == before.dtype
+        bits = np.asarray(after).view(f"u{before.dtype.itemsize}")
+        others = sorted(set(range(4)) - set(holders))
+        np.testing.assert_array_equal(bits[others], before[others].view(bits.dtype))
+        first = holders[0]
+        assert all((bits[h] == bits[first]).all() for h in holders)
+        total = before[list(holders)].astype(np.float64).sum(axis=0)
+        tolerance = 1e-2 if before.dtype.itemsize == 2 else 1e-6
+        np.testing.assert_allclose(np.float64(after[first]), total, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_exchange_for_each_set_of_holders_and_dtype(check_vma):
+    report = js.comm_report(on_devices(check_vma), *stacked())
+    sent: dict[str, tuple[int, int]] = {}
+    for row in report.rows:
+        if row.level == "emitted":
+            assert row.axis == "stage"
+            count, size = sent.get(row.collective, (0, 0))
+            sent[row.collective] = count + row.count, size + row.bytes
+    # Two holders: 11 float32 in one buffer, 4 bfloat16, 2 float32; three of a chain: 4 times 12.
+    assert sent == {"collective-permute": (3 + 4, 44 + 8 + 8 + 4 * 12), "all-reduce": (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("holders", "message"),
+    [
+        ([(1,)], r"two or more different positions of 4, counted from 0, got \(1,\)"),
+        ([(1, 1)], r"got \(1, 1\)"),
+        ([(0, 4)], r"got \(0, 4\)"),
+        ([(-1, 2)], r"got \(-1, 2\)"),
+    ],
+)
+def test_holders_are_positions_of_the_axis(holders, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            jax.vmap(lambda x: sum_over_holders([x], holders, "stage"), axis_name="stage"),
+            jnp.zeros(4),
+        )
+
+
+def test_the_axis_must_be_mapped():
+    with pytest.raises(ValueError, match=r"`axis_name` 'stage' is not a mapped axis here"):
+        sum_over_holders([jnp.zeros(2)], [(0, 1)], "stage")

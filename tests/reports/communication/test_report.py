@@ -1,0 +1,95 @@
+"""Questions asked of a report, its errors and its two written forms."""
+
+import json
+
+import pytest
+
+from jaxslowmo.reports.communication import CommReport, CommRow
+
+
+def row(kind, axis, collective, level, count, nbytes, **more):
+    wire = more.pop("wire", nbytes)
+    return CommRow(kind, axis, collective, level, count, nbytes, wire, 4, ("float32",), **more)
+
+
+REPORT = CommReport(
+    rows=(
+        row("local", "device", "all-reduce", "emitted", 6, 4_000_000, wire=6_000_000),
+        row("local", "device", "all-reduce", "compiled", 1, 4_000_000, wire=6_000_000),
+        row("slow", "device", "all-reduce", "emitted", 6, 4_000_000),
+        row("slow", "replica", "reduce-scatter", "emitted", 1, 1000, conditional=True),
+        row("slow", "replica,device", "all-gather", "emitted", 3, 10, in_loop=True, trip_count=3),
+    ),
+    kinds=("local", "slow", "idle"),
+    axes=("replica", "device", "replica,device"),
+)
+
+
+def test_sums():
+    assert REPORT.count(kind="local") == 6
+    assert REPORT.count(kind="local", level="compiled") == 1
+    assert REPORT.bytes(kind="local") == 4_000_000
+    assert REPORT.wire_bytes(kind="local") == 6_000_000
+    assert REPORT.count(kind="slow") == 10
+    assert REPORT.bytes(kind="slow", collective="reduce-scatter") == 1000
+    assert REPORT.count(kind="idle") == 0
+
+
+def test_an_axis_covers_collectives_that_cross_it_among_others():
+    assert REPORT.count(kind="slow", axis="replica") == 4
+    assert REPORT.count(kind="slow", axis="device") == 9
+    for both in ("replica,device", "device,replica", ("replica", "device")):
+        assert REPORT.count(kind="slow", axis=both) == 3
+    assert REPORT.count(kind="local", axis="replica") == 0
+    assert REPORT.count(kind="local", axis="?") == 0
+
+
+def test_select():
+    assert REPORT.select() == REPORT.rows
+    assert REPORT.select(kind="local") == REPORT.rows[:2]
+    assert REPORT.select(level="compiled") == REPORT.rows[1:2]
+    assert REPORT.select(collective="all-to-all") == ()
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({"kind": "lokal"}, r"`kind` must be one of 'local', 'slow', 'idle', got 'lokal'"),
+        ({"kind": "slow", "axis": "replicas"}, r"`axis` must be one of .*, got 'replicas'"),
+        ({"kind": "slow", "collective": "psum"}, r"`collective` must be one of 'all-reduce'.*psum"),
+        ({"kind": "slow", "level": "hlo"}, r"`level` must be one of 'emitted', 'compiled'.*'hlo'"),
+        ({}, r"`kind` is needed.*'local', 'slow', 'idle'"),
+    ],
+)
+def test_errors_name_what_is_known(question, message):
+    for ask in (REPORT.count, REPORT.bytes, REPORT.wire_bytes):
+        with pytest.raises(ValueError, match=message):
+            ask(**question)
+
+
+def test_level_that_was_not_made():
+    emitted = CommReport(REPORT.rows[:1], ("local",), ("device",), levels=("emitted",))
+    assert emitted.count() == 6
+    with pytest.raises(ValueError, match="without compiling"):
+        emitted.bytes(level="compiled")
+    assert str(emitted).splitlines()[1].split()[-4:] == ["6", "4,000,000", "-", "-"]
+
+
+def test_table():
+    assert str(REPORT).splitlines() == [
+        "kind   axis            collective          emitted      bytes  compiled      bytes  notes",
+        "local  device          all-reduce                6  4,000,000         1  4,000,000",
+        "slow   device          all-reduce                6  4,000,000         0          0",
+        "slow   replica         reduce-scatter            1      1,000         0          0"
+        "  conditional",
+        "slow   replica,device  all-gather                3         10         0          0  loop",
+        "idle   -               (no communication)        0          0         0          0",
+    ]
+
+
+def test_json():
+    read = json.loads(REPORT.to_json())
+    assert set(read) == {"rows", "kinds", "axes", "levels"}
+    assert read["kinds"] == ["local", "slow", "idle"]
+    assert read["rows"][0]["wire_bytes"] == 6_000_000
+    assert len(read["rows"]) == len(REPORT.rows)

@@ -1,0 +1,182 @@
+"""Measured steps on devices: what was found is what ran."""
+
+import json
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
+
+import jaxslowmo as js
+from jaxslowmo.reports.time._measured import Sampling
+
+BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+PARAMS = {"c": np.eye(8, dtype=np.float32), "a": np.eye(8, dtype=np.float32)}
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["c"]) ** 2)
+
+
+def run(num_steps, rate, **options):
+    mesh = js.make_mesh({"replica": 4})
+    step = js.measured(js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, **options), rate=rate)
+    state = step.init(PARAMS)
+    losses = [
+        float(np.mean(r.metrics["loss"]))
+        for r in js.train_loop(step, state, [BATCH] * num_steps, num_steps=num_steps)
+    ]
+    return step.report(), losses
+
+
+def check_times(times):
+    for name, seconds in asdict(times).items():
+        values = seconds.values() if isinstance(seconds, dict) else [seconds]
+        assert all(value >= 0 for value in values), name
+    assert 0 < times.forward_compute_time < times.step_time
+    assert 0 < times.backward_compute_time < times.step_time
+    assert times.backward_overlap_time <= times.overlap_time <= times.communication_time
+
+
+def test_gradient_buckets():
+    report, losses = run(
+        15, 14, gradients=js.all_reduce_gradients("replica", first_bucket_bytes=0, bucket_bytes=0)
+    )
+    assert losses[-1] < losses[0]
+    assert (report.iteration, report.measured, report.missed) == (15, (*range(1, 11), 14), ())
+    check_times(report.last)
+    check_times(report.average)
+    assert set(report.average.communication) == {"gradients"}
+    assert report.last.communication["gradients"] == report.last.communication_time > 0
+    assert {name: (k.steps, k.measured) for name, k in report.kinds.items()} == {"every": (15, 11)}
+
+    assert [(b.size_bytes, b.leaves) for b in report.buckets] == [(256, ("c",)), (256, ("a",))]
+    assert report.bucket_sizes == (256, 256)
+    assert report.ready_order == ("c", "a")
+    assert (report.num_parameter_tensors, report.parameter_bytes) == (2, 512)
+    assert (report.dtypes, report.backend, report.num_devices) == (("float32",), "cpu", 4)
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_parameter_synchronisations(mode, tmp_path):
+    sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+    report, _ = run(14, 100, sync=sync, mode=mode)
+    assert report.measured == (*range(1, 11), 12, 14)  # exchanges are counted by themselves
+    counts = {name: (kind.steps, kind.measured) for name, kind in report.kinds.items()}
+    assert counts == {"local": (7, 5), "average": (4, 4), "slow": (3, 3)}
+    for name, kind in report.kinds.items():
+        check_times(kind.times)
+        if name == "local":
+            assert kind.times.communication_time == 0
+        else:
+            assert kind.times.communication[name] == kind.times.communication_time > 0
+    assert report.buckets == ()
+    found = [(b.exchange, b.size_bytes, b.leaves) for b in report.sync_buckets]
+    assert sorted(found) == [("average", 512, ("a", "c")), ("slow", 512, ("a", "c"))]
+
+    report.write(tmp_path / "report.json")
+    read = json.loads((tmp_path / "report.json").read_text())
+    expected = asdict(report) | {"bucket_sizes": report.bucket_sizes}
+    assert read == json.loads(json.dumps(expected))
+    assert read["kinds"]["slow"]["times"]["communication"]["slow"] > 0
+
+    shown = str(report)
+    assert shown.startswith("14 steps, measured: 1-10, 12, 14; 4 cpu devices\n")
+    rows = {line.split("  ")[0]: line.split()[-5:] for line in shown.splitlines()}
+    assert rows["average"][:2] == ["4", "4"]
+    assert rows["local"][-1] == "0.000"
+
+
+def test_a_jitted_function_on_one_device():
+    fn = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
+    step = js.measured(fn, rate=1)
+    w = PARAMS["a"]
+    assert "0 steps, measured: none" in str(step.report())
+    np.testing.assert_array_equal(step(w, BATCH), fn(w, BATCH))
+    report = step.report()
+    assert report.measured == (1,)
+    assert report.last.communication_time == 0
+    assert report.last.backward_compute_time > 0
+    assert (report.buckets, report.ready_order, report.num_devices) == ((), None, 1)
+
+
+def test_a_step_of_ones_own():
+    reduce = js.all_reduce_gradients("replica")
+
+    def per_replica(params, batch):
+        mine = jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying"), params)
+        grads, _ = reduce.update(jax.grad(loss)(mine, batch), reduce.init(params))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    mesh = js.make_mesh({"replica": 4})
+    specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
+    step = js.measured(jax.jit(jax.shard_map(per_replica, mesh=mesh, **specs)), rate=1)
+    step(PARAMS, BATCH)
+    report = step.report()
+    assert set(report.last.communication) == {"gradients"}
+    assert [(b.size_bytes, b.leaves) for b in report.buckets] == [(512, ("c", "a"))]
+    assert (report.num_parameter_tensors, report.parameter_bytes) == (2, 512)
+    assert (report.dtypes, report.num_devices) == (("float32",), 4)
+
+
+def test_while_another_trace_runs_steps_are_missed(tmp_path):
+    fn = jax.jit(lambda x: 2 * x)
+    step = js.measured(fn, rate=1)
+    with jax.profiler.trace(str(tmp_path)), pytest.warns(UserWarning, match="another trace"):
+        assert step(np.float32(3)) == 6
+    assert step(np.float32(4)) == 8
+    report = step.report()
+    assert (report.measured, report.missed) == ((2,), (1,))
+    assert "due but not measured: 1" in str(report)
+
+
+def test_errors_of_the_step_are_its_own():
+    step = js.measured(jax.jit(lambda x: 2 * x), rate=1)
+    with pytest.raises(TypeError):
+        step("no array")
+    assert step(np.float32(4)) == 8  # the trace was stopped
+
+
+def test_what_is_no_step_is_refused():
+    with pytest.raises(ValueError, match=r"`step` must be made by .*, got <lambda>"):
+        js.measured(lambda state, batch: state)
+    with pytest.raises(ValueError, match=r"`rate` .* got 0"):
+        js.measured(jax.jit(lambda x: x), rate=0)
+
+
+def test_no_crash_where_libtpu_is_loaded_without_a_tpu(monkeypatch):
+    """There the profiler would end the process."""
+    monkeypatch.setattr(xla_client, "pjrt_plugin_loaded", lambda platform: platform == "tpu")
+    step = js.measured(jax.jit(lambda x: x + 1))
+    with pytest.warns(UserWarning, match="libtpu is loaded, and there is no TPU, so steps are not"):
+        assert step(jnp.ones(())) == 2
+    assert step.report().missed == (1,)
+
+
+def sampled(rate, kinds):
+    sampling = Sampling(rate)
+    return [t for t, kind in enumerate(kinds, 1) if sampling.next(kind)]
+
+
+def test_the_first_ten_and_then_every_rate_th():
+    # torch's DistributedDataParallel samples these with a rate of 7.
+    assert sampled(7, ["local"] * 30) == [*range(1, 11), 14, 21, 28]
+    assert sampled(1, ["local"] * 15) == list(range(1, 16))
+    assert sampled(100, ["local"] * 250) == [*range(1, 11), 100, 200]
+
+
+def test_seldom_exchanges_are_counted_by_themselves():
+    kinds = ["average" if t % 12 == 0 else "local" for t in range(1, 181)]
+    # Exchanges 1 to 10, and the 14th at step 168; steps 1 to 10, and every 14th.
+    expected = {*range(1, 11), *range(12, 121, 12), *range(14, 181, 14), 168}
+    assert sampled(14, kinds) == sorted(expected)
+
+
+@pytest.mark.parametrize("rate", [0, -3, 2.5, True])
+def test_other_rates_are_refused(rate):
+    with pytest.raises(ValueError, match=r"`rate` counts steps and must be an int >= 1, got"):
+        Sampling(rate)
