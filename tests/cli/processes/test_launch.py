@@ -40,8 +40,10 @@ from support.waiting import PATIENCE_SECONDS, wait_until
             "--coordinator-bind of train: launch decides it",
         ),
         (
-            ["--processes", 2, "--", "train", "--out", "x", "--executor", "host"]
-            + ["--mesh", "replica=2,stage=2", "--batch", 4],
+            [
+                *("--processes", 2, "--", "train", "--out", "x", "--executor", "host"),
+                *("--mesh", "replica=2,stage=2", "--batch", 4),
+            ],
             "--executor host starts the programs of all stages from a single process, got 2",
         ),
     ],

@@ -28,7 +28,7 @@ def test_devices_that_cannot_be_divided_among_processes(replicas, devices, words
 
 def test_stages_that_the_host_dispatches_take_one_process():
     config = train_config({"mesh": "replica=2,stage=2", "batch": 4, "executor": "host"})
-    with pytest.raises(CommandError, match="--executor host .* got 4 processes: use --executor"):
+    with pytest.raises(CommandError, match=r"--executor host .* got 4 processes: use --executor"):
         choose_mesh(config, Cluster(0, 4))
 
 
