@@ -61,9 +61,9 @@ def clip_by_global_norm(
     The norm is that of the whole model, each parameter counted once: parts that devices along
     `model_axes` hold are added up, leaves that these hold all alike are counted on the first, and
     a tied parameter on the first stage that holds it. It stands behind what averages or sums
-    gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and in front of the optimizer;
-    `js.dynamic_loss_scale` stands around it. Replicas whose gradients differ have norms of their
-    own.
+    gradients (`js.all_reduce_gradients`, `js.pipeline.sum_tied_gradients`) and in front of the
+    optimizer; `js.dynamic_loss_scale` stands around it. Replicas whose gradients differ have norms
+    of their own.
 
     Unlike `optax.clip_by_global_norm` (`grads * max_norm / norm` where the norm is not below
     `max_norm`) it follows torch: a clipped norm is `max_norm * norm / (norm + 1e-6)`, which the two
