@@ -13,12 +13,10 @@ from .._support.files import io_errno
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
-from ._arrays import first_line, read_arrays
-from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, remove_unfinished, resolved
-from ._orbax import ocp
-from ._prints import check_prints, host_print, prints_of
+from ._arrays import check_prints, first_line, host_print, prints_of, read_arrays
+from ._folder import ARRAYS, RECORD, CheckpointError, ocp, quiet_orbax, remove_unfinished, resolved
 from ._record import checked_json
-from ._writing import Writing
+from ._writing import FolderWrite
 
 _FORMAT = 1
 _MARK = "jaxslowmo_consensus"
@@ -71,7 +69,7 @@ def export_consensus(
     record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
     try:
         before = functools.partial(remove_unfinished, path.parent, f"{path.name}.")
-        Writing(path, mean, record, seconds=patience, before=before).result()
+        FolderWrite(path, mean, record, seconds=patience, before=before).result()
     except Exception as error:
         said = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(

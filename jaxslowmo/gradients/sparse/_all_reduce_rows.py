@@ -22,7 +22,7 @@ from ...transform import (
     spec_of,
 )
 from ...tree import check_floating
-from ._row_gradient import RowGradient, check_row_gradient, checked_capacity, is_row_gradient
+from ._row_gradient import RowGradient, Rows, check_row_gradient, checked_capacity, is_row_gradient
 from ._table_reduction import PATHS, Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
@@ -159,6 +159,32 @@ def all_reduce_rows(
     if dense is not None:
         own = joined([own, spec_of(dense)]).around(lambda state: ((), state.dense))
     return GradientTransform(init_fn, update_fn, own)
+
+
+def mean_rows(
+    rows: Rows,
+    axes: tuple[str, ...],
+    weight: jax.Array | None = None,
+    divide_by: DivideBy = "initial",
+) -> Rows:
+    """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
+
+    Args:
+      rows: of each device.
+      axes: mapped; none leaves `rows` as they are.
+      weight: of a replica, as `js.all_reduce_rows` takes it.
+      divide_by: likewise.
+
+    Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
+    """
+    if not axes or not rows:
+        return rows
+    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
+    share = {} if weight is None else {"weight": weight}
+    gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
+    means: Any
+    means, _ = reduce.update(gradients, reduce.init({}), **share)
+    return means
 
 
 def _counted(
