@@ -204,14 +204,15 @@ def _described(packing: Any) -> dict[str, Any]:
         # Of other axes, such as that of the replicas, nothing depends.
         "sizes": [[axis, size] for axis, size in packing.axis_sizes if axis in split],
         "leaves": [
-            [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), _spec(x.leaf.spec)]
+            [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), spec_to_json(x.leaf.spec)]
             for name, x in zip(names, places, strict=True)
         ],
         "copies": [n for n, i in zip(names, positions, strict=True) if i in packing.copies],
     }
 
 
-def _spec(spec: P) -> list[list[str]]:
+def spec_to_json(spec: P) -> list[list[str]]:
+    """Return for each dimension the axes that split it."""
     return [list(axis_names(entry or ())) for entry in spec]
 
 

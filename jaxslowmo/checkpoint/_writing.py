@@ -52,18 +52,6 @@ def new_topic() -> str:
     return f"{_PREFIX}/{number}"
 
 
-def answer(key: str, seconds: float) -> str:
-    """The note under a key, once it is there.
-
-    Raises:
-      UnansweredError: it has not come within so many seconds.
-    """
-    try:
-        return wait_for(key, seconds)
-    except NoNoteError as error:
-        raise unanswered(seconds) from error
-
-
 def unanswered(seconds: float) -> UnansweredError:
     """No process has told anything, nor written, for so long."""
     return UnansweredError(f"another process has not answered for {seconds:g} s.")
@@ -201,7 +189,10 @@ class FolderWrite:
             if self._count > 1:
                 tell(f"{self._topic}/begun", json.dumps(failure))
         else:
-            failure = json.loads(answer(f"{self._topic}/begun", self._seconds))
+            try:
+                failure = json.loads(wait_for(f"{self._topic}/begun", self._seconds))
+            except NoNoteError as error:
+                raise unanswered(self._seconds) from error
         _raise(failure)
 
     def _run(self, arrays: Any, copied: threading.Event) -> None:

@@ -14,11 +14,6 @@ from ._scatter import in_slices
 from .codecs import Codec
 
 
-def _overflows_when_summed(dtype: jnp.dtype) -> bool:
-    """float16 ends at 65504, so a sum may overflow where the mean would not."""
-    return dtype == jnp.float16
-
-
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """`factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite there."""
     wide = at_least_float32(x.dtype)
@@ -45,7 +40,7 @@ def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None =
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0:
         return settle(flat if factor is None else scaled(flat, factor), axis_name)
-    if _overflows_when_summed(flat.dtype):
+    if flat.dtype == jnp.float16:  # ends at 65504: a sum may overflow where the mean would not
         part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
         return lax.psum(part, axis_name)
     return _divided(lax.psum(flat if factor is None else scaled(flat, factor), axis_name), count)
@@ -102,8 +97,7 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> TotalWeight:
 
     Communication: one all-reduce of 8 bytes over `axis_name`.
     """
-    own = jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
-    return TotalWeight(*_sum(own, axis_name))
+    return TotalWeight(*_sum(_with_active(weight), axis_name))
 
 
 def relative_weight(
@@ -156,9 +150,8 @@ def weighted_means(
         total = total_weight(weight, axis_name)
         factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
         return [all_mean(flat, axis_name, factor=factor) for flat in flats]
-    own = jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
     carrier = carriers[0]
-    part = scaled(flats[carrier], weight)
+    own, part = _with_active(weight), scaled(flats[carrier], weight)
     sums = _sum(jnp.concatenate([part, own.astype(part.dtype)]), axis_name)
     total = TotalWeight(*sums[-2:].astype(_precise()))
     factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
@@ -181,6 +174,11 @@ def weighted_means(
 def _precise() -> jnp.dtype:
     """The default float dtype: under x64 it serves float64 leaves too."""
     return jnp.dtype(jnp.result_type(float))
+
+
+def _with_active(weight: jax.Array) -> jax.Array:
+    """(2,): the weight, and whether it counts, as numbers that replicas add up."""
+    return jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
 
 
 def _positive(weight: jax.Array) -> jax.Array:

@@ -221,13 +221,8 @@ def split_rows(grads: PyTree) -> tuple[PyTree, Rows, tuple[str, ...], Callable[.
       and `join(dense, rows)`, which puts both together again.
     """
     if isinstance(grads, WithRows):
-        inner_axes = grads.inner_axes
-        return (
-            grads.dense,
-            grads.rows,
-            inner_axes,
-            lambda dense, rows: WithRows(dense, rows, inner_axes),
-        )
+        axes = grads.inner_axes
+        return grads.dense, grads.rows, axes, lambda dense, rows: WithRows(dense, rows, axes)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
     rows = {str(i): leaf for i, leaf in enumerate(leaves) if is_row_gradient(leaf)}
     if not rows:

@@ -37,6 +37,15 @@ def circulant(
     return Graph(num_nodes, peers_per_step, rows, is_dynamic, is_bipartite, name)
 
 
+def _bipartite(
+    name: str, num_nodes: int, distances: Iterable[int], peers_per_step: int, dedupe: bool
+) -> Graph:
+    """Return the graph of odd distances, forwards and backwards, between even and odd nodes."""
+    check_even(name, num_nodes)
+    both = both_ways(distances)
+    return circulant(name, num_nodes, both, peers_per_step, dedupe=dedupe, is_bipartite=True)
+
+
 def both_ways(distances: Iterable[int]) -> list[int]:
     """Each distance forwards, then backwards."""
     return [sign * d for d in distances for sign in (1, -1)]
@@ -86,11 +95,7 @@ def npeer_directed_exponential(
             f"send to themselves; `peers_per_step`={peers_per_step} gives {loop}."
         )
     return circulant(
-        "npeer_directed_exponential",
-        num_nodes,
-        distances,
-        peers_per_step,
-        dedupe=dedupe,
+        "npeer_directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe
     )
 
 
@@ -110,14 +115,8 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 
     Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    return circulant(
-        "directed_exponential",
-        num_nodes,
-        both_ways(powers_below(2, num_nodes)),
-        peers_per_step,
-        dedupe=dedupe,
-    )
+    distances = both_ways(powers_below(2, as_size("num_nodes", num_nodes)))
+    return circulant("directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
 def bipartite_exponential(
@@ -139,16 +138,8 @@ def bipartite_exponential(
     Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
     """
     num_nodes = as_size("num_nodes", num_nodes)
-    check_even("bipartite_exponential", num_nodes)
     distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
-    return circulant(
-        "bipartite_exponential",
-        num_nodes,
-        both_ways(distances),
-        peers_per_step,
-        dedupe=dedupe,
-        is_bipartite=True,
-    )
+    return _bipartite("bipartite_exponential", num_nodes, distances, peers_per_step, dedupe)
 
 
 def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
@@ -212,8 +203,7 @@ def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = F
 
     Source: FairScale 0.4.13 `DynamicDirectedLinearGraph`.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    distances = both_ways(range(1, num_nodes, 2))
+    distances = both_ways(range(1, as_size("num_nodes", num_nodes), 2))
     return circulant("directed_linear", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
@@ -234,16 +224,8 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
     Source: FairScale 0.4.13 `DynamicBipartiteLinearGraph`.
     """
     num_nodes = as_size("num_nodes", num_nodes)
-    check_even("bipartite_linear", num_nodes)
-    distances = both_ways(range(1, num_nodes, 2))
-    return circulant(
-        "bipartite_linear",
-        num_nodes,
-        distances,
-        peers_per_step,
-        dedupe=dedupe,
-        is_bipartite=True,
-    )
+    distances = range(1, num_nodes, 2)
+    return _bipartite("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
