@@ -18,7 +18,6 @@ import itertools
 import json
 import multiprocessing as mp
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from machine import host
 from torch import nn
 
 from torch_compat import TPUManager
@@ -265,20 +265,6 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {k: round(v, 3) for k, v in zip(("median", "low", "high"), found, strict=True)}
 
 
-def describe() -> dict[str, str | int]:
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            name = next(line.split(":")[1].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        pass
-    return {
-        "processor": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
 def versions() -> dict[str, str]:
     """Of what this environment drives the devices with."""
     names = ["torch", "torch_xla"] if HAS_XLA else ["torch", "torchax", "jax"]
@@ -362,7 +348,7 @@ def main() -> None:
     result: dict = {
         "command": shlex.join(["python", "benchmarks/bench_tpu_manager.py", *sys.argv[1:]]),
         "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "one", "also")},
-        "machine": describe(),
+        "machine": host(),
         "load_averages": load,
         "settings": {},
     }

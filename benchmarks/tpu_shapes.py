@@ -3,7 +3,7 @@
     python benchmarks/tpu_shapes.py --out benchmarks/results/tpu_shapes.md
 
 Compiles only (libtpu from PyPI, no TPU), so it tells structure, not speed. The rule drawn from it
-stands in `jaxslowmo/collectives/_shard_layout.py`, and `tests/tpu_aot` holds it.
+stands in `jaxslowmo/collectives/_scatter.py`, and `tests/tpu_aot` holds it.
 """
 
 import os

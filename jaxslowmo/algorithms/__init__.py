@@ -1,13 +1,13 @@
 """The optax transforms: one algorithm, one file, one state class."""
 
 from ._diloco import diloco as diloco
+from ._gossip import SGPState as SGPState
+from ._gossip import shares_of_gossip as shares_of_gossip
 from ._local_sgd import LocalSGDState as LocalSGDState
 from ._local_sgd import hierarchical_local_sgd as hierarchical_local_sgd
 from ._local_sgd import local_sgd as local_sgd
 from ._only_finite import OnlyFiniteState as OnlyFiniteState
 from ._only_finite import only_finite as only_finite
-from ._push_sum import SGPState as SGPState
-from ._push_sum import shares_of_gossip as shares_of_gossip
 from ._sgp import sgp as sgp
 from ._slowmo import SlowMomentumState as SlowMomentumState
 from ._slowmo import slow_momentum as slow_momentum

@@ -36,15 +36,13 @@ from ._gossip import (
     Arrival,
     Gossip,
     GossipPlan,
-    gossip_plan,
-    round_event,
-    round_number,
-)
-from ._push_sum import (
     SGPState,
+    gossip_plan,
     over,
     pulled,
     pulled_with_residual,
+    round_event,
+    round_number,
     shares_of_gossip,
     together,
     total_mass,

@@ -15,8 +15,7 @@ from .._support.files import io_errno
 from .._support.types import PyTree
 from .._support.warnings import warn_user
 from ..train import TrainState, TrainStep
-from ._agree import gather, of_first_process
-from ._arrays import first_line
+from ._arrays import first_line, prints_of
 from ._folder import (
     MAX_STEP,
     CheckpointError,
@@ -29,10 +28,9 @@ from ._folder import (
     resolved,
     set_aside,
 )
-from ._prints import prints_of
 from ._record import as_stored, checked_json, read_record, record_of
 from ._restore import FormThen, Found, Reading, Template, finished, read
-from ._writing import Writing
+from ._writing import FolderWrite, gather, of_first_process
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Checkpoints:
         quiet_orbax()
         self._folder = resolved(folder)
         self._keep, self._asynchronous, self._patience = number, asynchronous, patience
-        self._writing: tuple[int, Writing] | None = None
+        self._writing: tuple[int, FolderWrite] | None = None
         self._unreadable: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
@@ -157,7 +155,7 @@ class Checkpoints:
         record = replace(record, prints=prints_of(stored))
         keys = [leaf.key for leaf in record.leaves]
         try:
-            writing = Writing(
+            writing = FolderWrite(
                 self._folder / str(step),
                 # What holds nothing has no file: its shape stands in the record.
                 {key: x for key, x in zip(keys, stored, strict=True) if x.size},

@@ -1,7 +1,6 @@
 """The consensus model alone, on disk: to evaluate, fine-tune or ship."""
 
 import functools
-import json
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -13,12 +12,10 @@ from .._support.files import io_errno
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names
-from ._arrays import first_line, read_arrays
-from ._folder import ARRAYS, RECORD, CheckpointError, quiet_orbax, remove_unfinished, resolved
-from ._orbax import ocp
-from ._prints import check_prints, host_print, prints_of
-from ._record import checked_json
-from ._writing import Writing
+from ._arrays import check_prints, first_line, host_print, prints_of, read_arrays
+from ._folder import ARRAYS, CheckpointError, ocp, quiet_orbax, remove_unfinished, resolved
+from ._record import checked_json, read_json
+from ._writing import FolderWrite
 
 _FORMAT = 1
 _MARK = "jaxslowmo_consensus"
@@ -71,7 +68,7 @@ def export_consensus(
     record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
     try:
         before = functools.partial(remove_unfinished, path.parent, f"{path.name}.")
-        Writing(path, mean, record, seconds=patience, before=before).result()
+        FolderWrite(path, mean, record, seconds=patience, before=before).result()
     except Exception as error:
         said = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(
@@ -143,11 +140,7 @@ def _leaves(tree: PyTree) -> list[list[Any]]:
 
 
 def _record(path: Any) -> dict[str, Any]:
-    file = path / RECORD / "metadata"
-    try:
-        value = json.loads(file.read_text()) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {file} is no JSON ({error}).") from error
+    value = read_json(path)
     if not isinstance(value, dict) or value.get(_MARK) is None:
         raise CheckpointError(
             f"{path} is no model that export_consensus wrote: give the folder of one."

@@ -12,8 +12,16 @@ from typing import Any
 
 import jax
 
+from .._support.extras import needed_by
 from .._support.warnings import warn_user
-from ._orbax import epath, ocp
+
+with needed_by("jaxslowmo.checkpoint"):
+    import orbax.checkpoint as ocp
+    import tensorstore as ts
+    from etils import epath
+
+__all__ = ["epath", "ocp", "ts"]
+
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"

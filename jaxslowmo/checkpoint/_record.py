@@ -1,5 +1,6 @@
 """What stands beside the arrays of a checkpoint: all that is needed to read them."""
 
+import base64
 import json
 import re
 import zlib
@@ -14,13 +15,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
-from ..mesh import axis_names, model_axes, specs_of_leaves
+from ..mesh import model_axes, only_over, specs_of_leaves
 from ..train import TrainState
-from ..transform import Placement, SavedForm
+from ..transform import ParameterTransform, Placement, SavedForm
 from ..tree import leaf_names
-from ._folder import RECORD, UnreadableError
-from ._layout import layout_of, parts_of
-from ._orbax import epath
+from ._folder import ARRAYS, RECORD, CheckpointError, UnreadableError, epath
+from ._stages import layout_of, parts_of, spec_to_json
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
@@ -92,7 +92,7 @@ class Record:
             "replicas": self.replicas,
             "axes": None if self.axis_sizes is None else [list(a) for a in self.axis_sizes.items()],
             "automatic": list(self.automatic),
-            "shards": None if self.shards is None else [_spec_to_json(s) for s in self.shards],
+            "shards": None if self.shards is None else [spec_to_json(s) for s in self.shards],
             "leaves": [
                 [leaf.key, leaf.name, list(leaf.shape), leaf.dtype, leaf.key_impl]
                 for leaf in self.leaves
@@ -149,46 +149,46 @@ class Record:
         return Placement(self.replicas, sizes, automatic, certain, self.shards, form)
 
 
+def read_json(path: epath.Path) -> Any:
+    """Return what stands beside the arrays in this folder; None where there is no such file.
+
+    Raises:
+      UnreadableError: the file cannot be read, or holds something else than JSON.
+    """
+    file = path / RECORD / "metadata"
+    try:
+        return json.loads(file.read_text()) if file.exists() else None
+    except (OSError, ValueError) as error:
+        raise UnreadableError(f"{path} is damaged: {file} is no JSON ({error}).") from error
+
+
 def read_record(path: epath.Path) -> Record:
     """The record of a checkpoint.
 
     Raises:
       UnreadableError: a missing or damaged file, another library's checkpoint, another format.
     """
-    file = path / RECORD / "metadata"
-    if not file.exists():
+    value = read_json(path)
+    if value is None:
         raise UnreadableError(
             f"{path} has no file {RECORD}/metadata: it is damaged, or was not written by "
             "jaxslowmo.checkpoint."
         )
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UnreadableError(f"{path} is damaged: {file} is no JSON ({error}).") from error
-    return _from_json(value, path)
-
-
-def _from_json(value: Any, where: object) -> Record:
-    """The record in a stored value.
-
-    Raises:
-      UnreadableError: another format, or something else than a record.
-    """
     if not isinstance(value, dict) or _MARK not in value:
         raise UnreadableError(
-            f"{where} was not written by jaxslowmo.checkpoint: give the folder of a run of "
+            f"{path} was not written by jaxslowmo.checkpoint: give the folder of a run of "
             "jaxslowmo, or read it with the library that wrote it."
         )
     if value[_MARK] != FORMAT:
         # Also what a damaged digit looks like: an older checkpoint may do.
         raise UnreadableError(
-            f"{where} has format {value[_MARK]}, written by {value.get('versions')}, and this "
+            f"{path} has format {value[_MARK]}, written by {value.get('versions')}, and this "
             f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it. If "
             "that is this one, the record is damaged."
         )
     content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
     if _crc32(content) != value.get("crc32"):
-        raise UnreadableError(f"{where} is damaged: its record is not as it was written.")
+        raise UnreadableError(f"{path} is damaged: its record is not as it was written.")
     try:
         axes = value["axes"]
         return Record(
@@ -206,7 +206,7 @@ def _from_json(value: Any, where: object) -> Record:
             layout=value.get("layout"),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UnreadableError(f"{where} has a damaged record ({error!r}).") from error
+        raise UnreadableError(f"{path} has a damaged record ({error!r}).") from error
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -251,11 +251,6 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
     )
 
 
-def _spec_to_json(spec: P) -> list[list[str]]:
-    """For each dimension the axes that split it."""
-    return [list(axis_names(entry or ())) for entry in spec]
-
-
 def _shards_from_json(value: dict[str, Any]) -> tuple[P, ...] | None:
     """Records of 0.1.0 do not tell; where parameters were not sharded, state was cut whole."""
     if value.get("shards") is not None:
@@ -285,3 +280,76 @@ def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
 def as_stored(tree: PyTree) -> list[jax.Array]:
     """The leaves of a state as they are stored: PRNG keys as their data."""
     return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
+
+
+_SHARDINGS = "_sharding"  # where orbax notes how each array lay
+
+
+def lies_alike(
+    path: epath.Path,
+    record: Record,
+    structs: PyTree,
+    wanted: list[Any],
+    sync: ParameterTransform | None,
+    old: Placement,
+    new: Placement,
+) -> bool:
+    """Whether state that is kept in shards lies inside a replica as it shall.
+
+    Args:
+      path: of the checkpoint.
+      record: of it.
+      structs: what the new run's parameter transform keeps.
+      wanted: types of the new run's arrays, in the order of the leaves.
+      sync: the parameter transform.
+      old: where the checkpoint comes from.
+      new: where it goes.
+
+    Raises:
+      CheckpointError: of a version that did not note how shards were cut, where nothing else tells
+        that it was as they shall be.
+    """
+    same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
+    alike = same_mesh and old.form is None
+    if sync is None or not sync.shards(structs):
+        return alike
+    if old.specs is None:
+        if alike and _arrays_lie_alike(path, record, wanted):
+            return True
+        raise CheckpointError(
+            f"{path} does not tell how the anchor and what goes with it were cut inside a replica "
+            f"(over {', '.join(sorted(old.automatic))}): a version of jaxslowmo before 0.2 wrote "
+            "it, or the state was not the result of a step. Restore it with the same mesh and "
+            "`param_specs`, and save it again after a step."
+        )
+    return alike and _cuts(old) == _cuts(new)
+
+
+def _large_axes(at: Placement) -> dict[str, int]:
+    return {name: size for name, size in at.axis_sizes.items() if size > 1}
+
+
+def _cuts(at: Placement) -> list[P]:
+    return [only_over(spec, at.automatic) for spec in at.specs or ()]
+
+
+def _arrays_lie_alike(path: epath.Path, record: Record, wanted: list[Any]) -> bool:
+    """Whether orbax's notes tell that all arrays lay over the axes of a mesh as they shall."""
+    try:
+        notes = json.loads((path / ARRAYS / _SHARDINGS).read_text())
+    except (OSError, ValueError):
+        return False
+    for leaf, struct in zip(record.leaves, wanted, strict=True):
+        note = notes.get(base64.b64encode(leaf.key.encode()).decode())
+        if note is None or not isinstance(struct.sharding, NamedSharding):
+            return False
+        axes = frozenset(struct.sharding.mesh.axis_names)
+        entries = [tuple(e) if isinstance(e, list) else e for e in _entries(note)]
+        if only_over(entries, axes) != only_over(struct.sharding.spec, axes):
+            return False
+    return True
+
+
+def _entries(note: str) -> list[Any]:
+    found = json.loads(note).get("partition_spec")
+    return found if isinstance(found, list) else []

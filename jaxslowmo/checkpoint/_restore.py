@@ -17,15 +17,19 @@ from ..mesh import model_axes
 from ..train import TrainState, TrainStep
 from ..transform import Placement, SavedForm, holds_state, spec_of
 from ..tree import leaf_names
-from ._arrays import read_arrays
-from ._folder import ARRAYS, CheckpointError
-from ._form import check_movable, check_recorded, converted, recorded_form, structs_then
-from ._inside import lies_alike
-from ._layout import moved_note, parts_of, read_part, restaged, whole_types
-from ._orbax import epath
-from ._prints import check_prints, host_print, prints_of
-from ._record import LeafRecord, Record, as_stored, read_record, record_of
-from ._resize import one_copy, resized
+from ._arrays import check_prints, host_print, prints_of, read_arrays
+from ._convert import (
+    check_movable,
+    check_recorded,
+    converted,
+    one_copy,
+    recorded_form,
+    resized,
+    structs_then,
+)
+from ._folder import ARRAYS, CheckpointError, epath
+from ._record import LeafRecord, Record, as_stored, lies_alike, read_record, record_of
+from ._stages import moved_note, parts_of, read_part, restaged, whole_types
 
 _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message

@@ -1,12 +1,14 @@
 """A folder that all processes write together: it appears whole, or not at all.
 
 Orbax writes the files. When a part is done, and what became of the whole, the processes tell each
-other by notes, so that a disk which fails for one of them fails the save on all, at once.
+other by notes with a limit, so that a disk which fails for one of them fails the save on all, at
+once. Exchanges of devices or barriers would leave all others waiting for a process that fails.
 """
 
 import asyncio
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import threading
@@ -18,10 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._support.coordinator import NoNoteError, tell, wait_for
+from .._support.coordinator import NoNoteError, forget, gather_notes, tell, wait_for
 from .._support.files import io_errno
 from .._support.warnings import warn_user
-from ._agree import answer, new_topic, unanswered
 from ._arrays import first_line
 from ._folder import (
     ARRAYS,
@@ -29,12 +30,64 @@ from ._folder import (
     RECORD,
     UNFINISHED,
     CheckpointError,
+    UnansweredError,
     can_rename,
+    epath,
     files_below,
+    ocp,
     processes,
     put_away,
 )
-from ._orbax import epath, ocp
+
+_numbers = itertools.count()
+_PREFIX = "jaxslowmo/checkpoint"
+
+
+def new_topic() -> str:
+    """A key for notes of one occasion; all processes ask in the same order."""
+    number = next(_numbers)
+    if number >= 2 and jax.process_count() > 1 and jax.process_index() == 0:
+        # All that are asking for this one have read what came before the last.
+        forget(f"{_PREFIX}/{number - 2}")
+    return f"{_PREFIX}/{number}"
+
+
+def unanswered(seconds: float) -> UnansweredError:
+    """No process has told anything, nor written, for so long."""
+    return UnansweredError(f"another process has not answered for {seconds:g} s.")
+
+
+def gather(own: Any, seconds: float) -> list[Any]:
+    """Plain JSON of every process, by its number.
+
+    Raises:
+      UnansweredError: one does not answer for so many seconds.
+
+    Communication: none with one process; else two messages of each process to the coordinator, and
+      the answer.
+    """
+    if jax.process_count() == 1:
+        return [own]
+    everyone = range(jax.process_count())
+    try:
+        notes = gather_notes(new_topic(), json.dumps(own), everyone, seconds)
+    except NoNoteError as error:
+        raise unanswered(seconds) from error
+    return [json.loads(note) for note in notes]
+
+
+def of_first_process(value: Any, seconds: float) -> Any:
+    """Process 0's plain JSON, on all processes.
+
+    Process 0 waits, too: if it ran ahead, it would forget notes that others have not read.
+
+    Raises:
+      UnansweredError: one does not answer for so many seconds.
+
+    Communication: that of `gather`.
+    """
+    return gather(value if jax.process_index() == 0 else None, seconds)[0]
+
 
 # How often a process that waits looks whether anything is being written.
 _LOOK_SECONDS = 5.0
@@ -48,7 +101,7 @@ Failure = list[Any] | None
 """Why, in words, and the operating system's number for it; as it travels in notes."""
 
 
-class Writing:
+class FolderWrite:
     """One folder that is being written. Returns when the arrays may be changed or donated.
 
     All processes make it alike. Process 0 makes the folder, under another name; each writes its
@@ -136,7 +189,10 @@ class Writing:
             if self._count > 1:
                 tell(f"{self._topic}/begun", json.dumps(failure))
         else:
-            failure = json.loads(answer(f"{self._topic}/begun", self._seconds))
+            try:
+                failure = json.loads(wait_for(f"{self._topic}/begun", self._seconds))
+            except NoNoteError as error:
+                raise unanswered(self._seconds) from error
         _raise(failure)
 
     def _run(self, arrays: Any, copied: threading.Event) -> None:
@@ -281,7 +337,7 @@ def _raise(failure: Failure) -> None:
         raise CheckpointError(text, errno=number)
 
 
-_unasked: weakref.WeakSet[Writing] = weakref.WeakSet()
+_unasked: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
 """Those whose result nobody has asked for."""
 
 

@@ -3,7 +3,26 @@
 Several replica axes are taken one after the other: the first scatters the whole buffer, the next
 its part. The bytes are those of one reduce-scatter, and a TPU compiler that would make an
 all-reduce of one over all chips of a torus keeps the stages.
+
+The shape of a shard decides what a TPU compiler makes of a `psum_scatter`. Compiled for v5e, v6e
+and v5p slices (libtpu 0.0.51), a 1-D buffer of any size becomes a full all-reduce and a slice: 1.5
+times the bytes of reduce-scatter and all-gather. What keeps a true reduce-scatter is a buffer of
+`(replicas, 8 * T, 128)` float32, scattered over its first dimension untiled, T >= 3 tiles of
+(8, 128) per shard:
+
+* even T, and for large T one that a power of two near T / 200 divides: a plain reduce-scatter (the
+  compiler cuts large shards into equal spans of whole tiles);
+* other T: a reduce-scatter with a small permute, where the compiler pads the spans itself.
+
+Shards under 3 tiles (12 KiB) become all-reduces whatever their shape, so they are only split
+evenly. All chips of a square torus as one axis make an all-reduce of any shape; there, give
+the torus as several replica axes. `tests/tpu_aot` holds the rule.
 """
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +31,113 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying
-from ._local import gather_slices, own_slice
+from ..mesh import axis_names, axis_size, between_cpu_processes, checks_varying, varying_axes
 from ._permute import permute
-from ._shard_layout import ShardLayout
+
+_TILE = (8, 128)  # rows and lanes of a float32 tile
+_TILE_ELEMENTS = 8 * 128
+_FEWEST_TILES = 3
+_TILES_PER_SPAN = 200
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A shard is `(rows, lanes)`; a buffer over R replicas `(R, rows, lanes)`, zero-padded."""
+
+    rows: int
+    lanes: int
+
+    @property
+    def size(self) -> int:
+        """Elements of one shard, padding included."""
+        return self.rows * self.lanes
+
+
+@functools.cache  # asked for every buffer whenever a program is traced
+def shard_layout(num_elements: int, num_shards: int, *, num_parts: int = 1) -> ShardLayout:
+    """Layout of the shards of a buffer.
+
+    Args:
+      num_elements: elements of the buffer.
+      num_shards: replicas that it is split over.
+      num_parts: devices of a replica that share the rows of its shard; each part is shaped.
+
+    Returns:
+      The layout. Padding per part: under 1 % or 2 tiles (8 KiB of float32), whichever is more;
+      under one row of elements where parts are smaller than 3 tiles.
+
+    Example:
+      >>> shard_layout(1_000_000, 4)
+      ShardLayout(rows=1968, lanes=128)
+      >>> shard_layout(10, 4)
+      ShardLayout(rows=3, lanes=1)
+    """
+    per_part = math.ceil(num_elements / (num_shards * num_parts))
+    tiles = math.ceil(per_part / _TILE_ELEMENTS)
+    if tiles < _FEWEST_TILES:
+        return ShardLayout(max(1, per_part) * num_parts, 1)
+    spans = 1 << max(0, math.ceil(math.log2(tiles / _TILES_PER_SPAN)))
+    multiple = max(spans, 2)
+    tiles = math.ceil(tiles / multiple) * multiple
+    return ShardLayout(tiles * _TILE[0] * num_parts, _TILE[1])
+
+
+def own_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.Array:
+    """This device's part of `dimension`, which the size of `local_axes` must divide.
+
+    Communication: none.
+    """
+    size = x.shape[dimension] // axis_size(local_axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(local_axes) * size, size, dimension)
+
+
+def gather_slices(
+    x: jax.Array, local_axes: AxisName, *, like: jax.Array, dimension: int = 0
+) -> jax.Array:
+    """The whole of which each device holds a slice along `dimension`.
+
+    Args:
+      x: this device's slice.
+      local_axes: axis inside the replica, or several, outermost first.
+      like: a value as varying as the result shall be: where it is typed as equal over an axis, so
+        is the result.
+      dimension: along which the slices join.
+
+    Communication: one all-gather of the whole over each of `local_axes`.
+    """
+    for name in reversed(axis_names(local_axes)):
+        tracked = name in varying_axes(lax.axis_index(name))
+        to = "invarying" if tracked and name not in varying_axes(like) else "varying"
+        x = lax.all_gather(x, name, axis=dimension, tiled=True, to=to)
+    return x
+
+
+def in_slices(
+    flat: jax.Array,
+    local_axis_name: AxisName | None,
+    exchange: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """`exchange(flat)`, element-wise between replicas, of which each local device does its part.
+
+    Args:
+      flat: `(n,)`, equal over `local_axis_name`.
+      local_axis_name: axis inside a replica (fast network) of size L; None: no slices.
+      exchange: from an array to one of its shape.
+
+    Returns:
+      `(n,)`, equal over `local_axis_name`.
+
+    Communication: what `exchange` sends of n/L elements (padding apart, see `shard_layout`), and
+      one all-gather of n over `local_axis_name`.
+    """
+    if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
+        return exchange(flat)
+    parts = axis_size(local_axis_name)
+    # Shaped like shards, so that the all-gather stays one on TPU too.
+    layout = shard_layout(flat.size, parts)
+    slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
+    done = exchange(own_slice(slices, local_axis_name))
+    return gather_slices(done, local_axis_name, like=flat).reshape(-1)[: flat.size]
 
 
 def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:

@@ -2,16 +2,16 @@
 
 from ._analysis import GraphAnalysis as GraphAnalysis
 from ._analysis import analyse as analyse
-from ._graph import Graph as Graph
-from ._graph import check_graph as check_graph
-from ._graph import from_phone_book as from_phone_book
+from ._mixing import ExchangeRound as ExchangeRound
 from ._mixing import Mixing as Mixing
 from ._mixing import check_mixing as check_mixing
+from ._mixing import exchange_rounds as exchange_rounds
 from ._mixing import mixing_matrix as mixing_matrix
 from ._mixing import self_weighted as self_weighted
 from ._mixing import uniform_mixing as uniform_mixing
-from ._rounds import ExchangeRound as ExchangeRound
-from ._rounds import exchange_rounds as exchange_rounds
+from ._phone_book import Graph as Graph
+from ._phone_book import check_graph as check_graph
+from ._phone_book import from_phone_book as from_phone_book
 from .graphs import GRAPHS as GRAPHS
 from .graphs import bipartite_exponential as bipartite_exponential
 from .graphs import bipartite_linear as bipartite_linear

@@ -8,8 +8,8 @@ import numpy as np
 
 from ._arguments import as_size
 from ._convergence import Convergence
-from ._graph import Graph
 from ._mixing import TOLERANCE, Mixing, mixing_matrix, rotation_matrices
+from ._phone_book import Graph
 
 _WEIGHT_BYTES = 4  # a push-sum weight in float32
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jaxslowmo as js
-from jaxslowmo.algorithms._gossip import Arrival
-from jaxslowmo.algorithms._push_sum import over, pulled, total_mass
+from jaxslowmo.algorithms._gossip import Arrival, over, pulled, total_mass
 from support.executions import gossip_state
 
 ACTIVE, QUIET = 10, 30  # updates with something to add, and then without

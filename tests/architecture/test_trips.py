@@ -27,14 +27,14 @@ def assert_short(name, trip):
 
 def test_a_slow_step_is_a_short_trip():
     trip = trips().slow_step()
-    assert "algorithms/outer/_step.py" in trip.files
+    assert "algorithms/outer/_outer.py" in trip.files
     assert "collectives/_scatter.py" in trip.files
     assert_short("slow step", trip)
 
 
 def test_calls_of_a_step_are_short_trips():
     calls = trips().calls()
-    assert "algorithms/outer/_step.py" in calls["first call"].files
+    assert "algorithms/outer/_outer.py" in calls["first call"].files
     for name, trip in calls.items():
         assert_short(name, trip)
 
@@ -63,5 +63,5 @@ def test_a_trip_ends_at_the_first_collective_of_the_package():
         tree_bytes([])
 
     whole, first = tools.follow(run), tools.follow(run, to_collective=True)
-    assert "collectives/_reduce.py" in first.files
+    assert "collectives/_means.py" in first.files
     assert "tree/_leaves.py" in set(whole.files) - set(first.files)

@@ -10,7 +10,7 @@ from etils import epath
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, bits, make_step, on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
-from jaxslowmo.checkpoint._prints import host_print, prints_of
+from jaxslowmo.checkpoint._arrays import host_print, prints_of
 from jaxslowmo.checkpoint._restore import Template, finished, read
 
 DAMAGES = {

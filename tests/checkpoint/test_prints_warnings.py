@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxslowmo.checkpoint import _prints
-from jaxslowmo.checkpoint._prints import host_print, prints_of
+from jaxslowmo.checkpoint import _arrays
+from jaxslowmo.checkpoint._arrays import host_print, prints_of
 
 SHAPES = [(), (1,), (3, 5), (0, 3)]
 DTYPES = [
@@ -26,10 +26,10 @@ def drawn(shape, dtype):
     return jnp.asarray(whole, jnp.float32).astype(dtype)
 
 
-@pytest.mark.parametrize("chunk", [_prints._CHUNK, 4])
+@pytest.mark.parametrize("chunk", [_arrays._CHUNK, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_host_says_what_the_device_says_and_does_not_warn(dtype, chunk, monkeypatch):
-    monkeypatch.setattr(_prints, "_CHUNK", chunk)
+    monkeypatch.setattr(_arrays, "_CHUNK", chunk)
     arrays = [drawn(shape, dtype) for shape in SHAPES]
     expected = prints_of(arrays)
     with warnings.catch_warnings():
@@ -38,7 +38,7 @@ def test_the_host_says_what_the_device_says_and_does_not_warn(dtype, chunk, monk
 
 
 def test_float64_and_int64(monkeypatch):
-    monkeypatch.setattr(_prints, "_CHUNK", 4)
+    monkeypatch.setattr(_arrays, "_CHUNK", 4)
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("error")
         for x in (np.arange(15.0).reshape(3, 5) / 3, np.arange(-7, 8)):

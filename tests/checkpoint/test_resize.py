@@ -7,7 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, SYNCS, batch, make_step, on_host
-from jaxslowmo.algorithms.outer._sharded import ShardedAnchor
+from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.transform import Exchange, Placement
 from support.exhaustive import sweep

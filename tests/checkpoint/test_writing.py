@@ -18,7 +18,7 @@ from etils import epath
 from checkpoint.runs import MODEL_STATE, PARAMS, bits
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _writing
 from jaxslowmo.checkpoint._folder import files_below
-from jaxslowmo.checkpoint._writing import Writing
+from jaxslowmo.checkpoint._writing import FolderWrite
 from support.pairs import two_processes
 from support.waiting import wait_until
 
@@ -30,7 +30,7 @@ def restored(folder, step):
 def test_orbax_itself_reads_what_was_written(tmp_path):
     target = epath.Path(tmp_path / "7")
     arrays = {"a": np.arange(6.0).reshape(2, 3), "b": jnp.ones(4, jnp.bfloat16)}
-    Writing(target, arrays, {"x": [1, 2]}, seconds=60).result()
+    FolderWrite(target, arrays, {"x": [1, 2]}, seconds=60).result()
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [7]
         own = ocp.checkpoint_utils.construct_restore_args(arrays)
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_made_fails_at_once(step, state, tmp_path):
 
 
 def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monkeypatch):
-    check = Writing._check_files
+    check = FolderWrite._check_files
 
     def delete_first(self, path, parts):
         name, _ = next(files_below(path / "ocdbt.process_0"))
@@ -99,7 +99,7 @@ def test_files_that_are_deleted_meanwhile_are_missed(step, state, tmp_path, monk
 
     checkpoints = Checkpoints(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Writing, "_check_files", delete_first)
+        patch.setattr(FolderWrite, "_check_files", delete_first)
         checkpoints.save(1, state)
         with pytest.raises(CheckpointError, match=r"of process 0 is not in .*has nobody deleted"):
             checkpoints.wait()

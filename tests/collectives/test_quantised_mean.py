@@ -1,6 +1,7 @@
 """Means of which 8 bits per element travel."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.collectives import E4M3, E5M2, INT8, Quantised, quantised_mean
+from jaxslowmo.collectives import E4M3, E5M2, INT8, quantised_mean
 from support.executions import EXECUTIONS, lift
 
-CODECS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
+FORMATS = {"int8": INT8, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def draw(replicas, size, seed=0):
@@ -61,7 +62,7 @@ def oracle(x, block, per):
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_against_numpy(execution):
     """Chunks of a few elements, and of whole blocks with the last chunk short; to the bit."""
-    how = Quantised(INT8, 32)
+    how = replace(INT8, block_size=32)
     small, large = draw(4, 150), draw(4, 5003)
     program = lift(
         lambda *xs: [mean_of(how)(x) for x in xs], {"replica": 4}, execution, (False,) * 2
@@ -79,12 +80,11 @@ def test_against_numpy(execution):
     st.integers(2, 8),
     st.integers(1, 5000) | st.integers(1, 40),
     st.sampled_from([1, 7, 64, 256]),
-    st.sampled_from(sorted(CODECS)),
+    st.sampled_from(sorted(FORMATS)),
     st.booleans(),
 )
 def test_errors_are_bounded_and_accounted_for(replicas, size, block, name, stochastic):
-    codec = CODECS[name]
-    how = Quantised(codec, block)
+    how = replace(FORMATS[name], block_size=block)
     x = draw(replicas, size)
     key = jax.random.key(1) if stochastic else None
     mean, lost = jax.jit(jax.vmap(mean_of(how, key=key), axis_name="replica"))(x)
@@ -96,8 +96,8 @@ def test_errors_are_bounded_and_accounted_for(replicas, size, block, name, stoch
     np.testing.assert_allclose((x - lost).mean(axis=0), mean[0], atol=1e-5 * top.max(), rtol=0)
     # Half the distance of codes each way, or all of it at random.
     share = 1 if stochastic else 0.5
-    relative = 0 if codec.mantissa is None else share * 2.0**-codec.mantissa
-    spacing = share * 2.0 ** (codec.least_exponent - (codec.mantissa or 0)) / codec.largest
+    relative = 0 if how.mantissa is None else share * 2.0**-how.mantissa
+    spacing = share * 2.0 ** (how.least_exponent - (how.mantissa or 0)) / how.largest
     magnitude = np.abs(x).mean(axis=0)
     bound = relative * (2 + relative) * magnitude + spacing * (2 + spacing) * top
     assert np.all(np.abs(mean[0] - exact) <= bound + 1e-6 * top)
@@ -122,8 +122,8 @@ def test_several_axes_are_as_one(names):
     grid = x.reshape([sizes[n] for n in names] + [301])
     if names == ("b", "a"):
         grid = grid.swapaxes(0, 1)
-    fn = mean_of(Quantised(E4M3, 16), names, key=jax.random.key(0))
-    one = mean_of(Quantised(E4M3, 16), key=jax.random.key(0))
+    fn = mean_of(replace(E4M3, block_size=16), names, key=jax.random.key(0))
+    one = mean_of(replace(E4M3, block_size=16), key=jax.random.key(0))
     wanted = jax.jit(jax.vmap(one, axis_name="replica"))(x)
     nested = jax.jit(jax.vmap(jax.vmap(fn, axis_name="b"), axis_name="a"))
     per_device = lambda v: [y[None, None] for y in fn(v[0, 0])]  # noqa: E731
@@ -146,7 +146,7 @@ def test_several_axes_are_as_one(names):
 
 
 def test_the_mean_is_typed_as_equal_on_all_replicas():
-    fn = mean_of(Quantised(INT8, 8))
+    fn = mean_of(replace(INT8, block_size=8))
     program = jax.shard_map(
         lambda v: fn(v[0])[0],
         mesh=js.make_mesh({"replica": 4}),

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint._resize import _consensus as host_consensus
+from jaxslowmo.checkpoint._convert import _consensus as host_consensus
 from jaxslowmo.mesh._consensus import _consensus_fn
 from jaxslowmo.transform import Placement
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
-from jaxslowmo.topology._colouring import colour_edges
+from jaxslowmo.topology._phone_book import colour_edges
 from topology.graphs import any_graphs, edges_of
 
 # Nodes of the two sides of a multigraph.

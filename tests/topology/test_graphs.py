@@ -349,6 +349,6 @@ def test_arguments_of_single_graphs(make, message):
 
 
 def test_matchings_that_are_unlikely_to_connect(monkeypatch):
-    monkeypatch.setattr(topology.graphs._varied, "_DRAWS", 0)
+    monkeypatch.setattr(topology.graphs._from_rows, "_DRAWS", 0)
     with refused("2 matchings did not connect 8 nodes in 0 draws; give a larger `num_rounds`."):
         topology.random_matching(8, num_rounds=2)

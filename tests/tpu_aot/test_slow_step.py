@@ -1,6 +1,6 @@
 """The TPU compiler keeps the sharded slow step a true reduce-scatter and all-gather.
 
-The rule for the buffer's shape stands in `jaxslowmo/collectives/_shard_layout.py`.
+The rule for the buffer's shape stands in `jaxslowmo/collectives/_scatter.py`.
 """
 
 import jax

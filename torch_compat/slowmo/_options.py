@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -42,16 +42,48 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
             ) from None
 
 
-def settle(
-    given: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
-    """Check all arguments of the constructor but `graph`, `mixing` and `push_sum`; mention some.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of the constructor that are checked or mentioned here; see its class.
+
+    Those that mean nothing to one of the backends have the constructor's defaults.
+    """
+
+    module: torch.nn.Module
+    nprocs_per_node: int
+    broadcast_buffers: object
+    slowmo_base_algorithm: object
+    slowmo_momentum: float
+    slowmo_memory_efficient: bool
+    slowmo_frequency: int
+    slowmo_lr: float
+    localsgd_frequency: int
+    overlap: bool
+    process_rank: int | None
+    process_world_size: int | None
+    backend: str | None
+    slowmo_num_shards: int = 32
+    synch_freq: int = 0
+    use_streams: bool = True
+    profile_mode: bool = False
+    global_group: Any = None
+    master_group: Any = None
+    local_node_group: Any = None
+    comm_device: Any = None
+
+    @property
+    def has_slow_momentum(self) -> bool:
+        """Whether slow steps do anything."""
+        return self.slowmo_lr != 1 or self.slowmo_momentum != 0
+
+
+def settle(options: Options) -> tuple[Places, Backend, SlowMoBaseAlgorithm | None]:
+    """Check the arguments of the constructor, and mention those without effect.
 
     Its warnings point at the caller of the constructor.
 
     Args:
-      given: the arguments by name.
-      defaults: theirs.
+      options: the arguments of the constructor.
 
     Returns:
       Where this process is, how it reaches the others, and the base algorithm; None where it is
@@ -64,26 +96,29 @@ def settle(
     Communication: with several processes per node and several nodes one all-gather of the hosts'
       names.
     """
-    module = given["module"]
+    module = options.module
     if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
         raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
-    if given["overlap"]:
+    if options.overlap:
         raise ValueError(_OVERLAP)
-    _check_numbers(given)
-    base = SlowMoBaseAlgorithm.of(given["slowmo_base_algorithm"])
-    has_slow_momentum = given["slowmo_lr"] != 1 or given["slowmo_momentum"] != 0
-    is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum
-    _check_buffers(given["broadcast_buffers"], is_averaged=is_averaged)
-    groups = {name: given[name] for name in ("global_group", "local_node_group", "comm_device")}
-    backend = choose(given["backend"], module, groups)
-    rank, world, size = backend.rank, backend.world_size, given["nprocs_per_node"]
-    _check_place("process_rank", given["process_rank"], rank, backend)
-    _check_place("process_world_size", given["process_world_size"], world, backend)
+    _check_numbers(options)
+    base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
+    is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or options.has_slow_momentum
+    _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
+    groups = {
+        "global_group": options.global_group,
+        "local_node_group": options.local_node_group,
+        "comm_device": options.comm_device,
+    }
+    backend = choose(options.backend, module, groups)
+    rank, world, size = backend.rank, backend.world_size, options.nprocs_per_node
+    _check_place("process_rank", options.process_rank, rank, backend)
+    _check_place("process_world_size", options.process_world_size, world, backend)
     check_node_size(size, world)
     places = Places(rank, world, size, backend.hosts() if 1 < size < world else None)
     backend.join_nodes(places)
 
-    _mention_unused(given, defaults, places, backend)
+    _mention_unused(options, places, backend)
     if world == 1:
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
     if size > 1 and places.num_nodes == 1:
@@ -91,23 +126,23 @@ def settle(
             f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
             "since averaging gradients inside the node does all."
         )
-        if has_slow_momentum:
+        if options.has_slow_momentum:
             _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
-    if has_slow_momentum and base == SlowMoBaseAlgorithm.LOCALSGD:
-        _mention_schedule(given["slowmo_frequency"], given["localsgd_frequency"])
+    if options.has_slow_momentum and base == SlowMoBaseAlgorithm.LOCALSGD:
+        _mention_schedule(options.slowmo_frequency, options.localsgd_frequency)
     return places, backend, base
 
 
-def _check_numbers(options: Mapping[str, Any]) -> None:
+def _check_numbers(options: Options) -> None:
     """Frequencies are ints >= 1, momentum lies in [0, 1), the slow learning rate is >= 0.
 
     Raises:
       ValueError: naming the argument, the rule and the value.
     """
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
-        check_count(name, options[name])
-    momentum, slow_lr = options["slowmo_momentum"], options["slowmo_lr"]
+        check_count(name, getattr(options, name))
+    momentum, slow_lr = options.slowmo_momentum, options.slowmo_lr
     if not (_is_number(momentum) and 0 <= momentum < 1):
         raise ValueError(f"`slowmo_momentum` must lie in [0, 1), got {momentum!r}.")
     if not (_is_number(slow_lr) and 0 <= slow_lr < float("inf")):
@@ -143,14 +178,13 @@ def _check_place(name: str, given: int | None, actual: int, backend: Backend) ->
         )
 
 
-def _mention_unused(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], places: Places, backend: Backend
-) -> None:
+def _mention_unused(options: Options, places: Places, backend: Backend) -> None:
     """One warning that names the arguments without meaning here that are not at their default."""
     names, reason = backend.unused
-    if given["slowmo_memory_efficient"] and given["slowmo_num_shards"] < places.world_size:
+    if options.slowmo_memory_efficient and options.slowmo_num_shards < places.world_size:
         names = (*names, "slowmo_num_shards")
-    unused = [f"`{name}`" for name in names if given[name] is not defaults[name]]
+    defaults = {field.name: field.default for field in fields(options)}
+    unused = [f"`{name}`" for name in names if getattr(options, name) is not defaults[name]]
     if unused:
         _mention(
             f"SlowMoDistributedDataParallel: {', '.join(unused)} without effect over "

@@ -1,6 +1,5 @@
 """The module that keeps processes together by SlowMo."""
 
-import inspect
 import warnings
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ from torch.distributed.algorithms.join import Joinable
 from ._backward import AfterBackward
 from ._gossip import plan_gossip
 from ._half import HALF, Masters, Parameters
-from ._options import LOG, SlowMoBaseAlgorithm, settle, show_log
+from ._options import LOG, Options, SlowMoBaseAlgorithm, settle, show_log
 from ._replica import Replica
 from ._state import SavesReplica, consolidated
 from .backends import Kind
@@ -178,12 +177,32 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         backend: str | None = None,
         bound_momentum: bool = True,
     ) -> None:
-        given = dict(locals())
         super().__init__()
         Joinable.__init__(self)
-        signature = inspect.signature(SlowMoDistributedDataParallel)
-        defaults = {name: p.default for name, p in signature.parameters.items()}
-        places, self._backend, base = settle(given, defaults)
+        options = Options(
+            module=module,
+            nprocs_per_node=nprocs_per_node,
+            broadcast_buffers=broadcast_buffers,
+            slowmo_base_algorithm=slowmo_base_algorithm,
+            slowmo_momentum=slowmo_momentum,
+            slowmo_memory_efficient=slowmo_memory_efficient,
+            slowmo_frequency=slowmo_frequency,
+            slowmo_lr=slowmo_lr,
+            slowmo_num_shards=slowmo_num_shards,
+            localsgd_frequency=localsgd_frequency,
+            overlap=overlap,
+            synch_freq=synch_freq,
+            use_streams=use_streams,
+            profile_mode=profile_mode,
+            process_rank=process_rank,
+            process_world_size=process_world_size,
+            global_group=global_group,
+            master_group=master_group,
+            local_node_group=local_node_group,
+            comm_device=comm_device,
+            backend=backend,
+        )
+        places, self._backend, base = settle(options)
         if verbose:
             show_log()
 
@@ -194,7 +213,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self.nprocs_per_node = nprocs_per_node
         self.logical_rank = places.node
         self.logical_world_size = places.num_nodes
-        self.slowmo = slowmo_lr != 1 or slowmo_momentum != 0
+        self.slowmo = options.has_slow_momentum
         self.slowmo_lr = slowmo_lr
         self.slowmo_momentum = slowmo_momentum
         self.slowmo_memory_efficient = slowmo_memory_efficient

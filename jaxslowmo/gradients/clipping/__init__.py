@@ -3,4 +3,4 @@
 from ._clip import ClipByGlobalNormState as ClipByGlobalNormState
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_state as clip_state
-from ._norm import scaled as scaled
+from ._clip import scaled as scaled

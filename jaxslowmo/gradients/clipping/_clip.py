@@ -1,28 +1,41 @@
-"""Clipping by the global norm as a transform, for models that several devices share."""
+"""Clipping by the norm of all gradients together, wherever the parts of a model are."""
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from ..._support.scopes import CLIP
 from ..._support.types import AxisName, PyTree
-from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
+from ...mesh import (
+    axes_of,
+    axis_names,
+    axis_size,
+    checks_varying,
+    match_varying,
+    require_axes,
+    settle,
+    specs_of_leaves,
+    vary_over,
+)
 from ...transform import (
     GradientSpec,
     GradientTransform,
     Validation,
+    check_are_specs,
     check_axis_argument,
     passing_state,
 )
-from ...tree import Staged, cast, parts_of
-from ..sparse import WithRows, is_row_gradient
-from ..tied import TiedGroup, checked_groups
-from ._counted import OWNER, Counting, check_specs
-from ._norm import global_norm, scaled, widest
+from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names, parts_of
+from ..sparse import WithRows, arrays_of, coalesce, is_row_gradient
+from ..tied import TiedGroup, checked_groups, tied_members
 
 _EPSILON = 1e-6  # torch's
 _IN_THE_NORM = (
@@ -112,13 +125,7 @@ def clip_by_global_norm(
     if model_axes != ():
         check_axis_argument(OWNER, "model_axes", model_axes)
     axes = axis_names(model_axes)
-    check_specs(param_specs, axes)
-    groups = checked_groups(OWNER, "tied", tied)
-    if groups and tied_axis_name not in axes:
-        raise ValueError(
-            f"{OWNER}: `tied_axis_name`, the axis of the stages in `tied`, must be one of "
-            f"`model_axes`={axes}, got {tied_axis_name!r}."
-        )
+    groups = checked_groups(OWNER, "tied", tied) if tied != () else []
     counting = Counting(axes, param_specs, groups, tied_axis_name)
 
     def init_fn(params: PyTree) -> ClipByGlobalNormState:
@@ -139,14 +146,18 @@ def clip_by_global_norm(
             new = match_varying(validation.clipped, state)
             return scaled(updates, new.clip_factor), new
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
-        masks, known = _masks(counted, updates), counting.beside_rows(updates)
+        masks, known = _masks(counted, updates), counting
+        if isinstance(updates, WithRows):  # which devices may share, too
+            shared = [a for a in updates.inner_axes if a in axes_of(updates.rows) and a not in axes]
+            known = replace(counting, axes=(*axes, *shared))
         with jax.named_scope(CLIP):  # what the compiler exchanges for it, too
             found = global_norm(updates, norm, known.axes, known.shares(updates), masks)
         ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
         one = jnp.ones_like(ratio)
         factor = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
-        factor = cast(factor, state.clip_factor.dtype)
-        new = ClipByGlobalNormState(cast(found, state.norm.dtype), factor)
+        new = ClipByGlobalNormState(
+            cast(found, state.norm.dtype), cast(factor, state.clip_factor.dtype)
+        )
         new = match_varying(new, state)
         if validation is not None:
             return updates, new
@@ -174,13 +185,18 @@ def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     if isinstance(tree, WithRows):
         return [*_masks(counted, tree.dense), *[None] * len(tree.rows)]
-    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     if counted is None:
         parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged) or is_row_gradient(x))
-        return [mask for part in parts for mask in _masks_of(part)]
-    like = jax.tree.map(lambda _: 0, tree, is_leaf=is_row_gradient)
+        masks: list[Any] = []
+        for part in parts:
+            # Of parameters in stages all but later copies of tied ones are in the norm.
+            packed = isinstance(part, Staged)
+            later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
+            masks += [None if own is None else ~own for own in later]
+        return masks
+    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     try:
-        whole = jax.tree.broadcast(counted, like, is_leaf=lambda x: x is None)
+        whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=lambda x: x is None)
         masks = jax.tree.leaves(whole, is_leaf=lambda x: x is None)
         for mask, leaf in zip(masks, leaves, strict=True):
             if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
@@ -193,14 +209,191 @@ def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     return masks
 
 
-def _masks_of(part: Any) -> list[Any]:
-    """Masks of what is in the norm: of parameters in stages all but later copies of tied ones."""
-    if not isinstance(part, Staged):
-        return [None]
-    later = [part.packing.repeated(name) for name in sorted(part)]
-    return [None if own is None else ~own for own in later]
-
-
 def _is_number(x: Any) -> bool:
     is_one = isinstance(x, int | float | np.number | np.ndarray) and not isinstance(x, bool)
     return is_one and np.shape(x) == () and not math.isnan(float(x))
+
+
+def global_norm(
+    tree: PyTree,
+    norm: float,
+    axes: tuple[str, ...],
+    shares: Sequence[jax.Array | None],
+    counted: Sequence[Any],
+) -> jax.Array:
+    """() the `norm`-norm of all numbers in `tree`, in the widest of their dtypes and float32.
+
+    Args:
+      tree: gradients of this device.
+      norm: 1 or more; infinity for the largest.
+      axes: mapped axes between whose devices the model is shared.
+      shares: per leaf whether this device counts it; None where all do.
+      counted: per leaf a mask of the elements that count, None for all.
+
+    Communication: one all-reduce of () over `axes`; none without any of more than one position.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+    largest = np.isinf(norm)
+    parts: dict[int, tuple[jax.Array | None, list[jax.Array]]] = {}
+    for leaf, share, mask in zip(leaves, shares, counted, strict=True):
+        if jnp.issubdtype(jnp.result_type(leaf.dtype), jnp.inexact):
+            parts.setdefault(id(share), (share, []))[1].append(_of_leaf(leaf, norm, mask))
+    join = jnp.maximum if largest else jnp.add
+    wide = widest(leaves)
+
+    def joined(found: Iterable[jax.Array]) -> jax.Array:
+        return functools.reduce(join, [cast(x, wide) for x in found], jnp.zeros([], wide))
+
+    # For the largest it does not matter how often something is looked at.
+    total = joined(
+        joined(own) if share is None or largest else kept_if(share, joined(own))
+        for share, own in parts.values()
+    )
+    if largest:  # not every backend's maximum keeps a NaN
+        total = jnp.where(jnp.isnan(total), jnp.inf, total)
+    if any(axis_size(axis) > 1 for axis in axes):
+        total = (lax.pmax if largest else lax.psum)(vary_over(total, axes), axes)
+    else:
+        total = settle(total, axes)
+    if largest or norm == 1:
+        return total
+    return jnp.sqrt(total) if norm == 2 else total ** jnp.asarray(1 / norm, wide)
+
+
+def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
+    """Gradients times a number, in at least float32, in the dtypes that they had."""
+    factor = by_dtype(scale)
+
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        wide = at_least_float32(x.dtype)
+        return cast(cast(x, wide) * factor(jnp.finfo(wide).dtype), x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
+    """() sum of powers of what is in a leaf, or the largest."""
+    # A row may stand in a gradient of rows several times, and counts by its sum.
+    values = coalesce(leaf).gradient.values if is_row_gradient(leaf) else jnp.asarray(leaf)
+    size = jnp.abs(cast(values, at_least_float32(values.dtype)))
+    if mask is not None:
+        size = jnp.where(jnp.asarray(mask) != 0, size, jnp.zeros_like(size))
+    if np.isinf(norm):
+        return jnp.max(size, initial=0.0)
+    if norm == 1:
+        return jnp.sum(size)
+    return jnp.sum(size * size if norm == 2 else size ** jnp.asarray(norm, size.dtype))
+
+
+def widest(leaves: Sequence[Any]) -> np.dtype:
+    """float32, or float64 where some leaf is in double precision."""
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves]
+    sizes = [jnp.finfo(kind).bits for kind in dtypes if jnp.issubdtype(kind, jnp.inexact)]
+    return np.dtype(np.float64 if max(sizes, default=32) > 32 else np.float32)
+
+
+OWNER = "clip_by_global_norm"
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How the devices of a model share its parameters.
+
+    Attributes:
+      axes: mapped axes between whose devices it is shared.
+      param_specs: which leaves are sharded over which of them; None: the types tell.
+      tied: groups of copies, by stage.
+      tied_axis: axis of the stages.
+    """
+
+    axes: tuple[str, ...]
+    param_specs: PyTree | None
+    tied: Sequence[TiedGroup]
+    tied_axis: str
+
+    def __post_init__(self) -> None:
+        if self.param_specs is not None:
+            check_are_specs(OWNER, self.param_specs)
+            if not self.axes:
+                raise ValueError(
+                    f"{OWNER}: `param_specs` say what is sharded over `model_axes`, and none are "
+                    "given: what the compiler shards is in the norm already."
+                )
+        if self.tied and self.tied_axis not in self.axes:
+            raise ValueError(
+                f"{OWNER}: `tied_axis_name`, the axis of the stages in `tied`, must be one of "
+                f"`model_axes`={self.axes}, got {self.tied_axis!r}."
+            )
+
+    def shares(self, tree: PyTree) -> list[jax.Array | None]:
+        """By leaf whether this device counts it, () bool; None where all do.
+
+        Raises:
+          ValueError: nothing tells which leaves are sharded, specs that do not fit, groups that
+            do not.
+        """
+        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+        first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
+        equal = [tuple(a for a in first if a not in own) for own in self._sharded(tree, leaves)]
+        # By position of a leaf the stages on which it is a copy that an earlier stage counts.
+        later: dict[int, tuple[int, ...]] = {}
+        if self.tied:
+            dense = arrays_of(tree.dense if isinstance(tree, WithRows) else tree)
+            size = axis_size(self.tied_axis)
+            for group in tied_members(OWNER, "tied", self.tied, dense, size):
+                for stage, position in list(group.items())[1:]:
+                    later[position] = (*later.get(position, ()), stage)
+        mine: dict[Any, jax.Array | None] = {}
+        keys = [(axes, later.get(i, ())) for i, axes in enumerate(equal)]
+        for axes, stages in dict.fromkeys(keys):
+            conditions = [first[a] for a in axes]
+            if stages and self.tied_axis not in axes:
+                me = lax.axis_index(self.tied_axis)
+                conditions.append(~jnp.isin(me, jnp.asarray(stages)))
+            mine[axes, stages] = (
+                functools.reduce(jnp.logical_and, conditions) if conditions else None
+            )
+        return [mine[key] for key in keys]
+
+    def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
+        """By leaf the axes over which its parts, or what stages have in it, differ."""
+        axes = frozenset(a for a in self.axes if axis_size(a) > 1)
+        tracked = frozenset(filter(checks_varying, axes))
+        typed = [axes_of(leaf) & tracked for leaf in leaves]
+        if self.param_specs is None:
+            if unknown := sorted(axes - tracked):
+                raise ValueError(
+                    f"{OWNER}: nothing tells which leaves are sharded over {unknown}: types do "
+                    "under shard_map(check_vma=True) alone. Pass `param_specs`, one PartitionSpec "
+                    "per leaf (P() for leaves that all devices have whole)."
+                )
+            return typed
+        named = [
+            axes.intersection(name for entry in spec for name in axis_names(entry or ()))
+            for spec in self._specs(tree)
+        ]
+        wrong = [
+            f"{name} (over {sorted((own & tracked) - types)})"
+            for name, own, types in zip(leaf_names(arrays_of(tree)), named, typed, strict=True)
+            if (own & tracked) - types
+        ]
+        if wrong:
+            raise ValueError(
+                f"{OWNER}: `param_specs` shard leaves that are typed as equal over these axes: "
+                f"{', '.join(wrong)}."
+            )
+        return named
+
+    def _specs(self, tree: PyTree) -> list[P]:
+        if isinstance(tree, WithRows):
+            own = P(tuple(sorted(axes_of(tree.rows) & set(tree.inner_axes))))
+            return [*self._specs(tree.dense), *[own] * len(tree.rows)]
+        try:
+            return list(specs_of_leaves(self.param_specs, arrays_of(tree)))
+        except ValueError as error:
+            raise ValueError(
+                f"{OWNER}: `param_specs` must be a tree of PartitionSpec with the structure of the "
+                f"gradients, or a prefix of it: {error}"
+            ) from None

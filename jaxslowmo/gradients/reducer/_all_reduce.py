@@ -31,9 +31,15 @@ from ...transform import (
 )
 from ...tree import MIB, check_floating, leaf_names
 from ..sparse import DivideBy, mean_rows, split_rows
-from ._bucket_layout import BucketLayout, Order, checked_order
 from ._hook import CommHook, check_hook
-from ._reduce_buckets import init_hook, reduce_plainly, reduce_with_hook
+from ._reduce_buckets import (
+    BucketLayout,
+    Order,
+    checked_order,
+    init_hook,
+    reduce_plainly,
+    reduce_with_hook,
+)
 
 BUCKET_LIMITS = (MIB, 25 * MIB)  # first bucket and the others, as in torch's reducer
 _OWNER = ALL_REDUCE_GRADIENTS

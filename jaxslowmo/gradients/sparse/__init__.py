@@ -1,11 +1,12 @@
 """Gradients of embedding tables as rows and values."""
 
-from ._add_up import add_up_rows as add_up_rows
 from ._all_reduce_rows import AllReduceRowsState as AllReduceRowsState
 from ._all_reduce_rows import DivideBy as DivideBy
 from ._all_reduce_rows import all_reduce_rows as all_reduce_rows
+from ._all_reduce_rows import mean_rows as mean_rows
 from ._coalesce import NOWHERE as NOWHERE
 from ._coalesce import Coalesced as Coalesced
+from ._coalesce import add_up_rows as add_up_rows
 from ._coalesce import coalesce as coalesce
 from ._coalesce import distinct_rows as distinct_rows
 from ._coalesce import row_gradient as row_gradient
@@ -14,11 +15,11 @@ from ._lookup import TouchedRows as TouchedRows
 from ._lookup import gather_rows as gather_rows
 from ._lookup import row_value_and_grad as row_value_and_grad
 from ._row_gradient import RowGradient as RowGradient
+from ._row_gradient import Rows as Rows
+from ._row_gradient import WithRows as WithRows
 from ._row_gradient import apply_rows as apply_rows
+from ._row_gradient import arrays_of as arrays_of
 from ._row_gradient import is_row_gradient as is_row_gradient
 from ._row_gradient import row_numbers as row_numbers
-from ._with_rows import Rows as Rows
-from ._with_rows import WithRows as WithRows
-from ._with_rows import mean_rows as mean_rows
-from ._with_rows import split_rows as split_rows
-from ._with_rows import with_equal_entries as with_equal_entries
+from ._row_gradient import split_rows as split_rows
+from ._row_gradient import with_equal_entries as with_equal_entries

@@ -21,8 +21,15 @@ from ...transform import (
     joined,
     spec_of,
 )
-from ...tree import check_floating
-from ._row_gradient import RowGradient, check_row_gradient, checked_capacity, is_row_gradient
+from ...tree import check_floating, leaf_names
+from ._row_gradient import (
+    RowGradient,
+    Rows,
+    arrays_of,
+    check_row_gradient,
+    checked_capacity,
+    is_row_gradient,
+)
 from ._table_reduction import PATHS, Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
@@ -161,6 +168,32 @@ def all_reduce_rows(
     return GradientTransform(init_fn, update_fn, own)
 
 
+def mean_rows(
+    rows: Rows,
+    axes: tuple[str, ...],
+    weight: jax.Array | None = None,
+    divide_by: DivideBy = "initial",
+) -> Rows:
+    """The mean over devices that hold the same rows, as the gradients of dense leaves have theirs.
+
+    Args:
+      rows: of each device.
+      axes: mapped; none leaves `rows` as they are.
+      weight: of a replica, as `js.all_reduce_rows` takes it.
+      divide_by: likewise.
+
+    Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
+    """
+    if not axes or not rows:
+        return rows
+    reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
+    share = {} if weight is None else {"weight": weight}
+    gradients: Any = dict(rows)  # of optax's types none is a `RowGradient`
+    means: Any
+    means, _ = reduce.update(gradients, reduce.init({}), **share)
+    return means
+
+
 def _counted(
     state: AllReduceRowsState, facts: list[Facts], inner_state: PyTree
 ) -> AllReduceRowsState:
@@ -174,32 +207,20 @@ def _counted(
 
 def _split(tree: PyTree, names: tuple[str, ...]):
     """Tables by name; the tree without them; and the function that puts both together."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_row_gradient)
-    every = [jax.tree_util.keystr(p, simple=True, separator="/") or "(root)" for p, _ in paths]
-    missing = [name for name in names if name not in every]
-    if missing:
+    every = leaf_names(arrays_of(tree))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_row_gradient)
+    if missing := [name for name in names if name not in every]:
         raise ValueError(
             f"{OWNER}: `tables` names {', '.join(map(repr, missing))}, but the leaves are "
             f"{', '.join(map(repr, every)) or 'none'}."
         )
-    leaves = [leaf for _, leaf in paths]
-    tables = {
-        name: leaf
-        for name, leaf in zip(every, leaves, strict=True)
-        if name in names or is_row_gradient(leaf)
-    }
-    others = treedef.unflatten(
-        [
-            optax.MaskedNode() if name in tables else leaf
-            for name, leaf in zip(every, leaves, strict=True)
-        ]
-    )
+    named = list(zip(every, leaves, strict=True))
+    tables = {name: x for name, x in named if name in names or is_row_gradient(x)}
+    others = treedef.unflatten(optax.MaskedNode() if n in tables else x for n, x in named)
 
     def join(means: Mapping[str, Any], rest: PyTree) -> PyTree:
-        kept = treedef.flatten_up_to(rest)
-        return treedef.unflatten(
-            [means.get(name, leaf) for name, leaf in zip(every, kept, strict=True)]
-        )
+        kept = zip(every, treedef.flatten_up_to(rest), strict=True)
+        return treedef.unflatten(means.get(name, leaf) for name, leaf in kept)
 
     return tables, others, join
 
@@ -241,8 +262,7 @@ def _checked_capacities(
 
 
 def _check_all_named(found: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    unnamed = [name for name in found if name not in names]
-    if unnamed:
+    if unnamed := [name for name in found if name not in names]:
         raise ValueError(
             f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
             f"RowGradient; missing: {', '.join(map(repr, unnamed))}."
@@ -261,12 +281,8 @@ def _check_table(name: str, gradient: Any, axis_name: AxisName) -> None:
                 f"{OWNER}: the table {name!r} needs a shape (num_rows, ...), got "
                 f"{np.shape(gradient)}."
             )
-    fixed = [
-        axis
-        for axis in axis_names(axis_name)
-        if checks_varying(axis) and axis not in varying_axes(values)
-    ]
-    if fixed:
+    tracked = filter(checks_varying, axis_names(axis_name))
+    if fixed := [axis for axis in tracked if axis not in varying_axes(values)]:
         raise ValueError(
             f"{OWNER}: the gradient of {name!r} does not vary over {', '.join(map(repr, fixed))}, "
             "so jax has summed it already. Make the parameters varying before differentiating: "

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.types import PyTree
+from ...tree import leaf_names
 from ._coalesce import compact
 from ._row_gradient import RowGradient, checked_capacity, inside, row_numbers
 
@@ -176,12 +177,9 @@ def row_value_and_grad(
         capacity = checked_capacity(owner, capacity)
 
     def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-        names = [jax.tree_util.keystr(p, simple=True, separator="/") or "(root)" for p, _ in paths]
-        leaves = [leaf for _, leaf in paths]
+        names, (leaves, treedef) = leaf_names(params), jax.tree.flatten(params)
         indices = tables(*args, **kwargs)
-        unknown = [name for name in indices if name not in names]
-        if unknown:
+        if unknown := [name for name in indices if name not in names]:
             raise ValueError(
                 f"row_value_and_grad: `tables` names {', '.join(map(repr, unknown))}, but the "
                 f"leaves are {', '.join(map(repr, names)) or 'none'}."
@@ -194,10 +192,8 @@ def row_value_and_grad(
         given = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
 
         def of_given(given: list[Any]) -> Any:
-            put = [
-                dataclasses.replace(touched[i], values=x) if i in touched else x
-                for i, x in enumerate(given)
-            ]
+            rows = {i: dataclasses.replace(t, values=given[i]) for i, t in touched.items()}
+            put = [rows.get(i, x) for i, x in enumerate(given)]
             return loss_fn(treedef.unflatten(put), *args, **kwargs)
 
         value, grads = jax.value_and_grad(of_given, has_aux=has_aux)(given)

@@ -13,8 +13,7 @@ from ...collectives import all_mean, gather_slices, quotient, scaled
 from ...mesh import axis_names, axis_size, settle, vary_over
 from ...transform import phase_scope, run_if
 from ...tree import at_least_float32
-from ._add_up import add_in_order, distinct_places
-from ._coalesce import compact, nonzero_rows
+from ._coalesce import add_in_order, compact, distinct_places, nonzero_rows
 from ._row_gradient import RowGradient, inside, num_outside
 
 Path = Literal["auto", "rows", "dense"]

@@ -1,16 +1,218 @@
-"""Gradients of parameters that several stages share, as a transform."""
+"""Gradients of parameters that several stages hold a copy of, summed over these stages."""
 
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
+from jax.sharding import AxisType
 
+from ..._support.scopes import TIED
 from ..._support.types import PyTree
-from ...mesh import axis_size, require_axes
+from ...collectives import permute
+from ...mesh import axis_size, checks_varying, require_axes, vary_over, varying_axes
 from ...transform import GradientSpec, GradientTransform
-from ._groups import TiedGroups, checked_groups, tied_members
-from ._holders import is_one_of, sum_over_holders
+from ...tree import leaf_names, plan_buffers
+
+TiedGroup = Mapping[int, str]
+"""By stage the name of the leaf that holds this stage's copy, such as `"embed/table"`."""
+TiedGroups = Sequence[TiedGroup]
+"""The groups of tied leaves, one for each parameter that several stages hold a copy of."""
+
+
+def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> list[dict[int, str]]:
+    """Groups as dicts in the order of the stages.
+
+    Raises:
+      ValueError: something that is no group, one of fewer than two stages, or a leaf on a stage
+        that is in two groups.
+    """
+    if isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
+        raise ValueError(
+            f"{owner}: `{argument}` must be a list of groups such as "
+            f'[{{0: "embed/table", 3: "head/table"}}], got {groups!r}.'
+        )
+    found: list[dict[int, str]] = []
+    seen: dict[tuple[int, str], int] = {}
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not all(map(_is_entry, group.items())):
+            raise ValueError(
+                f"{owner}: each group of `{argument}` must map stages, ints >= 0, to names of "
+                f'leaves, such as {{0: "embed/table", 3: "head/table"}}, got {group!r}.'
+            )
+        if len(group) < 2:
+            raise ValueError(
+                f"{owner}: a group of `{argument}` must have two stages or more that hold a copy, "
+                f"got {dict(group)}."
+            )
+        for member in group.items():
+            if member in seen:
+                stage, name = member
+                raise ValueError(
+                    f"{owner}: groups of `{argument}` must not overlap, got {name!r} on stage "
+                    f"{stage} in group {seen[member]} and in group {number}: make one of them."
+                )
+            seen[member] = number
+        found.append({int(stage): group[stage] for stage in sorted(group)})
+    return found
+
+
+def tied_members(
+    owner: str, argument: str, groups: Iterable[TiedGroup], tree: PyTree, num_stages: int
+) -> list[dict[int, int]]:
+    """The groups with positions of leaves in `tree`, in flattening order, in place of names.
+
+    Raises:
+      ValueError: a stage or a leaf that does not exist; copies of unequal shapes or dtypes.
+    """
+    leaves = jax.tree.leaves(tree)
+    position = {name: i for i, name in enumerate(leaf_names(tree))}
+    found = []
+    for group in groups:
+        if late := [stage for stage in group if stage >= num_stages]:
+            raise ValueError(
+                f"{owner}: `{argument}` names stages {late} in {dict(group)}, of {num_stages} "
+                "stages counted from 0."
+            )
+        if unknown := sorted(set(group.values()) - set(position)):
+            raise ValueError(
+                f"{owner}: `{argument}` names leaves {unknown} that are not among {list(position)}."
+            )
+        kinds = {name: _kind(leaves[position[name]]) for name in group.values()}
+        if len(set(kinds.values())) > 1:
+            raise ValueError(
+                f"{owner}: copies of one parameter must have equal shapes and dtypes, got "
+                f"{', '.join(f'{name} {kind}' for name, kind in kinds.items())} in `{argument}`."
+            )
+        found.append({stage: position[name] for stage, name in group.items()})
+    return found
+
+
+def _is_entry(item: tuple[Any, Any]) -> bool:
+    stage, name = item
+    is_int = isinstance(stage, int | np.integer) and not isinstance(stage, bool)
+    return is_int and int(stage) >= 0 and isinstance(name, str)
+
+
+def _kind(leaf: Any) -> str:
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+_SUM_OF = "sum_over_holders"
+
+
+def sum_over_holders(
+    leaves: Sequence[jax.Array], holders: Sequence[Sequence[int]], axis_name: str
+) -> list[jax.Array]:
+    """Each array summed over the positions along an axis that hold one, and over no others.
+
+    Args:
+      leaves: this device's arrays, the same number of them, shapes and dtypes on all positions.
+      holders: per array the positions that hold one, two or more.
+      axis_name: mapped axis, such as `"stage"`.
+
+    Returns:
+      On holders the sums, equal to the bit on all of them; elsewhere the arrays as they were.
+
+    Raises:
+      ValueError: at trace time: an axis that is not mapped, fewer than two holders, one twice, one
+        that is no position; arrays that are typed as equal over the axis.
+
+    Communication: one exchange for each set of holders and dtype, whose arrays are flattened into
+      one buffer of N bytes, in their dtype. Two holders: one collective-permute, N bytes each way.
+      All positions: one all-reduce. Otherwise 2 (k - 1) collective-permutes of N bytes for k
+      holders, one after the other: sums go along the chain of holders to the last one, and from
+      there back. Nothing is sent by or to other positions. (XLA has all-reduces of groups, but TPUs
+      only run those whose groups are equally large, and jax none where types are checked.) Inside a
+      `shard_map` that leaves axes to the compiler each array travels by itself, as it is sharded
+      over these: a buffer would be gathered.
+    """
+    require_axes(_SUM_OF, "axis_name", axis_name)
+    size = axis_size(axis_name)
+    known = [_checked(own, size) for own in holders]
+    _check_varying(leaves, axis_name)
+    groups: dict[Any, list[int]] = {}
+    for i, (x, own) in enumerate(zip(leaves, known, strict=True)):
+        groups.setdefault((own, x.dtype, *_apart(i)), []).append(i)
+    sums = list(leaves)
+    with jax.named_scope(TIED):
+        for (own, *_), members in groups.items():
+            mine = is_one_of(own, axis_name)
+            total = _summed([leaves[i] for i in members], own, axis_name)
+            for i, x in zip(members, total, strict=True):
+                sums[i] = jnp.where(mine, x, leaves[i])
+    return sums
+
+
+def _checked(holders: Sequence[int], size: int) -> tuple[int, ...]:
+    own = tuple(sorted(map(operator.index, holders)))
+    if len(own) < 2 or len(set(own)) < len(own) or own[0] < 0 or own[-1] >= size:
+        raise ValueError(
+            f"{_SUM_OF}: `holders` must be two or more different positions of {size}, counted from "
+            f"0, got {tuple(holders)}."
+        )
+    return own
+
+
+def _check_varying(leaves: Sequence[jax.Array], axis_name: str) -> None:
+    if not checks_varying(axis_name):
+        return
+    if equal := [i for i, x in enumerate(leaves) if axis_name not in varying_axes(x)]:
+        raise ValueError(
+            f"{_SUM_OF}: arrays {equal} are typed as equal over {axis_name!r}, so jax has summed "
+            "these gradients over all stages already. Make the parameters varying before "
+            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`, or leave them out.'
+        )
+
+
+def _apart(i: int) -> tuple[int, ...]:
+    """What keeps array `i` out of the buffer of others: see `sum_over_holders`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    is_left = any(kind != AxisType.Manual and size > 1 for kind, size in sizes)
+    return (i,) if is_left and mesh.manual_axes else ()
+
+
+def is_one_of(positions: Sequence[int], axis_name: str) -> jax.Array:
+    """() bool: whether this device is at one of these positions along an axis."""
+    mask = np.zeros(axis_size(axis_name), bool)
+    mask[list(positions)] = True
+    return jnp.asarray(mask)[lax.axis_index(axis_name)]
+
+
+def _summed(leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str) -> list[jax.Array]:
+    """The sums on holders; elsewhere anything."""
+    total = _exchange(holders, axis_name)
+    if len(leaves) == 1:
+        return [total(leaves[0])]
+    plan = plan_buffers(leaves)
+    return plan.unpack([total(flat) for flat in plan.pack(leaves)])
+
+
+def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array], jax.Array]:
+    if len(holders) == axis_size(axis_name):
+        return lambda x: vary_over(lax.psum(x, axis_name), [axis_name])
+    if len(holders) == 2:
+        one, other = holders
+        pair = [(one, other), (other, one)]
+        # Addition commutes, also of rounded numbers: both get the same bits.
+        return lambda x: x + permute(x, axis_name, pair)
+    return lambda x: _along_chain(x, holders, axis_name)
+
+
+def _along_chain(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.Array:
+    for link in pairwise(holders):
+        x = x + permute(x, axis_name, [link])
+    me = lax.axis_index(axis_name)
+    for link in pairwise(holders[::-1]):
+        x = jnp.where(me == link[1], permute(x, axis_name, [link]), x)
+    return x
+
 
 _OWNER = "sum_tied_gradients"
 

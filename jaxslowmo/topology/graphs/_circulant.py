@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from .._arguments import as_size
-from .._graph import Graph, unique
+from .._arguments import as_size, check_even
+from .._phone_book import Graph, unique
 
 
 def circulant(
@@ -37,6 +37,15 @@ def circulant(
     return Graph(num_nodes, peers_per_step, rows, is_dynamic, is_bipartite, name)
 
 
+def _bipartite(
+    name: str, num_nodes: int, distances: Iterable[int], peers_per_step: int, dedupe: bool
+) -> Graph:
+    """Return the graph of odd distances, forwards and backwards, between even and odd nodes."""
+    check_even(name, num_nodes)
+    both = both_ways(distances)
+    return circulant(name, num_nodes, both, peers_per_step, dedupe=dedupe, is_bipartite=True)
+
+
 def both_ways(distances: Iterable[int]) -> list[int]:
     """Each distance forwards, then backwards."""
     return [sign * d for d in distances for sign in (1, -1)]
@@ -49,3 +58,188 @@ def powers_below(base: int, limit: int) -> list[int]:
         found.append(power)
         power *= base
     return found
+
+
+def npeer_directed_exponential(
+    num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
+) -> Graph:
+    """Peers at distances j (p + 1)^i, j = 1 ... p: the default of `js.sgp`.
+
+    With p = `peers_per_step`, exchange i goes to the p peers of level i. On (p + 1)^k nodes all
+    hold the exact mean after k rounds of uniform mixing.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: p, peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers in the phone book.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, or a distance that is a multiple of `num_nodes` (2 or 6 nodes with
+        2 peers): nodes would send to themselves.
+
+    Source: FairScale 0.4.13 `NPeerDynamicDirectedExponentialGraph`; Assran et al., "Stochastic
+      Gradient Push", ICML 2019, appendix A.
+    """
+    num_nodes = as_size("num_nodes", num_nodes)
+    peers_per_step = as_size("peers_per_step", peers_per_step)
+    base = peers_per_step + 1
+    distances = [j * power for power in powers_below(base, num_nodes) for j in range(1, base)]
+    loop = next((d for d in distances if d % num_nodes == 0), None)
+    if loop is not None:
+        raise ValueError(
+            f"npeer_directed_exponential: no distance j * (`peers_per_step` + 1)**i, j = 1 to "
+            f"`peers_per_step`, may be a multiple of `num_nodes`={num_nodes}, where nodes would "
+            f"send to themselves; `peers_per_step`={peers_per_step} gives {loop}."
+        )
+    return circulant(
+        "npeer_directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe
+    )
+
+
+def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
+    """Peers at distances +1, -1, +2, -2, +4, -4, ... below `num_nodes`.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers: forwards and backwards meet on a circle.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
+    """
+    distances = both_ways(powers_below(2, as_size("num_nodes", num_nodes)))
+    return circulant("directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe)
+
+
+def bipartite_exponential(
+    num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
+) -> Graph:
+    """Even and odd nodes at distances 1, 1 + 2, 1 + 4, 1 + 8, ..., forwards and backwards.
+
+    Args:
+      num_nodes: number of nodes, even (or 1).
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: an odd number of nodes, sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
+    """
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
+    return _bipartite("bipartite_exponential", num_nodes, distances, peers_per_step, dedupe)
+
+
+def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
+    """Peers at distances 1, 2, 4, ... up to half the circle, in both directions, each once.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange, in turn; None: all, every time. Then
+        uniform mixing is symmetric.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
+      NeurIPS 2021.
+    """
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = powers_below(2, num_nodes // 2 + 1)
+    return circulant(
+        "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
+    )
+
+
+def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
+    """The next node on a circle, with 2 peers per step also the one before; never rotates.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: 1 or 2.
+      dedupe: keep only the first of equal peers (2 nodes have one peer twice).
+
+    Returns:
+      A static `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `RingGraph`.
+    """
+    return circulant(
+        "ring", num_nodes, both_ways([1]), peers_per_step, dedupe=dedupe, is_dynamic=False
+    )
+
+
+def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
+    """Peers at distances +1, -1, +3, -3, +5, -5, ... below `num_nodes`.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers: forwards and backwards meet on a circle.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicDirectedLinearGraph`.
+    """
+    distances = both_ways(range(1, as_size("num_nodes", num_nodes), 2))
+    return circulant("directed_linear", num_nodes, distances, peers_per_step, dedupe=dedupe)
+
+
+def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
+    """Even and odd nodes at distances +1, -1, +3, -3, ... below `num_nodes`.
+
+    Args:
+      num_nodes: number of nodes, even (or 1).
+      peers_per_step: peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: an odd number of nodes, sizes below 1, more peers than the phone book has.
+
+    Source: FairScale 0.4.13 `DynamicBipartiteLinearGraph`.
+    """
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = range(1, num_nodes, 2)
+    return _bipartite("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
+
+
+def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
+    """Every node sends to every other: the mean in one exchange.
+
+    Args:
+      num_nodes: number of nodes.
+      peers_per_step: peers that a node sends to per exchange, in turn; None: all, every time.
+
+    Returns:
+      A `Graph`.
+
+    Raises:
+      ValueError: sizes below 1, more peers than there are other nodes.
+    """
+    num_nodes = as_size("num_nodes", num_nodes)
+    return circulant("complete", num_nodes, range(1, num_nodes), peers_per_step)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.outer._sharded import ShardedAnchor
+from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.transform import Exchange, Placement
 
 

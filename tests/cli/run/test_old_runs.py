@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.checkpoint._prints import prints_of
+from jaxslowmo.checkpoint._arrays import prints_of
 from jaxslowmo.checkpoint._record import as_stored
 from jaxslowmo.cli.config._train import train_config
 from jaxslowmo.cli.run._devices import choose_mesh

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxslowmo.gradients.precision._overflow import anywhere, as_before_if, overflowed, zero_if
+from jaxslowmo.gradients.precision._mixed_precision import (
+    anywhere,
+    as_before_if,
+    overflowed,
+    zero_if,
+)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

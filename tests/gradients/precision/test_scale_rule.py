@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.gradients.precision._scale_rule import Scale, ScaleRule
+from jaxslowmo.gradients.precision._loss_scale import Scale, ScaleRule
 
 DEFAULTS = {
     "initial": 2.0**16,

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.reducer._bucket_layout import BucketLayout
+from jaxslowmo.gradients.reducer._reduce_buckets import BucketLayout
 
 AXES = {"replica": 2, "fsdp": 2, "tensor": 2}
 SPECS = {"bias": P(), "in": P("fsdp", "tensor"), "out": P("tensor", "fsdp"), "table": P("fsdp")}

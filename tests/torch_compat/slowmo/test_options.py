@@ -1,5 +1,6 @@
 """What the constructor refuses, warns of, and sets; it needs no device."""
 
+import dataclasses
 import inspect
 import logging
 import warnings
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from torch_compat.slowmo import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from torch_compat.slowmo._options import Options
 
 ARGUMENTS = [
     "module",
@@ -54,6 +56,13 @@ def test_arguments_order_and_defaults_are_fairscales():
     assert {p.name: p.default for p in ours} == OURS
     assert {p.kind for p in ours} == {inspect.Parameter.KEYWORD_ONLY}
     assert [p.default for p in parameters[:2]] == [inspect.Parameter.empty] * 2
+
+
+def test_options_have_the_constructors_defaults():
+    parameters = inspect.signature(SlowMoDistributedDataParallel).parameters
+    for field in dataclasses.fields(Options):
+        if field.default is not dataclasses.MISSING:
+            assert parameters[field.name].default is field.default, field.name
 
 
 def test_attributes_that_fairscales_users_read(build):

@@ -6,10 +6,10 @@ from .._hook import GradPiece as GradPiece
 from .._hook import stateless as stateless
 from ._compress import bf16_compress as bf16_compress
 from ._compress import fp16_compress as fp16_compress
-from ._plain import mean as mean
-from ._plain import noop as noop
+from ._compress import mean as mean
+from ._compress import noop as noop
+from ._lossy import fp8 as fp8
+from ._lossy import int8 as int8
+from ._lossy import top_k as top_k
 from ._powersgd import PowerSGDState as PowerSGDState
 from ._powersgd import powersgd as powersgd
-from ._quantised import fp8 as fp8
-from ._quantised import int8 as int8
-from ._top_k import top_k as top_k

@@ -1,4 +1,4 @@
-"""Gradients travel in half precision."""
+"""Hooks that send a bucket as it is, in half precision, or not at all."""
 
 from typing import Any
 
@@ -7,8 +7,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...._support.types import PyTree
-from .._hook import CommHook, GradBucket, check_dtype, check_hook
-from ._plain import mean
+from ....collectives import all_mean
+from .._hook import CommHook, GradBucket, check_dtype, check_hook, stateless
+
+
+def mean() -> CommHook:
+    """The plain mean, for wrappers to build on.
+
+    Returns:
+      A `CommHook` without state; same result as no hook.
+
+    Communication: one all-reduce of the bucket in its dtype.
+
+    Source: torch 2.13, `default_hooks.allreduce_hook`.
+    """
+    return stateless(lambda bucket: all_mean(bucket.flat, bucket.axis_name))
+
+
+def noop() -> CommHook:
+    """Gradients stay as they are on each replica; tells what communication costs.
+
+    Returns:
+      A `CommHook` without state.
+
+    Communication: none.
+
+    Source: torch 2.13, `debugging_hooks.noop_hook`.
+    """
+    return stateless(lambda bucket: bucket.flat)
 
 
 def fp16_compress(inner: CommHook | None = None) -> CommHook:

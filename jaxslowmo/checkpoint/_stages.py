@@ -1,4 +1,4 @@
-"""Where parameters lie in the buffers of stages: as a checkpoint records it, and back out of them.
+"""Where parameters lie in buffers of stages: as a checkpoint records it, and back out of them.
 
 A `Staged` tree tells two arrays apart by their place in a buffer alone, so a record notes the
 places. By them a state goes through the model's own tree, in which every parameter has its name.
@@ -18,7 +18,7 @@ from ..mesh import axis_names
 from ..tree import Staged, leaf_names
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """The place of a leaf in a buffer (..., stages, *sizes, elements).
 
     Attributes:
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     sizes: Mapping[str, int]
 
 
-class Part(NamedTuple):
+class StoredLeaf(NamedTuple):
     """A leaf of a state in which the model's own trees stand for those of stages.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     name: str
     index: int
-    place: Place | None
+    place: StagePlace | None
 
 
 def layout_of(tree: PyTree) -> dict[str, Any] | None:
@@ -101,7 +101,7 @@ def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
     }
 
 
-def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Part]:
+def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[StoredLeaf]:
     """Return the leaves of the state with the model's own trees.
 
     Args:
@@ -110,7 +110,7 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Par
     """
     # Where the first buffer of a tree was, there are all leaves of the tree.
     indices = {name: index for index, name in enumerate(names)}
-    found: dict[int, list[Part]] = {index: [] for index in range(len(names))}
+    found: dict[int, list[StoredLeaf]] = {index: [] for index in range(len(names))}
     inside: set[int] = set()
     for node, number in () if layout is None else layout["nodes"]:
         packing = layout["packings"][number]  # type: ignore
@@ -120,17 +120,17 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Par
             continue
         inside |= stored
         found[min(stored)] = [
-            Part(f"{node}/{leaf[0]}", index, _place(leaf, packing["sizes"]))
+            StoredLeaf(f"{node}/{leaf[0]}", index, _place(leaf, packing["sizes"]))
             for leaf, index in own
             if index is not None
         ]
     for index, name in enumerate(names):
         if index not in inside:
-            found[index] = [Part(name, index, None)]
+            found[index] = [StoredLeaf(name, index, None)]
     return [part for own in found.values() for part in own]
 
 
-def read_part(part: Part, arrays: Sequence[Any]) -> Any:
+def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     """Return a leaf (..., *shape) of the stored arrays, which are of NumPy."""
     place, array = part.place, arrays[part.index]
     if place is None:
@@ -204,20 +204,21 @@ def _described(packing: Any) -> dict[str, Any]:
         # Of other axes, such as that of the replicas, nothing depends.
         "sizes": [[axis, size] for axis, size in packing.axis_sizes if axis in split],
         "leaves": [
-            [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), _spec(x.leaf.spec)]
+            [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), spec_to_json(x.leaf.spec)]
             for name, x in zip(names, places, strict=True)
         ],
         "copies": [n for n, i in zip(names, positions, strict=True) if i in packing.copies],
     }
 
 
-def _spec(spec: P) -> list[list[str]]:
+def spec_to_json(spec: P) -> list[list[str]]:
+    """Return for each dimension the axes that split it."""
     return [list(axis_names(entry or ())) for entry in spec]
 
 
-def _place(leaf: Sequence[Any], sizes: Sequence[Any]) -> Place:
+def _place(leaf: Sequence[Any], sizes: Sequence[Any]) -> StagePlace:
     _, _, stage, start, shape, spec = leaf
-    return Place(stage, start, tuple(shape), tuple(map(tuple, spec)), dict(sizes))
+    return StagePlace(stage, start, tuple(shape), tuple(map(tuple, spec)), dict(sizes))
 
 
 def _packed(packing: Any, tree: PyTree) -> Staged:

@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._graph import Graph
-from ._exponential import (
+from .._phone_book import Graph
+from ._circulant import (
     bipartite_exponential,
+    bipartite_linear,
+    complete,
     directed_exponential,
-    hypercube,
+    directed_linear,
     npeer_directed_exponential,
+    ring,
     symmetric_exponential,
 )
-from ._linear import bipartite_linear, directed_linear, ring
-from ._static import complete, grid_2d, star, torus_2d
-from ._varied import inner_outer, random_matching
+from ._from_rows import grid_2d, hypercube, inner_outer, random_matching, star, torus_2d
 
 GRAPHS: Mapping[str, Callable[..., Graph]] = MappingProxyType(
     {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.outer._sharded import ShardedAnchor
+from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.transform import Exchange
 from jaxslowmo.tree import tree_bytes
 

@@ -37,10 +37,37 @@ from ...transform import (
     require_bound,
     run_if,
 )
-from ...tree import added, apply_exactly, landing, subtracted, updates_to
-from ._anchor import Anchor
-from ._sharded import ShardedAnchor
-from ._state import ALONE, OuterState
+from ...tree import added, apply_exactly, landing, subtracted, updates_to, widen_updates
+from ._anchor import Anchor, ShardedAnchor
+
+
+class OuterState(NamedTuple):
+    """State of `slowmo` and `diloco`."""
+
+    count: jax.Array  # () int32, updates so far; equal on all replicas
+    anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
+    outer: PyTree  # state of the outer optimizer; `SlowMomentumState` for slowmo
+    base: PyTree  # state of the base transform; () without one
+
+
+def _exchange(
+    updates: PyTree, others: Others, state: PyTree, params: PyTree, **extra: Any
+) -> tuple[PyTree, Others, PyTree]:
+    del params, extra
+    return widen_updates(updates), others, state
+
+
+# Outer steps call its `exchange` alone.
+ALONE = ParameterTransform(
+    lambda params: (),
+    optax.with_extra_args_support(optax.identity()).update,
+    phase=lambda t, skipped=0: (),
+    due=lambda t: False,
+    schedules=(),
+    exchange=_exchange,
+)
+"""The base of replicas that train alone between slow steps: it exchanges nothing."""
+
 
 SLOW = "slow"
 NO_RATE = -1.0  # of a replica that has run out of data: its optimizer has not counted on

@@ -1,0 +1,220 @@
+"""Hooks that lose something: what got lost is added to the next gradients."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ...._support.checks import checked_int
+from ...._support.types import PyTree
+from ....collectives import E4M3, E5M2, INT8, BlockFormat, quantised_mean, top_k_mean
+from ....mesh import axis_names, axis_size, settle, vary_over
+from ....tree import at_least_float32
+from .._hook import CommHook, GradBucket, check_dtype
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+Reduce = Callable[[GradBucket, jax.Array], tuple[jax.Array, jax.Array]]
+"""`reduce(bucket, flat) -> (mean, lost)`: (n,) in the bucket's dtype, and of `flat`, (n,) in at
+least float32, what did not arrive: the mean of flat - lost over the replicas is the result."""
+
+
+def lossy(
+    owner: str,
+    reduce: Reduce,
+    *,
+    error_feedback: bool,
+    compute: Callable[[Any], Any] = at_least_float32,
+) -> CommHook:
+    """A hook from a reduction that tells what it lost.
+
+    With error feedback the results of T updates add up to the T means, less the mean of the last
+    residuals. A residual that is not finite becomes 0, so that one bad update does not stay for
+    ever. On an axis of size 1 nothing is sent and so nothing lost: gradients stay as they are.
+
+    Args:
+      owner: public name, for messages.
+      reduce: of buckets that are not empty, over more than one replica.
+      error_feedback: whether there is a residual, (n,) per bucket and replica.
+      compute: dtype to compute in, and of the residual, for a dtype of a bucket.
+
+    Raises:
+      ValueError: at trace time, another dtype.
+    """
+
+    def init(bucket: GradBucket) -> PyTree:
+        check_dtype(owner, bucket, _DTYPES)
+        if not error_feedback:
+            return ()
+        zeros = jnp.zeros(bucket.size, compute(bucket.dtype))
+        return vary_over(zeros, axis_names(bucket.axis_name))
+
+    def update(bucket: GradBucket, residual: PyTree) -> tuple[jax.Array, PyTree]:
+        check_dtype(owner, bucket, _DTYPES)
+        if axis_size(bucket.axis_name) == 1 or bucket.size == 0:
+            return settle(bucket.flat, bucket.axis_name), residual
+        flat = bucket.flat.astype(compute(bucket.dtype))
+        if not error_feedback:
+            return reduce(bucket, flat)[0], ()
+        mean, lost = reduce(bucket, flat + residual)
+        return mean, jnp.where(jnp.isfinite(lost), lost, jnp.zeros_like(lost))
+
+    return CommHook(init, update)
+
+
+_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def int8(
+    *,
+    block_size: int = 256,
+    error_feedback: bool = True,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> CommHook:
+    """All-reduce in 8-bit integers, each block of elements with its own scale.
+
+    A replica rounds its gradients to 255 evenly spaced values per block, up to the largest
+    magnitude in the block, and sends each other replica the chunk that this one sums, in float32.
+    The means are rounded alike and sent to all. Without error feedback an element is wrong by at
+    most 2.01/254 of the largest gradient in its block on any replica (twice that with stochastic
+    rounding).
+
+    Args:
+      block_size: elements per scale, a float32.
+      error_feedback: add what rounding lost, on either way, to the next gradients, so that errors
+        do not pile up: the results of T updates add up to the T means up to the rounding of one.
+      stochastic_rounding: round up or down at random, to the exact value on average; replicas draw
+        different numbers.
+      seed: of these, with the number of the update and of the bucket.
+
+    Returns:
+      A `CommHook`; with error feedback its state is a residual per bucket, (n,) float32, which
+      differs between replicas. All replicas get the same bits. If a value is not finite on some
+      replica, its block is NaN on all, and residuals that are not finite become 0. Computes in
+      float32. On an axis of size 1 gradients stay as they are.
+
+    Raises:
+      ValueError: a `block_size` below 1 or a `seed` that is no int; at trace time a bucket whose
+        gradients are not float32, bfloat16, float16 or float64.
+
+    Communication: one all-to-all and one all-gather of n bytes and 4 per block each, scales
+      included: 0.254 of the bytes of a float32 all-reduce with blocks of 256. Small buckets are
+      padded by up to 127 bytes per replica, large ones by less than 4 %.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022 (blocks);
+      Tang et al., "DoubleSqueeze", ICML 2019 (error feedback on both ways).
+    """
+    return _quantised("int8", INT8, block_size, error_feedback, stochastic_rounding, seed)
+
+
+def fp8(
+    *,
+    format: Literal["e4m3", "e5m2"] = "e4m3",
+    block_size: int = 256,
+    error_feedback: bool = True,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+) -> CommHook:
+    """All-reduce in 8-bit floats, each block of elements with its own scale.
+
+    As `int8`, but errors are relative to the element, as far as it is not small against the largest
+    in its block: 1/16 of it at most each way for e4m3 down to 2**-14 of the largest, 1/8 for e5m2
+    down to 2**-29. Better for blocks of very different magnitudes, worse for even ones.
+
+    Args:
+      format: `"e4m3"` or `"e5m2"`: bits of exponent and mantissa.
+      block_size: see `int8`.
+      error_feedback: see `int8`.
+      stochastic_rounding: see `int8`.
+      seed: see `int8`.
+
+    Returns:
+      A `CommHook`, as `int8`.
+
+    Raises:
+      ValueError: another format, and as `int8`.
+
+    Communication: as `int8`. Codes travel as bytes, so devices need no 8-bit floats.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (formats); see `int8`.
+    """
+    if format not in _FORMATS:
+        raise ValueError(f'fp8: `format` must be "e4m3" or "e5m2", got {format!r}.')
+    kind = _FORMATS[format]
+    return _quantised("fp8", kind, block_size, error_feedback, stochastic_rounding, seed)
+
+
+def _quantised(
+    owner: str,
+    kind: BlockFormat,
+    block_size: Any,
+    error_feedback: bool,
+    stochastic: bool,
+    seed: Any,
+) -> CommHook:
+    how = replace(kind, block_size=checked_int(f"{owner}: `block_size`", block_size, 1))
+    checked_seed = checked_int(f"{owner}: `seed`", seed)
+
+    def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key = None
+        if stochastic:  # another key for each update and bucket, equal on all replicas
+            assert bucket.count is not None
+            key = jax.random.fold_in(jax.random.key(checked_seed), bucket.index)
+            key = jax.random.fold_in(key, bucket.count)
+        return quantised_mean(flat, bucket.axis_name, how, dtype=bucket.dtype, key=key)
+
+    float32 = jnp.dtype(jnp.float32)
+    return lossy(owner, reduce, error_feedback=error_feedback, compute=lambda _: float32)
+
+
+_ROUNDING = 1e-9  # 0.07 * 100 is above 7
+
+
+def top_k(
+    ratio: float | None = None, *, k: int | None = None, error_feedback: bool = True
+) -> CommHook:
+    """Each replica sends its gradients of largest magnitude; the others count as 0.
+
+    Args:
+      ratio: share of a bucket's n elements that a replica sends, in (0, 1]: ceil(ratio * n) of
+        them. 0.01 if neither this nor `k` is given.
+      k: their number instead; whole buckets with fewer elements.
+      error_feedback: add what was not sent to the next gradients; without, small gradients may
+        never arrive.
+
+    Returns:
+      A `CommHook`; with error feedback its state is a residual per bucket, (n,) in the bucket's
+      dtype but at least float32, which differs between replicas. All replicas get the same bits.
+      Values that are not finite are sent first, and residuals that are not finite become 0. On an
+      axis of size 1 gradients stay as they are.
+
+    Raises:
+      ValueError: both `ratio` and `k`, or one out of range; at trace time a bucket whose gradients
+        are not float32, bfloat16, float16 or float64.
+
+    Communication: one all-gather of R * k values, in the bucket's dtype, and int32 positions; a
+      replica receives (R - 1) * k * (4 + itemsize) bytes, so with many replicas more than an
+      all-reduce would send: choose a ratio well below 1 / R.
+
+    Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017;
+      Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
+    """
+    if ratio is not None and k is not None:
+        raise ValueError(f"top_k: give `ratio` or `k`, not both, got {ratio!r} and {k!r}.")
+    if k is not None:
+        k = checked_int("top_k: `k`", k, 1)
+    share = 0.01 if ratio is None else ratio
+    if not 0 < share <= 1:
+        raise ValueError(f"top_k: `ratio` must be in (0, 1], got {ratio!r}.")
+
+    def reduce(bucket: GradBucket, flat: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wanted = math.ceil(share * bucket.size * (1 - _ROUNDING)) if k is None else k
+        return top_k_mean(
+            flat, bucket.axis_name, min(max(wanted, 1), bucket.size), dtype=bucket.dtype
+        )
+
+    return lossy("top_k", reduce, error_feedback=error_feedback)
