@@ -11,7 +11,7 @@ from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_up_rows
 from ..mesh import is_bound, require_axes
 from ._bags import Bags, bags_of
-from ._check import (
+from ._batch_checks import (
     check_capacities,
     check_width,
     host_checked,
@@ -20,21 +20,27 @@ from ._check import (
     refuse,
     slots_needed,
 )
-from ._exchange import num_devices, swap_blocks
-from ._initial import first_local_values, first_values
-from ._layout import Layout, layout_of, read_tables, whole_on_each, write_tables
-from ._lookup import read_rows, send_rows
-from ._optimizers import RowwiseOptimizer, RowwiseState
-from ._pooling import pool, position_weights_in
+from ._optimizers import RowwiseOptimizer, RowwiseState, apply_row_gradients, first_state
 from ._requests import (
     Requests,
     ask_for_rows,
     in_blocks,
+    num_devices,
     rows_as_slots,
     specs_of_requests,
+    swap_blocks,
+)
+from ._stores import (
+    TableLayout,
+    first_local_values,
+    first_values,
+    layout_of,
+    read_tables,
+    whole_on_each,
+    write_tables,
 )
 from ._table import OWNER, Table
-from ._update import apply_row_gradients, first_state
+from ._vectors import pool, position_weights_in, read_rows, send_rows
 
 Stored = dict[str, jax.Array]
 
@@ -85,10 +91,9 @@ class Embeddings:
     @property
     def optimizer_specs(self) -> RowwiseState:
         """How the optimizer's state lies over the axis; that of split columns is on all devices."""
-        by_name, layout = {}, self.layout()
-        if self.optimizer.initial is not None:
-            for store in layout.stores:
-                by_name[store] = P() if layout.is_split(store) else P(self.axis_name)
+        layout = self.layout()
+        stores = layout.stores if self.optimizer.initial is not None else ()
+        by_name = {s: P() if layout.is_split(s) else P(self.axis_name) for s in stores}
         return RowwiseState._make((P(), by_name))
 
     def over(self, mesh: Any) -> "Embeddings":
@@ -112,7 +117,7 @@ class Embeddings:
         sized.layout()
         return sized
 
-    def layout(self) -> Layout:
+    def layout(self) -> TableLayout:
         """Where the rows lie, on as many devices as the axis has here."""
         if self.axis_name is None:
             return layout_of(self.tables, 1)

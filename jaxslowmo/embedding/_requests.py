@@ -1,4 +1,4 @@
-"""Which rows a device asks for: distinct ids, in a fixed number of slots per owner."""
+"""Which rows a device asks for, in a fixed number of slots per owner, and how it tells them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,68 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
+from ..collectives import gather_slices
 from ..gradients.sparse import NOWHERE, distinct_rows, row_numbers
+from ..mesh import axis_size, settle
 from ._bags import Bags
-from ._exchange import gather_blocks, swap_blocks
-from ._layout import Layout, Place, Store
+from ._stores import Store, TableLayout, TablePlace
 from ._table import Capacity
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
 
 # In the place of a slot: why an id has none.
 PADDING, DROPPED, OUTSIDE = -1, -2, -3
+
+
+def num_devices(axis_name: str | None) -> int:
+    """Devices along the axis; 1 where there is none."""
+    return 1 if axis_name is None else axis_size(axis_name)
+
+
+def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
+    """Sends entry d of each block to device d: what arrives stands where its sender's number is.
+
+    Args:
+      blocks: (devices, *s) each.
+      axis_name: axis of the devices; None: there is one.
+
+    Returns:
+      Arrays of the same shapes.
+
+    Communication: one all-to-all of all blocks of one dtype over `axis_name`; none on one device.
+    """
+    size = num_devices(axis_name)
+    if size == 1:
+        return list(blocks)
+    arrived: list[jax.Array] = list(blocks)
+    for dtype in sorted({block.dtype for block in blocks}, key=str):
+        chosen = [i for i, block in enumerate(blocks) if block.dtype == dtype]
+        flat = jnp.concatenate([blocks[i].reshape(size, -1) for i in chosen], axis=1)
+        flat = lax.all_to_all(flat, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        parts = lax.split(flat, [blocks[i].size // size for i in chosen], axis=1)
+        for i, part in zip(chosen, parts, strict=True):
+            arrived[i] = part.reshape(blocks[i].shape)
+    return arrived
+
+
+def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
+    """Every device's blocks on all of them, typed as equal there.
+
+    Args:
+      blocks: (k,) each, of one dtype.
+      axis_name: axis of the devices; None: there is one.
+
+    Returns:
+      Arrays (devices, k).
+
+    Communication: one all-gather of all blocks over `axis_name`; none on one device.
+    """
+    if not blocks or axis_name is None:
+        return [block[None] for block in blocks]
+    if axis_size(axis_name) == 1:
+        return [settle(block, axis_name)[None] for block in blocks]
+    flat = gather_slices(jnp.concatenate(blocks)[None], axis_name, like=jnp.zeros([]))
+    return list(lax.split(flat, [block.size for block in blocks], axis=1))
 
 
 class Requests(NamedTuple):
@@ -44,7 +96,7 @@ class Requests(NamedTuple):
     invalid: dict[str, jax.Array]
 
 
-def ask_for_rows(layout: Layout, bags: BagsByTable, capacity: Capacity) -> Requests:
+def ask_for_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
     """Numbers the ids of a device and tells the owners of their rows; see `exchange_ids`."""
     num_ids = {name: sum(b.ids.size for b in own.values()) for name, own in bags.items()}
     plan = slot_plan(layout, num_ids, capacity)
@@ -69,7 +121,7 @@ def ask_for_rows(layout: Layout, bags: BagsByTable, capacity: Capacity) -> Reque
     )
 
 
-def _tell_owners(layout: Layout, asking: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _tell_owners(layout: TableLayout, asking: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """What each device asked this one for. Rows whose columns are split are asked of all."""
     split = [name for name in asking if layout.is_split(name)]
     sent = [name for name in asking if name not in split]
@@ -79,7 +131,7 @@ def _tell_owners(layout: Layout, asking: Mapping[str, jax.Array]) -> dict[str, j
     return {name: known[name] for name in asking}
 
 
-def specs_of_requests(layout: Layout, bags: BagsByTable) -> PyTree:
+def specs_of_requests(layout: TableLayout, bags: BagsByTable) -> PyTree:
     """A `PartitionSpec` for every array of `ask_for_rows`."""
     split = P(layout.axis_name)
     found = {f: b for own in bags.values() for f, b in own.items()}
@@ -106,7 +158,7 @@ class SlotPlan:
     width: Mapping[str, int]
 
 
-def slot_plan(layout: Layout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
+def slot_plan(layout: TableLayout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
     """Slots for tables of which so many ids are looked up on a device.
 
     Args:
@@ -155,7 +207,7 @@ def _no_slot(padding: jax.Array) -> jax.Array:
     return jnp.where(padding, jnp.int32(PADDING), jnp.int32(OUTSIDE))
 
 
-def number_ids(ids: Sequence[jax.Array], place: Place, plan: SlotPlan, table: str) -> Numbered:
+def number_ids(ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, table: str) -> Numbered:
     """Slots for all ids of one table, of which equal ones share one.
 
     Args:
@@ -201,7 +253,7 @@ def rows_to_ask(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Arr
     return asked.reshape(store.num_senders, width)
 
 
-def rows_as_slots(place: Place, store: Store, ids: jax.Array) -> jax.Array:
+def rows_as_slots(place: TablePlace, store: Store, ids: jax.Array) -> jax.Array:
     """Slots of ids where the vectors are the whole stored array itself."""
     rows, padding, within = rows_of_ids(ids, place.num_rows)
     return jnp.where(within, place.positions(rows) + place.first_in(store), _no_slot(padding))

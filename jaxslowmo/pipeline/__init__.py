@@ -2,10 +2,7 @@
 
 from ..gradients.tied import TiedGroup as TiedGroup
 from ..gradients.tied import TiedGroups as TiedGroups
-from ..gradients.tied import checked_groups as checked_groups
-from ..gradients.tied import sum_over_holders as sum_over_holders
 from ..gradients.tied import sum_tied_gradients as sum_tied_gradients
-from ..gradients.tied import tied_members as tied_members
 from . import schedules as schedules
 from ._make import Executor as Executor
 from ._make import pipelined as pipelined
@@ -20,5 +17,5 @@ from .partition import partition_by_cost as partition_by_cost
 from .partition import partition_uniform as partition_uniform
 from .plan import Pipelined as Pipelined
 from .schedules import Schedule as Schedule
-from .split import StageProgram as StageProgram
-from .split import split_stage as split_stage
+from .stage import StageProgram as StageProgram
+from .stage import split_stage as split_stage

@@ -5,20 +5,17 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
 from .._support.types import PyTree
 from .host import HostPipeline
-from .model import Block, LayeredModel, StageLayout, model_blocks, refuse_keys
+from .model import Block, LayeredModel, StageLayout, equal_layers, model_blocks, refuse_keys
 from .one_program import OneProgram
 from .partition import blocks_by_bytes
-from .plan import (
-    Pipelined,
-    Plan,
-    stage_kinds,
-)
+from .plan import Pipelined, Plan, Segment, Segments, StageKind
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]
@@ -125,7 +122,7 @@ def pipelined(
         state_layout = StageLayout(
             untied, states, blocks, schedule.placement, runs=layout.all_runs, **placed
         )
-    kinds, of_stage = stage_kinds(model, layout, state_layout)
+    kinds, of_stage = _stage_kinds(model, layout, state_layout)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -155,6 +152,77 @@ def _blocks(
     if parts is None and count <= len(params):
         return tuple(Block(*block) for block in blocks_by_bytes(params, count))
     return model_blocks(len(model.layers), schedule.num_stages, schedule.num_chunks, parts)
+
+
+def _stage_kinds(
+    model: LayeredModel, layout: StageLayout, state_layout: StageLayout | None
+) -> tuple[list[StageKind], np.ndarray]:
+    """The kinds of a model's stages, and which kind each stage is.
+
+    Stages are alike if their functions are equal and their leaves lie alike.
+    """
+    kinds: list[StageKind] = []
+    blocks = layout.blocks
+    of_stage = np.zeros(len(blocks), np.int32)
+    for k, block in enumerate(blocks):
+        ends = k == 0, k == len(blocks) - 1
+        weights = _segments_of(layout, k)
+        states = None if state_layout is None else _segments_of(state_layout, k)
+        own = [weights] if states is None else [weights, states]
+        layers = model.layers[block.start : block.end]
+        for i, kind in enumerate(kinds):
+            known = [kind.weights] if kind.states is None else [kind.weights, kind.states]
+            others = model.layers[kind.start : kind.start + len(layers)]
+            is_alike = (kind.is_first, kind.is_last) == ends
+            is_alike = is_alike and all(map(equal_layers, others, layers))
+            if is_alike and _shifted(known, own, k):
+                of_stage[k] = i
+                break
+        else:
+            of_stage[k] = len(kinds)
+            fn = model.stage(*block, layout.runs(k))
+            kinds.append(StageKind(fn, *ends, block.start, weights, states))
+    return kinds, of_stage
+
+
+def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
+    """Return the leaves of a stage of the model, which stands for its kind."""
+    runs, packing = layout.runs(model_stage), layout.packing
+    trees = [layout.treedef(run.start) for run in runs]
+    treedef = jax.tree.structure(tuple(d.unflatten([0] * d.num_leaves) for d in trees))
+    segments = [
+        Segment(place, run.count, packing.part_size(place.leaf))
+        for run in runs
+        for place in layout.places(run)
+    ]
+    starts = {name: np.zeros(len(layout.blocks), np.int32) for name in packing.axes}
+    return Segments(treedef, tuple(segments), packing, starts)
+
+
+def _shifted(known: Sequence[Segments], own: Sequence[Segments], model_stage: int) -> bool:
+    """Whether the leaves of a stage lie as those of another; `known` then tells how far away."""
+    shifts = [_shifts(one, other) for one, other in zip(known, own, strict=True)]
+    if any(shift is None for shift in shifts):
+        return False
+    for segments, shift in zip(known, shifts, strict=True):
+        for name, value in (shift or {}).items():
+            segments.starts[name][model_stage] = value
+    return True
+
+
+def _shifts(one: Segments, other: Segments) -> dict[str, int] | None:
+    """Return for each buffer how far the leaves of another stage lie; None where unlike."""
+    shifts: dict[str, int] = {}
+    if one.treedef != other.treedef or len(one.segments) != len(other.segments):
+        return None
+    for mine, their in zip(one.segments, other.segments, strict=True):
+        leaf = mine.place.leaf
+        if (leaf, mine.count) != (their.place.leaf, their.count):
+            return None
+        shift = their.place.start - mine.place.start
+        if shifts.setdefault(leaf.buffer, shift) != shift:
+            return None
+    return shifts
 
 
 def check_pipeline(model: Any, schedule: Any) -> None:

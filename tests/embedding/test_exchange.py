@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import jaxslowmo as js
 from embedding.shared import mixed, update_of
-from jaxslowmo.embedding._layout import layout_of
 from jaxslowmo.embedding._requests import SlotPlan, number_ids
+from jaxslowmo.embedding._stores import layout_of
 from support.reports import rows as rows_of
 
 SHARDS, LENGTH = 4, 3

@@ -7,7 +7,7 @@ run, and what stands between the start and the end of a transfer runs beside it.
 import re
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication.readers._hlo_text import HloModule, Instruction, parse_module
+from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, parse_module
 
 # What carries data from chip to chip: over the links of a slice, and between slices.
 _STARTS = {"collective-permute-start", "send"}

@@ -1,4 +1,4 @@
 """One program per stage and operation, dispatched by the host."""
 
-from ._pipeline import HostPipeline as HostPipeline
-from ._results import Results as Results
+from ._host_pipeline import HostPipeline as HostPipeline
+from ._host_pipeline import Results as Results

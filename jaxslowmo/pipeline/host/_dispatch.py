@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from ..._support.types import PyTree
 from ..schedules import Operation, Schedule
-from ._programs import Data, StagePrograms
+from ._stage_programs import StageInputs, StagePrograms
 
 # Ticks that may be under way: the host is ahead of the devices, so that they do not wait for it,
 # and not by more, so that no more is held than the schedule promises and these ticks add.
@@ -38,7 +38,7 @@ class Pass:
 
     schedule: Schedule
     programs: Sequence[StagePrograms]
-    data: Sequence[Data]
+    data: Sequence[StageInputs]
     numbers: Sequence[Sequence[jax.Array]]
     arrivals: Sequence[NamedSharding]
     totals: list[PyTree]
@@ -81,7 +81,7 @@ class Pass:
                 made = self._backward_weight(k, m)
         return next(iter(jax.tree.leaves(made)), None)
 
-    def _inputs(self, k: int, m: int) -> tuple[Data, jax.Array]:
+    def _inputs(self, k: int, m: int) -> tuple[StageInputs, jax.Array]:
         return self.data[k], self.numbers[self.schedule.placement[k]][m]
 
     def _forward(self, k: int, m: int) -> PyTree:

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from ..._support.types import PyTree
 from ...tracing import called_program
 from ...tree import Staged
-from ._packing import Packing
+from ._buffer_packing import BufferPacking
 
 # What these do to an element depends on no other.
 _ELEMENTWISE = frozenset(
@@ -49,7 +49,7 @@ class _Value(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def is_elementwise(packing: Packing, tx: optax.GradientTransformationExtraArgs) -> bool:
+def is_elementwise(packing: BufferPacking, tx: optax.GradientTransformationExtraArgs) -> bool:
     """Return whether `tx` does to each element of the buffers what it does to that of a leaf.
 
     Read from the programs of its update, traced for the model's own leaves and for the buffers:

@@ -17,8 +17,8 @@ from ..._support.types import PyTree
 from ...mesh import only_over, vary_over, varying_axes
 from ...tracing import run_where_values_vary
 from ...tree import Staged
+from ._buffer_packing import BufferPacking, Leaf, buffer_name
 from ._elementwise import is_elementwise
-from ._packing import Leaf, Packing, buffer_name
 from ._stacking import unstacked
 from ._trial import trial_of
 
@@ -27,7 +27,7 @@ Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any
 """A function of a stage, its buffers, and values that all stages share, that returns such."""
 
 
-class StagePacking(Packing):
+class StagePacking(BufferPacking):
     """A packing that runs optax transforms on each stage's own leaves.
 
     Communication: none, but for what the compiler exchanges over axes inside a stage.
@@ -195,7 +195,7 @@ class _Form(NamedTuple):
             [x for x in nodes if not isinstance(x, Staged)],
         )
 
-    def is_like(self, packing: Packing) -> bool:
+    def is_like(self, packing: BufferPacking) -> bool:
         """Whether arrays of the state have the shapes of the parameters in whose places they are.
 
         Those of a factored second moment do not, and it joins the elements of rows and columns.
@@ -315,7 +315,7 @@ def _own(packing: StagePacking, values: Sequence[Any]) -> StagePacking:
 
 
 def _per_stage(
-    packing: Packing, branch: Branch, staged: list[Buffers], shared: list[Any]
+    packing: BufferPacking, branch: Branch, staged: list[Buffers], shared: list[Any]
 ) -> tuple[list[Buffers], list[Any]]:
     """Run `branch` of each stage on its devices.
 

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tree import Staged
-from ._packing import Packing
+from ._buffer_packing import BufferPacking
 
 
-def stacked(packing: Packing, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False) -> Staged:
+def stacked(
+    packing: BufferPacking, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False
+) -> Staged:
     """Return the buffers of all stages.
 
     Args:
@@ -55,7 +57,7 @@ def stacked(packing: Packing, tree: PyTree, num_lead: int = 0, *, on_mesh: bool 
     )
 
 
-def unstacked(packing: Packing, buffers: Mapping[str, Any]) -> PyTree:
+def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     """Return the tree of the whole model, of buffers (*lead, stages, ...).
 
     Raises:
@@ -106,7 +108,7 @@ def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
 class _Part:
     """Any part of the buffers of leaves on the host."""
 
-    def __init__(self, packing: Packing, tree: PyTree, num_lead: int) -> None:
+    def __init__(self, packing: BufferPacking, tree: PyTree, num_lead: int) -> None:
         self._packing, self._tree, self._num_lead = packing, tree, num_lead
 
     def of(self, name: str, kind: Any) -> Any:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ..._support.warnings import warn_user
 from ...tree import leaf_names
-from ._packing import Packing
+from ._buffer_packing import BufferPacking
 
 _SIDE = 3  # elements along an axis, at most
 # How large gradients are, one update after the other: some rates follow distances, which take a
@@ -73,7 +73,7 @@ class Trial(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def trial_of(packing: Packing, tx: optax.GradientTransformation) -> Trial:
+def trial_of(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
     """Try a transform.
 
     Args:
@@ -98,7 +98,7 @@ def trial_of(packing: Packing, tx: optax.GradientTransformation) -> Trial:
     return trial
 
 
-def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
+def _tried(packing: BufferPacking, tx: optax.GradientTransformation) -> Trial:
     small = _small(packing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of axes of size 1, over which there is nothing to do
@@ -129,7 +129,7 @@ def _tried(packing: Packing, tx: optax.GradientTransformation) -> Trial:
     return Trial(shared, is_elementwise, whole.keeps_structure)
 
 
-def _small(packing: Packing) -> Packing:
+def _small(packing: BufferPacking) -> BufferPacking:
     """The same parameters with few elements each; of equal layers of a stage the first alone."""
     leaves = tuple(
         tuple(x._replace(shape=tuple(min(n, _SIDE) for n in x.shape), spec=P()) for x in own)
@@ -144,7 +144,7 @@ def _small(packing: Packing) -> Packing:
 
 
 def _first_that_runs(
-    tx: optax.GradientTransformation, small: Packing, names: Sequence[str]
+    tx: optax.GradientTransformation, small: BufferPacking, names: Sequence[str]
 ) -> tuple[_Results | str, Callable[..., _Results]]:
     """The results of all stages, and a function of a stage; mapped over axes if it must be.
 
@@ -171,7 +171,7 @@ def _first_that_runs(
 
 def _run(
     tx: optax.GradientTransformation,
-    small: Packing,
+    small: BufferPacking,
     stage: int | None,
     factor: float = 1.0,
     doubled: Collection[int] = (),
@@ -220,7 +220,7 @@ def _run(
     return _Results(made, state, jax.tree.structure(state) == structure)
 
 
-def _with_doubled(small: Packing, state: PyTree, numbers: Collection[int]) -> PyTree:
+def _with_doubled(small: BufferPacking, state: PyTree, numbers: Collection[int]) -> PyTree:
     nodes, structure = jax.tree.flatten(state, is_leaf=small.mirrors)
     others = [i for i, x in enumerate(nodes) if not small.mirrors(x)]
     for number in numbers:
@@ -228,7 +228,7 @@ def _with_doubled(small: Packing, state: PyTree, numbers: Collection[int]) -> Py
     return structure.unflatten(nodes)
 
 
-def _statistics(small: Packing, whole: _Results, every: Sequence[_Results]) -> list[int]:
+def _statistics(small: BufferPacking, whole: _Results, every: Sequence[_Results]) -> list[int]:
     """Numbers of floating leaves that have other values for one stage than for all together."""
     found = []
     for number, (expected, *own) in enumerate(_others(small, [whole, *every])):
@@ -239,7 +239,7 @@ def _statistics(small: Packing, whole: _Results, every: Sequence[_Results]) -> l
     return found
 
 
-def _positions(small: Packing, stage: int | None) -> Sequence[int]:
+def _positions(small: BufferPacking, stage: int | None) -> Sequence[int]:
     """The parameters that take part in a trial, of one stage or of all."""
     return small.stages[stage] if stage is not None else [i for own in small.stages for i in own]
 
@@ -259,7 +259,7 @@ def _value(params: PyTree, *_: Any, **__: Any) -> jax.Array:
 
 
 def _differing(
-    small: Packing,
+    small: BufferPacking,
     whole: _Results,
     own: _Results,
     stage: int | None,
@@ -296,7 +296,7 @@ def _alike(x: Any, y: Any) -> bool:
     return x.shape == y.shape and np.allclose(x, y, _TOLERANCE, atol, equal_nan=True)
 
 
-def _others(small: Packing, every: Sequence[_Results]) -> list[tuple[Any, ...]]:
+def _others(small: BufferPacking, every: Sequence[_Results]) -> list[tuple[Any, ...]]:
     """The leaves of states that mirror no parameters, those of all results together."""
     flat = [jax.tree.leaves(own.state, is_leaf=small.mirrors) for own in every]
     return list(zip(*([x for x in own if not small.mirrors(x)] for own in flat), strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,22 +14,21 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...tree import at_least_float32
-from ..model import LossTerms, WithState
-from ..plan import StageKind, Totals, microbatch_of
-from ._rings import (
-    Activations,
+from ..model import LossTerms, without_state
+from ..plan import Plan, Totals, microbatch_of
+from ._tick_table import (
+    KINDS,
     Buffers,
+    BufferWriting,
+    Channel,
+    Half,
     Ring,
+    TickTable,
     Values,
-    Writing,
     nothing,
     received,
     row_of,
-    writing_to,
 )
-from ._table import KINDS, Channel, Half, TickTable
-
-Branch = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class Device:
         """`tree` typed as all values here are: branches must agree."""
         return vary_over(tree, self.axes)
 
+    def switch(self, branch: jax.Array, fns: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+        """Return the results of one of several functions, typed alike."""
+        varied = [lambda *own, fn=fn: self.vary(fn(*own)) for fn in fns]
+        return lax.switch(branch, varied, *operands)
+
     def sent(self, leaves: Sequence[jax.Array], channel: Channel) -> list[jax.Array]:
         """What arrives here over a channel.
 
@@ -94,7 +99,7 @@ class Device:
         return zeros if layout is None else lax.with_sharding_constraint(zeros, layout)
 
 
-class Carry(NamedTuple):
+class ScanCarry(NamedTuple):
     """What lies on a device between two ticks.
 
     Attributes:
@@ -115,27 +120,65 @@ class Carry(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Activations:
+    """The type of what every stage but the last gives to the next.
+
+    Attributes:
+      treedef: of it.
+      types: of its leaves.
+    """
+
+    treedef: Any
+    types: tuple[Any, ...]
+
+    @property
+    def floating(self) -> tuple[int, ...]:
+        """Positions of the leaves that have cotangents."""
+        return tuple(i for i, x in enumerate(self.types) if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    @property
+    def cotangents(self) -> tuple[Any, ...]:
+        """Types of the cotangents."""
+        return tuple(self.types[i] for i in self.floating)
+
+    def flat(self, y: PyTree) -> list[jax.Array]:
+        """The leaves, of the dtypes that the type says."""
+        leaves = jax.tree.leaves(y)
+        return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
+
+    def tree(self, leaves: Values) -> PyTree:
+        """The way back from `flat`."""
+        return self.treedef.unflatten(leaves)
+
+    def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
+        """Of a tree with None for leaves without any."""
+        leaves = self.treedef.flatten_up_to(dx)
+        return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
+
+    def cotangent_tree(self, leaves: Values) -> PyTree:
+        """The way back from `flat_cotangents`."""
+        own = dict(zip(self.floating, leaves, strict=True))
+        return self.treedef.unflatten([own.get(i) for i in range(len(self.types))])
+
+
+@dataclass(frozen=True)
 class Scan:
     """A schedule's program, given what its stages compute.
 
     Attributes:
+      plan: the pipeline.
       table: of the schedule.
-      kinds: of stages.
-      of_stage: per stage of the model its kind.
-      programs: per kind its operations; None for forward passes alone.
+      programs: per kind of stage its operations; None for forward passes alone.
       activations: what travels.
       loss: types of what the last stage gives.
-      seed: cotangent of the loss of a microbatch.
-      in_branches: whether branches write into the buffers; see `InBranches`.
+      in_branches: whether branches write into the buffers; see `BufferWriting`.
     """
 
+    plan: Plan
     table: TickTable
-    kinds: Sequence[StageKind]
-    of_stage: np.ndarray
     programs: Sequence[Any] | None
     activations: Activations
     loss: LossTerms
-    seed: float
     in_branches: bool
 
     def run(self, device: Device) -> Totals:
@@ -146,22 +189,27 @@ class Scan:
         """
         forward = _Forward(self, device)
         backward = None if self.programs is None else _Backward(self, device)
+        ways = self.table.channels
+        ways_back = [tuple((to, at) for at, to in channel) for channel in ways]
 
-        def tick(carry: Carry, now: Any) -> tuple[Carry, None]:
+        def tick(carry: ScanCarry, now: Any) -> tuple[ScanCarry, None]:
             (f_branch, f), (b_branch, b) = now
             if backward is not None:
-                carry = self._receive_cotangents(device, carry, b)
+                arrived = _receive(device, carry.cotangents, carry.sent, b, ways_back)
+                carry = carry._replace(cotangents=arrived)
             with jax.named_scope("F"):
                 carry, y = forward.step(carry, f_branch, f)
             if backward is not None:
                 with jax.named_scope("B"):
                     carry = backward.step(carry, b_branch, b)
-            return self._receive_activations(device, carry, y, f), None
+            arrived = _receive(device, carry.activations, y, f, ways)
+            return carry._replace(activations=arrived), None
 
-        halves = [(forward.numbers, self.table.forward)]
-        halves.append((_no_numbers(self.table.backward), self.table.backward))
-        if backward is not None:
-            halves[1] = backward.numbers, self.table.backward
+        idle = np.zeros_like(self.table.backward.kind)
+        halves = [
+            (forward.numbers, self.table.forward),
+            (idle if backward is None else backward.numbers, self.table.backward),
+        ]
         own = jax.tree.map(device.own_column, halves)
         start = device.vary(self._start(device))
         return lax.scan(tick, start, own)[0].totals
@@ -178,41 +226,38 @@ class Scan:
         kept = [p.kept if n else () for p, n in zip(self.programs or (), rows, strict=False)]
         return Ring(kept, rows)
 
-    def writing(self, ring: Ring, leaving: Sequence[int | None]) -> Writing:
-        """How branches, per branch the kind of stage that leaves something, write into buffers."""
-        return writing_to(ring, [None, *leaving], in_branches=self.in_branches)
-
     def _rows(self, of_model_stages: Sequence[int]) -> list[int]:
         """The most rows that a stage of each kind needs."""
         of_kinds = [0] * len(self.programs or ())
-        for i, count in zip(self.of_stage, of_model_stages, strict=True) if of_kinds else ():
+        for i, count in zip(self.plan.of_stage, of_model_stages, strict=True) if of_kinds else ():
             of_kinds[i] = max(of_kinds[i], count)
         return of_kinds
 
-    def branches(self, half: Half, kinds: Sequence[str], make: Callable[[str, int], Branch]) -> Any:
-        """The branches of half a tick, without that of doing nothing, and their numbers.
+    def branches(
+        self, half: Half, operations: Sequence[str]
+    ) -> tuple[list[tuple[str, int]], np.ndarray]:
+        """Return the branches of half a tick, without that of doing nothing, and their numbers.
 
         Returns:
-          Branches that some device runs, with the operation and the kind of stage of each; and per
-          tick and device the number of its branch: 0 for doing nothing, else 1 and up.
+          For each branch that some device runs the operation and the kind of stage; and per tick
+          and device the number of its branch: 0 for doing nothing, else 1 and up.
         """
         numbers = np.zeros_like(half.kind)
-        found: list[Branch] = []
-        what: list[tuple[str, int]] = []
-        for kind in kinds:
-            runs = half.kind == KINDS.index(kind)
-            for i in np.unique(self.of_stage[half.model_stage[runs]]):
-                found.append(make(kind, int(i)))
-                what.append((kind, int(i)))
-                numbers[runs & (self.of_stage[half.model_stage] == i)] = len(found)
-        return found, what, numbers
+        found: list[tuple[str, int]] = []
+        of_stage = self.plan.of_stage
+        for operation in operations:
+            runs = half.kind == KINDS.index(operation)
+            for i in np.unique(of_stage[half.model_stage[runs]]):
+                found.append((operation, int(i)))
+                numbers[runs & (of_stage[half.model_stage] == i)] = len(found)
+        return found, numbers
 
-    def _start(self, device: Device) -> Carry:
+    def _start(self, device: Device) -> ScanCarry:
         of_x, of_dy = self.table.arrivals
         grads: dict[str, jax.Array | None] = dict.fromkeys(device.buffers)
         if self.programs is not None:
             grads = {name: device.zero_gradient(name) for name in device.buffers}
-        return Carry(
+        return ScanCarry(
             activations=Ring([self.activations.types], [of_x]).start(),
             cotangents=Ring([self.activations.cotangents], [of_dy]).start(),
             sent=nothing(self.activations.cotangents),
@@ -225,15 +270,6 @@ class Scan:
             ),
         )
 
-    def _receive_cotangents(self, device: Device, carry: Carry, b: Half) -> Carry:
-        back = [tuple((to, at) for at, to in channel) for channel in self.table.channels]
-        buffers = _receive(device, carry.cotangents, carry.sent, b, back)
-        return carry._replace(cotangents=buffers)
-
-    def _receive_activations(self, device: Device, carry: Carry, y: Values, f: Half) -> Carry:
-        buffers = _receive(device, carry.activations, y, f, self.table.channels)
-        return carry._replace(activations=buffers)
-
 
 def _receive(
     device: Device, buffers: Buffers, sent: Values, now: Half, channels: Sequence[Channel]
@@ -243,139 +279,105 @@ def _receive(
     return buffers
 
 
-def _no_numbers(half: Half) -> np.ndarray:
-    return np.zeros_like(half.kind)
-
-
 class _Forward:
     """The first half of every tick."""
 
     def __init__(self, scan: Scan, device: Device) -> None:
-        self._scan, self._device, self._stash = scan, device, scan.stash
-        self._branches, what, self.numbers = scan.branches(scan.table.forward, ["F"], self._branch)
-        leaving = [i if scan.programs else None for _, i in what]
-        self._writing = scan.writing(self._stash, leaving)
+        self._scan, self._device = scan, device
+        self._branches, self.numbers = scan.branches(scan.table.forward, ["F"])
+        leaving = [i if scan.programs else None for _, i in self._branches]
+        self._writing = BufferWriting(scan.stash, leaving, in_branches=scan.in_branches)
 
-    def step(self, carry: Carry, branch: jax.Array, now: Half) -> tuple[Carry, Values]:
-        device, types = self._device, self._scan.activations.types
-
-        def idle(activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
-            return device.vary((nothing(types), self._writing.idle(stash), loss, states))
-
-        def run(own: Branch) -> Branch:
-            return lambda *buffers: device.vary(own(now, *buffers))
-
-        y, left, loss, states = lax.switch(
+    def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> tuple[ScanCarry, Values]:
+        totals = carry.totals
+        y, left, loss, states = self._device.switch(
             branch,
-            [idle, *map(run, self._branches)],
-            carry.activations,
-            carry.stash,
-            carry.totals.loss,
-            carry.totals.states,
+            [self._idle, *(partial(self._run, i, now) for _, i in self._branches)],
+            *(carry.activations, carry.stash, totals.loss, totals.states),
         )
         stash = self._writing.taken(carry.stash, left, now.stash, branch)
-        totals = carry.totals._replace(loss=loss, states=states)
-        return carry._replace(stash=stash, totals=totals), y
+        return carry._replace(stash=stash, totals=totals._replace(loss=loss, states=states)), y
 
-    def _branch(self, _: str, i: int) -> Branch:
-        scan, device, kind = self._scan, self._device, self._scan.kinds[i]
+    def _idle(self, activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
+        return nothing(self._scan.activations.types), self._writing.idle(stash), loss, states
 
-        def run(
-            now: Half, activations: Buffers, stash: Buffers, loss: LossTerms, states: Any
-        ) -> Any:
-            weights = kind.weights.read(device.buffers, now.model_stage)
-            microbatch, x = device.microbatch(now), None
-            if not kind.is_first:
-                arrived = [row_of(x, now.source) for x in activations]
-                x = scan.activations.tree(arrived)
-            before = kind.states and kind.states.read(states, now.model_stage)
-            given = kind.given(x, before)
-            if scan.programs is None:
-                y, left = kind.fn(weights, given, microbatch), self._writing.idle(stash)
-            else:
-                y, values = scan.programs[i].forward(weights, given, microbatch)
-                left = self._writing.left(stash, i, now.stash, values)
-            if kind.states is not None:
-                after = tuple(y.state if kind.is_last else y.states)
-                states = kind.states.written(states, after, now.model_stage)
-            if not kind.is_last:
-                y = y.x if isinstance(y, WithState) else y
-                return scan.activations.flat(y), left, loss, states
-            y = y._replace(state=None)
-            loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
-            return nothing(scan.activations.types), left, loss, states
-
-        return run
+    def _run(
+        self, i: int, now: Half, activations: Buffers, stash: Buffers, loss: Any, states: Any
+    ) -> Any:
+        scan, kind = self._scan, self._scan.plan.kinds[i]
+        weights = kind.weights.read(self._device.buffers, now.model_stage)
+        microbatch, x = self._device.microbatch(now), None
+        if not kind.is_first:
+            x = scan.activations.tree([row_of(x, now.source) for x in activations])
+        given = kind.given(x, kind.states and kind.states.read(states, now.model_stage))
+        program = scan.programs and scan.programs[i]
+        y, values, after = kind.forward(program, weights, given, microbatch)
+        left = self._writing.idle(stash)
+        if program is not None:
+            left = self._writing.left(stash, i, now.stash, values)
+        if kind.states is not None:
+            states = kind.states.written(states, after, now.model_stage)
+        if not kind.is_last:
+            return scan.activations.flat(y), left, loss, states
+        loss = jax.tree.map(lambda total, own: total + own.astype(total.dtype), loss, y)
+        return nothing(scan.activations.types), left, loss, states
 
 
 class _Backward:
     """The second half of every tick."""
 
     def __init__(self, scan: Scan, device: Device) -> None:
-        assert scan.programs is not None
-        self._scan, self._device, self._programs = scan, device, scan.programs
+        self._scan, self._device = scan, device
         self._stash, self._kept = scan.stash, scan.kept
-        kinds = ["B", "W", "BW"]
-        self._branches, what, self.numbers = scan.branches(scan.table.backward, kinds, self._branch)
-        leaving = [i if operation == "B" else None for operation, i in what]
-        self._writing = scan.writing(self._kept, leaving)
+        self._branches, self.numbers = scan.branches(scan.table.backward, ["B", "W", "BW"])
+        leaving = [i if operation == "B" else None for operation, i in self._branches]
+        self._writing = BufferWriting(self._kept, leaving, in_branches=scan.in_branches)
 
-    def step(self, carry: Carry, branch: jax.Array, now: Half) -> Carry:
-        device, types = self._device, self._scan.activations.cotangents
-
-        def idle(cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-            return device.vary((nothing(types), self._writing.idle(kept), grads))
-
-        def run(own: Branch) -> Branch:
-            return lambda *buffers: device.vary(own(now, *buffers))
-
-        sent, left, grads = lax.switch(
+    def step(self, carry: ScanCarry, branch: jax.Array, now: Half) -> ScanCarry:
+        totals = carry.totals
+        sent, left, grads = self._device.switch(
             branch,
-            [idle, *map(run, self._branches)],
-            carry.cotangents,
-            carry.stash,
-            carry.kept,
-            carry.totals.grads,
+            [self._idle, *(partial(self._run, *what, now) for what in self._branches)],
+            *(carry.cotangents, carry.stash, carry.kept, totals.grads),
         )
         kept = self._writing.taken(carry.kept, left, now.kept, branch)
-        totals = carry.totals._replace(grads=grads)
-        return carry._replace(sent=sent, kept=kept, totals=totals)
+        return carry._replace(sent=sent, kept=kept, totals=totals._replace(grads=grads))
 
-    def _branch(self, operation: str, i: int) -> Branch:
-        scan, device = self._scan, self._device
-        kind, program = scan.kinds[i], self._programs[i]
+    def _idle(self, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
+        return nothing(self._scan.activations.cotangents), self._writing.idle(kept), grads
 
-        def run(now: Half, cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-            weights = kind.weights.read(device.buffers, now.model_stage)
-            microbatch = device.microbatch(now)
-            values = self._stash.read(stash, i, now.stash)
-            left, dx, dw = self._writing.idle(kept), None, None
-            if operation == "W":
-                given = self._kept.read(kept, i, now.kept)
-                dw = program.backward_weight(weights, microbatch, values, given)
+    def _run(
+        self,
+        operation: str,
+        i: int,
+        now: Half,
+        cotangents: Buffers,
+        stash: Buffers,
+        kept: Buffers,
+        grads: Any,
+    ) -> Any:
+        scan, plan, types = self._scan, self._scan.plan, self._scan.activations
+        assert scan.programs is not None
+        kind, program = plan.kinds[i], scan.programs[i]
+        weights = kind.weights.read(self._device.buffers, now.model_stage)
+        microbatch = self._device.microbatch(now)
+        values = self._stash.read(stash, i, now.stash)
+        left, dx, dw = self._writing.idle(kept), None, None
+        if operation == "W":
+            given = self._kept.read(kept, i, now.kept)
+            dw = program.backward_weight(weights, microbatch, values, given)
+        else:
+            dy = None
+            if not kind.is_last:
+                dy = types.cotangent_tree([row_of(x, now.source) for x in cotangents])
+            dy = plan.cotangent(kind, program, dy)
+            if operation == "BW":
+                dx, dw = program.backward(weights, microbatch, values, dy)
             else:
-                dy = self._cotangent(kind, cotangents, now)
-                if operation == "BW":
-                    dx, dw = program.backward(weights, microbatch, values, dy)
-                else:
-                    dx, given = program.backward_input(weights, microbatch, values, dy)
-                    left = self._writing.left(kept, i, now.kept, given)
-            if dw is not None:
-                in_place = scan.in_branches
-                grads = kind.weights.added(grads, dw, now.model_stage, in_place=in_place)
-            if operation == "W" or kind.is_first:
-                return nothing(scan.activations.cotangents), left, grads
-            dx = dx.x if isinstance(dx, WithState) else dx
-            return scan.activations.flat_cotangents(dx), left, grads
-
-        return run
-
-    def _cotangent(self, kind: StageKind, cotangents: Buffers, now: Half) -> PyTree:
-        activations = self._scan.activations
-        if kind.is_last:
-            return jnp.asarray(self._scan.seed, self._scan.loss.total.dtype)
-        arrived = [row_of(x, now.source) for x in cotangents]
-        dy = activations.cotangent_tree(arrived)
-        if kind.states is None:
-            return dy
-        return WithState(dy, jax.tree.map(lambda _: None, kind.states.empty()))
+                dx, given = program.backward_input(weights, microbatch, values, dy)
+                left = self._writing.left(kept, i, now.kept, given)
+        if dw is not None:
+            grads = kind.weights.added(grads, dw, now.model_stage, in_place=scan.in_branches)
+        if operation == "W" or kind.is_first:
+            return nothing(types.cotangents), left, grads
+        return types.flat_cotangents(without_state(dx)), left, grads

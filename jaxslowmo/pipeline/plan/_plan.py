@@ -1,5 +1,6 @@
-"""What is known of a pipeline before it sees a batch: its kinds of stages, and where leaves lie."""
+"""What a pipeline is made of: its kinds of stages, where leaves lie, and how a step ends."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ..model import LayeredModel, Packing, Place, StageLayout, WithState, equal_layers
+from ...gradients.tied import sum_over_holders
+from ...mesh import axis_names, axis_size, from_first, only_over
+from ..model import (
+    BufferPacking,
+    LayeredModel,
+    LeafPlace,
+    Loss,
+    LossTerms,
+    StageLayout,
+    WithState,
+    quotient,
+    without_state,
+)
 from ..schedules import Schedule
+from ..stage import WholeStage, split_stage, whole_stage
 
 Buffers = Mapping[str, jax.Array]
 """By name the buffers of one device, (*sizes, elements)."""
@@ -27,7 +42,7 @@ class Segment(NamedTuple):
       size: elements of one layer in each part of the buffer.
     """
 
-    place: Place
+    place: LeafPlace
     count: int
     size: int
 
@@ -46,41 +61,8 @@ class Segments:
 
     treedef: Any
     segments: tuple[Segment, ...]
-    packing: Packing
+    packing: BufferPacking
     starts: Mapping[str, np.ndarray]
-
-    @classmethod
-    def of(cls, layout: StageLayout, model_stage: int) -> "Segments":
-        """Return the leaves of a stage of the model, which stands for its kind."""
-        runs = layout.runs(model_stage)
-        own = [layout.treedef(run.start) for run in runs]
-        treedef = jax.tree.structure(tuple(d.unflatten([0] * d.num_leaves) for d in own))
-        packing = layout.packing
-        segments = [
-            Segment(place, run.count, packing.part_size(place.leaf))
-            for run in runs
-            for place in layout.places(run)
-        ]
-        starts = {name: np.zeros(len(layout.blocks), np.int32) for name in packing.axes}
-        return cls(treedef, tuple(segments), packing, starts)
-
-    def shifts_of(self, other: "Segments") -> dict[str, int] | None:
-        """Return for each buffer how far the leaves of another stage lie; None where unlike."""
-        shifts: dict[str, int] = {}
-        if self.treedef != other.treedef or len(self.segments) != len(other.segments):
-            return None
-        for one, their in zip(self.segments, other.segments, strict=True):
-            leaf = one.place.leaf
-            if (leaf, one.count) != (their.place.leaf, their.count):
-                return None
-            shift = their.place.start - one.place.start
-            if shifts.setdefault(leaf.buffer, shift) != shift:
-                return None
-        return shifts
-
-    def empty(self) -> list[PyTree]:
-        """Return the trees of the runs with zeros in the place of their leaves."""
-        return list(self.treedef.unflatten([0] * len(self.segments)))
 
     def read(self, buffers: Buffers, model_stage: Any) -> PyTree:
         """Return the leaves of a stage."""
@@ -152,17 +134,6 @@ class Segments:
         return part.reshape(*part.shape[:-2], count * segment.size)
 
 
-def shifted(known: Sequence[Segments], own: Sequence[Segments], model_stage: int) -> bool:
-    """Whether the leaves of a stage lie as those of another; `known` then tells how far away."""
-    shifts = [one.shifts_of(other) for one, other in zip(known, own, strict=True)]
-    if any(shift is None for shift in shifts):
-        return False
-    for segments, shift in zip(known, shifts, strict=True):
-        for name, value in (shift or {}).items():
-            segments.starts[name][model_stage] = value
-    return True
-
-
 def _set(buffer: jax.Array, flat: jax.Array, at: Any) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(buffer, flat, at, buffer.ndim - 1)
 
@@ -191,36 +162,30 @@ class StageKind:
         """What the function takes in the place of activations."""
         return x if self.states is None else WithState(x, list(states))
 
+    def forward(
+        self, program: WholeStage | None, weights: PyTree, given: PyTree, microbatch: PyTree
+    ) -> tuple[PyTree, Sequence[jax.Array], PyTree]:
+        """Compute a stage.
 
-def stage_kinds(
-    model: LayeredModel, layout: StageLayout, state_layout: StageLayout | None
-) -> tuple[list[StageKind], np.ndarray]:
-    """The kinds of a model's stages, and which kind each stage is.
+        Args:
+          program: its operations; None where there is no backward pass.
+          weights: one tree per run of layers.
+          given: what stands in the place of activations.
+          microbatch: as its layers take it.
 
-    Stages are alike if their functions are equal and their leaves lie alike.
-    """
-    kinds: list[StageKind] = []
-    blocks = layout.blocks
-    of_stage = np.zeros(len(blocks), np.int32)
-    for k, block in enumerate(blocks):
-        ends = k == 0, k == len(blocks) - 1
-        weights = Segments.of(layout, k)
-        states = None if state_layout is None else Segments.of(state_layout, k)
-        own = [weights] if states is None else [weights, states]
-        layers = model.layers[block.start : block.end]
-        for i, kind in enumerate(kinds):
-            known = [kind.weights] if kind.states is None else [kind.weights, kind.states]
-            others = model.layers[kind.start : kind.start + len(layers)]
-            is_alike = (kind.is_first, kind.is_last) == ends
-            is_alike = is_alike and all(map(equal_layers, others, layers))
-            if is_alike and shifted(known, own, k):
-                of_stage[k] = i
-                break
+        Returns:
+          Activations or terms of the loss; what is left for the backward pass; the state of each
+          run of layers after it, None without any.
+        """
+        left: Sequence[jax.Array] = ()
+        if program is None:
+            y = self.fn(weights, given, microbatch)
         else:
-            of_stage[k] = len(kinds)
-            fn = model.stage(*block, layout.runs(k))
-            kinds.append(StageKind(fn, *ends, block.start, weights, states))
-    return kinds, of_stage
+            y, left = program.forward(weights, given, microbatch)
+        after = None
+        if self.states is not None:
+            after = tuple(y.state if self.is_last else y.states)
+        return (y._replace(state=None) if self.is_last else without_state(y)), left, after
 
 
 @dataclass(frozen=True)
@@ -255,12 +220,180 @@ class Plan:
     kinds: Sequence[StageKind]
     of_stage: np.ndarray
     shifts: np.ndarray
-    tied: Sequence[Sequence[Place]]
+    tied: Sequence[Sequence[LeafPlace]]
     remat: bool
     gradient_scale: float
     batch_memory: str
 
-    def seed(self, is_quotient: bool) -> float:
-        """Return the cotangent of the loss of a microbatch."""
-        # The sum of a quotient is differentiated; its weight is known when all have run.
-        return self.gradient_scale / (1 if is_quotient else self.schedule.num_microbatches)
+    def stage_program(
+        self, kind: StageKind, weights: PyTree, given: PyTree, microbatch: PyTree
+    ) -> WholeStage:
+        """Return the operations of a stage, traced for arguments like these of its function."""
+        program_of: Any = split_stage if self.schedule.splits else whole_stage
+        return program_of(kind.fn, weights, given, microbatch, loss=kind.is_last, remat=self.remat)
+
+    def cotangent(self, kind: StageKind, program: WholeStage, dy: PyTree) -> PyTree:
+        """Return the cotangent of a stage's result, from that of its activations."""
+        if kind.is_last:
+            terms = program.y
+            # The sum of a quotient is differentiated; its weight is known when all have run.
+            count = 1 if terms.weight is not None else self.schedule.num_microbatches
+            return jnp.asarray(self.gradient_scale / count, terms.total.dtype)
+        if kind.states is None:
+            return dy
+        segments = kind.states
+        return WithState(dy, list(segments.treedef.unflatten([None] * len(segments.segments))))
+
+
+def gathered(x: jax.Array, spec: P) -> jax.Array:
+    """A leaf, whole, of the parts that devices hold.
+
+    Communication: one all-gather over each axis in `spec`.
+    """
+    for dim, entry in enumerate(spec):
+        # The parts along a later axis lie inside of those along an earlier one.
+        for name in reversed(axis_names(entry or ())):
+            x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
+
+
+def scattered_sum(x: jax.Array, spec: P, axes: Sequence[str]) -> jax.Array:
+    """A sum over `axes`, of which each device has the part that `spec` says.
+
+    Communication: one reduce-scatter over each axis in `spec`, one all-reduce over the others.
+    """
+    named = set()
+    for dim, entry in enumerate(spec):
+        for name in axis_names(entry or ()):
+            x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+            named.add(name)
+    others = tuple(name for name in axes if name not in named)
+    return lax.psum(x, others) if others else x
+
+
+class Totals(NamedTuple):
+    """What the operations of a step add up to on one device.
+
+    Attributes:
+      loss: the sum over microbatches of what the last stage returns; at least float32.
+      grads: for each buffer the sum of its gradients, (*sizes, elements) in at least float32; None
+        for buffers without gradients.
+      states: for each buffer the model state of the layers after the last microbatch.
+    """
+
+    loss: LossTerms
+    grads: Mapping[str, jax.Array | None]
+    states: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is done once per step with the totals of all devices, under their axes.
+
+    Attributes:
+      plan: the pipeline.
+      data_axes: the axes over which this program splits microbatches.
+      outer_axes: data axes that are mapped outside, between whose devices the caller has split the
+        batch, and averages.
+    """
+
+    plan: Plan
+    data_axes: tuple[str, ...]
+    outer_axes: tuple[str, ...]
+
+    def loss(self, terms: LossTerms, dtype: jnp.dtype) -> tuple[Loss, LossTerms]:
+        """Return loss and metrics, the loss in its own dtype, and the terms of all microbatches.
+
+        Communication: one all-reduce of a few numbers over the stages and the data axes; of a
+          weight one over data axes that are mapped outside.
+        """
+        if self.outer_axes:
+            # The caller takes the mean over these axes, of quotients by the mean weight.
+            terms = terms.with_weights(lambda x: lax.pmean(x, self.outer_axes))
+        # The last stage alone has added something up.
+        terms = lax.psum(terms, (self.plan.axis_name, *self.data_axes))
+        value = terms.value(self.plan.schedule.num_microbatches * self._num_shares)
+        if isinstance(value, tuple):
+            return (value[0].astype(dtype), value[1]), terms
+        return value.astype(dtype), terms
+
+    def states(self, totals: Totals) -> dict[str, jax.Array]:
+        """Return by buffer the model state of a stage, (1, elements), after all microbatches.
+
+        Communication: over the data axes one all-reduce of each buffer.
+        """
+
+        def agreed(x: jax.Array) -> jax.Array:
+            if not self.data_axes:
+                return x
+            is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+            return lax.pmean(x, self.data_axes) if is_float else from_first(x, self.data_axes)
+
+        return {name: agreed(x)[None] for name, x in totals.states.items()}
+
+    def gradients(self, totals: Totals, terms: LossTerms) -> dict[str, jax.Array]:
+        """Return by buffer the gradients, (1, *sizes, elements), in the dtypes of the parameters.
+
+        Communication: over the data axes one reduce-scatter of each buffer that is sharded there,
+          an all-reduce of the others; over the stages that of tied parameters.
+        """
+        plan = self.plan
+        scale = 1 / (plan.gradient_scale * (1 if terms.weight is not None else self._num_shares))
+        sums: dict[str, jax.Array] = {}
+        for name, total in totals.grads.items():
+            if total is not None:
+                total = scattered_sum(total, self.spec(name), self.data_axes)
+                total = total if scale == 1 else total * scale
+                sums[name] = total if terms.weight is None else quotient(total, terms.weight)
+        sums = _with_tied_sums(sums, plan.tied, plan.layout.packing, plan.axis_name)
+        dtypes = {name: name.partition("/")[0] for name in sums}
+        return {name: total[None].astype(dtypes[name]) for name, total in sums.items()}
+
+    def spec(self, name: str) -> P:
+        """Return how a stage's buffer is sharded over the data axes."""
+        return only_over(self.plan.layout.specs[name][1:], frozenset(self.data_axes))
+
+    @property
+    def _num_shares(self) -> int:
+        return math.prod(map(axis_size, self.data_axes))
+
+
+def _with_tied_sums(
+    grads: dict[str, jax.Array],
+    groups: Sequence[Sequence[LeafPlace]],
+    packing: BufferPacking,
+    axis_name: str,
+) -> dict[str, jax.Array]:
+    """Return gradients by buffer, (*sizes, elements), in which copies of a leaf have their sum.
+
+    Communication: that of `sum_over_holders` for the groups of which several stages hold copies.
+    """
+    groups = [group for group in groups if group[0].leaf.buffer in grads]
+    if not groups:
+        return grads
+
+    def part_of(buffers: dict[str, jax.Array], place: LeafPlace) -> jax.Array:
+        """What lies at a place; on other stages anything."""
+        end = place.start + packing.part_size(place.leaf)
+        return buffers[place.leaf.buffer][..., place.start : end]
+
+    stage = lax.axis_index(axis_name)
+    sums: list[jax.Array] = []
+    for group in groups:
+        parts = [(part_of(grads, place), place.stage) for place in group]
+        masked = [jnp.where(stage == holder, x, jnp.zeros_like(x)) for x, holder in parts]
+        sums.append(sum(masked[1:], start=masked[0]))
+    holders = [tuple(sorted({place.stage for place in group})) for group in groups]
+    across = [i for i, stages in enumerate(holders) if len(stages) > 1]
+    exchanged = sum_over_holders([sums[i] for i in across], [holders[i] for i in across], axis_name)
+    for i, total in zip(across, exchanged, strict=True):
+        sums[i] = total
+    new = dict(grads)
+    for group, total in zip(groups, sums, strict=True):
+        for place in group:
+            buffer = new[place.leaf.buffer]
+            part = jnp.where(stage == place.stage, total, part_of(new, place))
+            new[place.leaf.buffer] = lax.dynamic_update_slice_in_dim(
+                buffer, part, place.start, buffer.ndim - 1
+            )
+    return new

@@ -204,7 +204,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class FlatProgram:
     """A flat program whose inputs have known origins."""
 
     flat: Flat

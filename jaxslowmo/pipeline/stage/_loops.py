@@ -12,7 +12,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
-from ._flat import Origin, Program, is_loop, perform, run, scan_sizes, trace, variables
+from ._flat import FlatProgram, Origin, is_loop, perform, run, scan_sizes, trace, variables
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class _Loop:
     """A scan: its body with all calls opened, and what each of its inputs is."""
 
     equation: JaxprEqn
-    body: Program
+    body: FlatProgram
     num_consts: int
     num_carry: int
 
@@ -34,7 +34,7 @@ class _Loop:
         for i, (inner, operand) in enumerate(zip(flat.inputs, equation.invars, strict=True)):
             carried = consts <= i < consts + carry
             origins[inner] = "stash" if carried else origin_of(operand)
-        return cls(equation, Program(flat, origins), consts, carry)
+        return cls(equation, FlatProgram(flat, origins), consts, carry)
 
     @property
     def carried(self) -> tuple[Var, ...]:
@@ -133,7 +133,7 @@ Plans = dict[int, tuple[_Loop, tuple[bool, ...]]]
 """By equation the loop, and which of its results come first."""
 
 
-def wanted_first(program: Program, wanted: Sequence[Any]) -> Program:
+def wanted_first(program: FlatProgram, wanted: Sequence[Any]) -> FlatProgram:
     """`program` with every loop in two, of whose results `wanted` values need some and not all."""
     needed = set(variables(wanted))
     plans: Plans = {}
@@ -152,7 +152,7 @@ def wanted_first(program: Program, wanted: Sequence[Any]) -> Program:
     return _in_two(program, plans)
 
 
-def weights_first(program: Program) -> Program:
+def weights_first(program: FlatProgram) -> FlatProgram:
     """`program` with every loop in two, of whose results weights determine some and not all.
 
     A loop that casts its layer's weights gives the casts as results among others.
@@ -169,7 +169,7 @@ def weights_first(program: Program) -> Program:
     return _in_two(program, plans)
 
 
-def _in_two(program: Program, plans: Plans) -> Program:
+def _in_two(program: FlatProgram, plans: Plans) -> FlatProgram:
     if not plans:
         return program
     flat = program.flat
@@ -184,4 +184,4 @@ def _in_two(program: Program, plans: Plans) -> Program:
 
     divided = trace(outputs, [v.aval for v in flat.inputs])
     pairs = zip(divided.inputs, flat.inputs, strict=True)
-    return Program(divided, {new: program.origins[old] for new, old in pairs})
+    return FlatProgram(divided, {new: program.origins[old] for new, old in pairs})

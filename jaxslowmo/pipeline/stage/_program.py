@@ -12,8 +12,8 @@ from ..._support.types import PyTree
 from ...mesh import cast_varying, varying_axes
 from ._flat import (
     Atom,
+    FlatProgram,
     Origin,
-    Program,
     is_loop,
     run,
     struct_of,
@@ -112,7 +112,7 @@ def is_differentiable(x: Any) -> bool:
 class Forward:
     """The traced forward pass, up to the values that `jax.vjp` would keep."""
 
-    program: Program
+    program: FlatProgram
     weights: tuple[Var, ...]
     x: tuple[Var, ...]
     microbatch: tuple[Var, ...]
@@ -126,7 +126,7 @@ class Forward:
 class Backward:
     """The traced backward pass, from weights, microbatch, stash and cotangents."""
 
-    program: Program
+    program: FlatProgram
     stash: tuple[Var, ...]  # of the forward pass
     inputs: tuple[Var, ...]  # weights, microbatch, stash, cotangents of y
     cotangents: tuple[Var, ...]  # the last of them
@@ -166,7 +166,7 @@ def trace_forward(
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
-    program = Program(flat, origins)
+    program = FlatProgram(flat, origins)
     if any(map(is_loop, flat.equations)):
         program = weights_first(program)
     of_weights, of_x, of_microbatch = _divide(program.flat.inputs, weights, x)
@@ -208,7 +208,7 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) 
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "dy")
     pairs = zip(flat.inputs, known, strict=False)
     origins |= {v: forward.program.origins.get(there, "stash") for v, there in pairs}
-    whole = Program(flat, origins)
+    whole = FlatProgram(flat, origins)
     program = whole
     if splits and any(map(is_loop, flat.equations)):
         program = wanted_first(whole, flat.outputs[: x.num_chosen])
@@ -240,10 +240,10 @@ def _check_loss(y: PyTree) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """Equations with their inputs and outputs: one operation of a stage on flat values."""
 
-    program: Program
+    program: FlatProgram
     equations: tuple[JaxprEqn, ...]
     inputs: tuple[Var, ...]
     outputs: tuple[Atom, ...]
@@ -282,8 +282,8 @@ class WholeStage:
     _microbatch: Argument = field(repr=False)
     _y: Argument = field(repr=False)
     _loss: bool = field(repr=False)
-    _forward: Part = field(repr=False)
-    _backward: Part = field(repr=False)
+    _forward: StagePart = field(repr=False)
+    _backward: StagePart = field(repr=False)
 
     def forward(
         self, weights: PyTree, x: PyTree, microbatch: PyTree
@@ -380,8 +380,8 @@ def traced(
         "_microbatch": of_data,
         "_y": there.result,
         "_loss": loss,
-        "_forward": Part(there.program, forward, inputs, outputs),
-        "_backward": Part(back.program, both, back.inputs, gradients),
+        "_forward": StagePart(there.program, forward, inputs, outputs),
+        "_backward": StagePart(back.program, both, back.inputs, gradients),
     }
     return Traced(there, back, fields)
 

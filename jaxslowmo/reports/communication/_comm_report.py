@@ -5,22 +5,19 @@ from typing import Any
 
 import jax
 
+from ._collectives import ProgramCollectives
+from ._hlo import read_hlo
 from ._kinds import kinds_of, rows_of_kind
-from ._report import CommReport
-from ._rows import LEVELS, CommRow
-from .readers import (
+from ._mesh_axes import (
     UNKNOWN_AXIS,
     MeshAxes,
-    Program,
-    has_devices,
     mesh_axes,
     meshes_of_arguments,
     meshes_of_compiled,
     meshes_of_jaxpr,
-    meshes_of_module,
-    read_hlo,
-    read_stablehlo,
 )
+from ._report import LEVELS, CommReport, CommRow
+from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
@@ -163,7 +160,7 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
     meshes = _distinct(all_meshes)
     compile = not modules or (compile and all(map(has_devices, modules.values())))
 
-    programs: list[tuple[str, str, Program]] = []
+    programs: list[tuple[str, str, ProgramCollectives]] = []
     for kind, module in modules.items():
         programs.append((kind, "emitted", read_stablehlo(module)))
     if compile:

@@ -1,21 +1,13 @@
 """From trees of collectives to rows: which kinds of step a program has, and what each executes."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..._support.scopes import EVERY_PHASE
-from ._rows import CommRow
-from .readers import (
-    UNKNOWN_AXIS,
-    Block,
-    Collective,
-    Loop,
-    MeshAxes,
-    Program,
-    axis_of,
-    leaves,
-    wire_bytes,
-)
+from ._collectives import Block, Collective, Loop, ProgramCollectives, leaves, wire_bytes
+from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of
+from ._report import CommRow
 
 
 @dataclass(frozen=True)
@@ -35,20 +27,12 @@ class _Amount:
     wire: int = 0
     dtypes: frozenset[str] = frozenset()
 
-    def __add__(self, other: "_Amount") -> "_Amount":
+    def joined(self, other: "_Amount", how: Callable[[int, int], int]) -> "_Amount":
+        """The sum of two amounts, or the larger one of two alternatives."""
         return _Amount(
-            self.count + other.count,
-            self.nbytes + other.nbytes,
-            self.wire + other.wire,
-            self.dtypes | other.dtypes,
-        )
-
-    def or_else(self, other: "_Amount") -> "_Amount":
-        """The larger of two alternatives."""
-        return _Amount(
-            max(self.count, other.count),
-            max(self.nbytes, other.nbytes),
-            max(self.wire, other.wire),
+            how(self.count, other.count),
+            how(self.nbytes, other.nbytes),
+            how(self.wire, other.wire),
             self.dtypes | other.dtypes,
         )
 
@@ -56,7 +40,7 @@ class _Amount:
 _Amounts = dict[_Key, _Amount]
 
 
-def kinds_of(programs: Sequence[Program]) -> tuple[str, ...]:
+def kinds_of(programs: Sequence[ProgramCollectives]) -> tuple[str, ...]:
     """Kinds of step of one traced program, given what was emitted and what was compiled.
 
     The rules stand in the documentation of `comm_report`.
@@ -116,7 +100,7 @@ def _belongs(phase: str | None, kind: str) -> bool:
 
 
 def rows_of_kind(
-    kind: str, program: Program, level: str, meshes: tuple[MeshAxes, ...], *, whole: bool
+    kind: str, program: ProgramCollectives, level: str, meshes: tuple[MeshAxes, ...], *, whole: bool
 ) -> list[CommRow]:
     """Everything that a step of one kind executes.
 
@@ -169,8 +153,8 @@ class _Counter:
                 part = {}
                 for branch in node.blocks:
                     amounts = self.block(branch, True, trips, in_loop)
-                    part = _merge(part, amounts, _Amount.or_else)
-            total = _merge(total, part, _Amount.__add__)
+                    part = _merge(part, amounts, max)
+            total = _merge(total, part, operator.add)
         return total
 
     def collective(
@@ -195,9 +179,9 @@ class _Counter:
 def _merge(
     first: Mapping[_Key, _Amount],
     second: Mapping[_Key, _Amount],
-    how: Callable[[_Amount, _Amount], _Amount],
+    how: Callable[[int, int], int],
 ) -> _Amounts:
     merged = dict(first)
     for key, amount in second.items():
-        merged[key] = how(merged[key], amount) if key in merged else amount
+        merged[key] = merged[key].joined(amount, how) if key in merged else amount
     return merged

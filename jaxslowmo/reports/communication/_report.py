@@ -1,12 +1,54 @@
-"""The result of `comm_report`: rows, and questions to ask of them."""
+"""The result of `comm_report`: rows, questions to ask of them, and their text."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from ._rows import LEVELS, CommRow
-from ._table import table
-from .readers import COLLECTIVES
+from ._collectives import COLLECTIVES
+
+LEVELS = ("emitted", "compiled")
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """Collectives of one sort that one kind of step executes.
+
+    Attributes:
+      kind: kind of step; kinds overlap, see `comm_report`.
+      axis: mesh axis, or axes in mesh order joined by ","; "?" if the device groups are those of no
+        set of axes.
+      collective: "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all",
+        "ragged-all-to-all", "collective-broadcast"; between TPU slices "send" and "recv".
+      level: "emitted" (StableHLO, what the program asks for) or "compiled" (optimised HLO, what
+        runs).
+      count: number of executions in one step; a combined one (several arrays) counts once.
+      bytes: payload of one participating device, the whole logical buffer: the operands of an
+        all-reduce, permute, all-to-all, broadcast, send; the full operand of a reduce-scatter; the
+        full result of an all-gather, of a recv. Times `count`, as `wire_bytes`.
+      wire_bytes: what one device sends when the collective runs as a ring over n = `group_size`
+        devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for reduce-scatter, all-gather and
+        all-to-all, all of them for a broadcast, or for a permute in which every device sends (the
+        mean over devices where some do not); 0 for a recv.
+      group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
+      dtypes: element types on the wire, by their jax names.
+      conditional: stands in a branch of a conditional.
+      in_loop: stands in a loop.
+      trip_count: how often the loops around it run it (already in `count`); 1 outside loops; None
+        if the program does not tell, then it is counted once.
+    """
+
+    kind: str
+    axis: str
+    collective: str
+    level: str
+    count: int
+    bytes: int
+    wire_bytes: int
+    group_size: int
+    dtypes: tuple[str, ...]
+    conditional: bool = False
+    in_loop: bool = False
+    trip_count: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +172,7 @@ class CommReport:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        return table(self.kinds, self.levels, self.rows)
+        return _table(self.kinds, self.levels, self.rows)
 
     def _of_one_kind(
         self,
@@ -165,3 +207,54 @@ def _check(argument: str, value: str | None, known: Sequence[str]) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "(none)"
+
+
+def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
+    """An aligned table, one line for each kind, axis and collective, both levels side by side."""
+    head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
+    lines = [head]
+    for kind in kinds:
+        groups: dict[tuple[str, str], list[CommRow]] = {}
+        for row in rows:
+            if row.kind == kind:
+                groups.setdefault((row.axis, row.collective), []).append(row)
+        if not groups:
+            lines.append([kind, "-", "(no communication)", *_amounts(levels, []), ""])
+        for (axis, collective), found in groups.items():
+            lines.append([kind, axis, collective, *_amounts(levels, found), _notes(found)])
+    return "\n".join(aligned(lines, left=(0, 1, 2, len(head) - 1)))
+
+
+def _amounts(levels: Sequence[str], rows: list[CommRow]) -> list[str]:
+    cells = []
+    for level in LEVELS:
+        if level not in levels:
+            cells += ["-", "-"]
+            continue
+        chosen = [row for row in rows if row.level == level]
+        cells.append(f"{sum(row.count for row in chosen):,}")
+        cells.append(f"{sum(row.bytes for row in chosen):,}")
+    return cells
+
+
+def _notes(rows: list[CommRow]) -> str:
+    notes = []
+    if any(row.conditional for row in rows):
+        notes.append("conditional")
+    if any(row.trip_count is None for row in rows):
+        notes.append("loop of unknown length, counted once")
+    elif any(row.in_loop for row in rows):
+        notes.append("loop")
+    return ", ".join(notes)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+    """Return the lines of a table, whose cells stand to the right but in the columns `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

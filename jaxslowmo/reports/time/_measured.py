@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._support.checks import as_int
+from ..._support.checks import checked_int
 from ..._support.scopes import GRADIENTS
 from ..._support.types import Phase, PyTree
 from ..._support.warnings import warn_once
@@ -238,10 +238,7 @@ class Sampling:
     """
 
     def __init__(self, rate: int) -> None:
-        number = as_int(rate, 1)
-        if number is None:
-            raise ValueError(f"`rate` counts steps and must be an int >= 1, got {rate!r}.")
-        self.rate = number
+        self.rate = checked_int("`rate` counts steps and", rate, 1)
         self.steps = 0
         self._exchanges: Counter[str] = Counter()
 

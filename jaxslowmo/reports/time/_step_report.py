@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ..._support.files import write_anew
+from ..communication import aligned
 from ._times import StepTimes
 
 _MIB = 2**20
@@ -113,9 +114,9 @@ def _table(report: StepReport) -> str:
     if report.missed:
         lines.append(f"due but not measured: {_ranges(report.missed)}")
     if report.last is not None and report.average is not None:
-        lines += ["", *_aligned(_times(report.last, report.average))]
+        lines += ["", *aligned(_times(report.last, report.average))]
     if report.kinds:
-        lines += ["", *_aligned(_kinds(report))]
+        lines += ["", *aligned(_kinds(report))]
     lines += ["", *_model(report)]
     return "\n".join(lines)
 
@@ -180,14 +181,3 @@ def _ranges(numbers: tuple[int, ...]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

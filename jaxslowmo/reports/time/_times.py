@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from ._step_program import BACKWARD, FORWARD, OTHER, StepProgram, Work
@@ -81,14 +81,10 @@ def _mean(times: Sequence[StepTimes], *, step_time: float) -> StepTimes:
         return sum(values) / max(1, len(times))
 
     names = dict.fromkeys(name for t in times for name in t.communication)
+    parts = [f.name for f in fields(StepTimes) if f.name not in ("step_time", "communication")]
     return StepTimes(
         step_time=step_time,
-        forward_compute_time=mean(t.forward_compute_time for t in times),
-        backward_compute_time=mean(t.backward_compute_time for t in times),
-        other_compute_time=mean(t.other_compute_time for t in times),
-        communication_time=mean(t.communication_time for t in times),
-        overlap_time=mean(t.overlap_time for t in times),
-        backward_overlap_time=mean(t.backward_overlap_time for t in times),
+        **{part: mean(getattr(t, part) for t in times) for part in parts},
         communication={n: mean(t.communication.get(n, 0.0) for t in times) for n in names},
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.pipeline.model import Run
-from jaxslowmo.pipeline.model._blocks import runs_of
+from jaxslowmo.pipeline.model._layered import runs_of
 from support.layered import assert_close, assert_gradients_alike, language_model, tokens
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program._rings import activations_of
+from jaxslowmo.pipeline.one_program._one_program import activations_of
 from support.layered import language_model, tokens
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.pipeline.one_program._rings import Lifetime, rows_of
+from jaxslowmo.pipeline.one_program._tick_table import Lifetime, rows_of
 
 
 def test_a_row_is_free_again_after_the_last_read():

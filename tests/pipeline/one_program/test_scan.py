@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program import _rings, _step
+from jaxslowmo.pipeline.one_program import _one_program, _tick_table
 from support.exhaustive import sweep
 from support.layered import assert_gradients_alike, language_model, tokens
 
@@ -29,7 +29,7 @@ def filled_with_nan(monkeypatch):
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         return jnp.full(shape, jnp.nan if is_float else jnp.iinfo(dtype).max, dtype)
 
-    monkeypatch.setattr(_rings, "_EMPTY", nan)
+    monkeypatch.setattr(_tick_table, "empty", nan)
 
 
 def padded_with_nan(pipe, params):
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_model(mesh_of, case):
 @pytest.mark.usefixtures("filled_with_nan")
 def test_branches_may_write_into_the_buffers_too(mesh_of, monkeypatch):
     """As they do where the compiler is that of a TPU."""
-    monkeypatch.setattr(_step, "writes_in_branches", lambda mesh: True)
+    monkeypatch.setattr(_one_program, "writes_in_branches", lambda mesh: True)
     run(mesh_of, *SAMPLE["zb_h1"])
 
 

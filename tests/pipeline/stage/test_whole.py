@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.split import split_stage
-from jaxslowmo.pipeline.stage import whole_stage
+from jaxslowmo.pipeline.stage import split_stage, whole_stage
 
 PACKAGE = Path(js.__file__).parent
 WIDTH = 4

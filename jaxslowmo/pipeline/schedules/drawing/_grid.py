@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..table import TORCH_LETTERS, Cell, Kind, Schedule
+from .._operations import TORCH_LETTERS, Cell, Kind
+from .._schedule import Schedule
 
 # Of a schedule in more blocks only its begin and its end are shown, which differ from what lies
 # between them.

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...._support.extras import needed_by
 from ...._support.files import replacing
-from ..table import TORCH_LETTERS, Kind, Simulation
+from .._operations import TORCH_LETTERS, Kind
+from .._simulation import Simulation
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#009E73", "W": "#E69F00", "BW": "#D55E00"}

@@ -1,0 +1,148 @@
+"""What must not be: looked for in NumPy in batches of the host, and counted on devices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._support.checks import as_int
+from ._bags import Bags
+from ._requests import BagsByTable, Requests
+from ._stores import TableLayout, TablePlace
+from ._table import OWNER, Capacity, Table, Tables
+
+PREFIX = "embeddings/"
+_UNCHANGED = "An update with such a batch is skipped, so that training can go on."
+
+
+def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
+    """`bags`, whose ids are int32 if they were NumPy's: jax would cut 64 bits down to 32.
+
+    Raises:
+      ValueError: an id of the host that is not in the table.
+    """
+    ids = bags.ids
+    if not isinstance(ids, np.ndarray):
+        return bags
+    # One pass over all ids where all is well.
+    if ids.size == 0 or int(ids.max()) < num_rows:
+        is_signed = ids.dtype.kind == "i"
+        return bags._replace(ids=np.maximum(ids, -1).astype(np.int32) if is_signed else ids)
+    where = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
+    place = f"row {where[0]}" + (f", place {where[1]}" if len(where) > 1 else "")
+    count = int(np.sum(ids >= num_rows))
+    raise ValueError(
+        f"{OWNER}: feature {feature!r} has the id {int(ids[where])} in {place} of the batch, and "
+        f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
+    )
+
+
+def check_width(feature: str, ids: Any) -> None:
+    """Raise `ValueError` where a device would take padding of the host for an id.
+
+    jax makes 32 bits of 64 where it is not told otherwise, and of -2**63 a 0.
+    """
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind != "i" or ids.size == 0:
+        return
+    least = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype)).min
+    if int(ids.min()) < least:
+        raise ValueError(
+            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
+            f"negative number that devices can hold, at least {least}: use -1."
+        )
+
+
+def slots_needed(layout: TableLayout, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
+    """By table, for each part of a batch the most distinct ids that lie on one owner.
+
+    Args:
+      layout: where the tables lie.
+      bags: by table, by feature; tables of which some ids are on devices are left out.
+      num_parts: equal parts of the batch, a device each.
+    """
+    found = {}
+    for name, own in bags.items():
+        ids = [b.ids for b in own.values()]
+        if all(isinstance(i, np.ndarray) for i in ids):
+            parts = np.concatenate([_in_parts(name, i, num_parts) for i in ids], axis=1)
+            found[name] = [_most_of_one_owner(layout.places[name], part) for part in parts]
+    return found
+
+
+def check_capacities(
+    layout: TableLayout, bags: BagsByTable, capacity: Capacity, num_parts: int
+) -> None:
+    """Raise `ValueError` where a part of the batch has more distinct ids than slots for them."""
+    limited = {name: own for name, own in bags.items() if capacity[name] is not None}
+    for name, needed in slots_needed(layout, limited, num_parts).items():
+        for number, most in enumerate(needed):
+            slots = capacity[name] or 0
+            if most > slots:
+                raise ValueError(
+                    f"{OWNER}: `capacity` of table {name!r} is {slots} slots for each owner, and "
+                    f"part {number} of {num_parts} of the batch has {most} distinct ids of one, "
+                    f'{most - slots} too many (overflow="drop" would count them as zeros).'
+                )
+
+
+def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
+    number = as_int(num_parts, 1)
+    if number is None:
+        raise ValueError(f"{OWNER}: `num_parts` must be an int >= 1, got {num_parts!r}.")
+    if ids.shape[0] % number:
+        raise ValueError(
+            f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "
+            f"device each, and has {ids.shape[0]} rows."
+        )
+    return ids.reshape(number, -1).astype(np.int64)
+
+
+def _most_of_one_owner(place: TablePlace, ids: np.ndarray) -> int:
+    """The most distinct ids that lie on one owner; at least 1, the least capacity."""
+    distinct = np.unique(ids[ids >= 0])
+    return max(1, int(np.bincount(place.owners_of(distinct), minlength=1).max()))
+
+
+def metrics_of(requests: Requests) -> dict[str, jax.Array]:
+    """See `Embeddings.metrics`."""
+    counts = {
+        "asked": requests.asked_for,
+        "overflow": requests.overflow,
+        "invalid": requests.invalid,
+    }
+    return {
+        f"{PREFIX}{table}/{what}": count[0]
+        for what, by_table in counts.items()
+        for table, count in by_table.items()
+    }
+
+
+def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
+    """See `Embeddings.num_refused`."""
+    kinds = ("/invalid",) if drop else ("/invalid", "/overflow")
+    return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
+
+
+def refuse(metrics: Mapping[str, Any], tables: Tables, capacity: Capacity, *, drop: bool) -> None:
+    """See `Embeddings.refuse`."""
+    for name, table in tables.items():
+        invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
+        if invalid:
+            raise ValueError(
+                f"{OWNER}: in a batch that was used before, {invalid} ids of "
+                f"{_features(name, table)} were not in table {name!r}, which has the rows 0 to "
+                f"{table.num_rows - 1}. {_UNCHANGED} Batches of the host (NumPy) are looked at "
+                "before they are used, and the error names the id."
+            )
+        overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))
+        if overflow:
+            raise ValueError(
+                f"{OWNER}: in a batch that was used before, {overflow} distinct ids of table "
+                f"{name!r} had no slot: `capacity` is {capacity[name]} for each owner "
+                f'(overflow="drop" would count them as zeros). {_UNCHANGED}'
+            )
+
+
+def _features(name: str, table: Table) -> str:
+    return ", ".join(f"feature {feature!r}" for feature in table.features_of(name))

@@ -1,0 +1,376 @@
+"""A pipeline whose stages are programs of their own, dispatched by the host."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from ..._support.types import PyTree
+from ...tree import Staged, at_least_float32
+from ..model import Loss, LossTerms
+from ..plan import Pipelined, Plan, Totals
+from ._dispatch import Pass
+from ._stage_meshes import Spread, StageMeshes
+from ._stage_programs import SHARED, HostSetting, StageInputs, StagePrograms, StepPrograms
+
+
+class Results(NamedTuple):
+    """What `HostPipeline.dispatch` has computed, which the loss function takes in place of a batch.
+
+    Every leaf has a leading dimension of positions, over replicas and the axes inside a replica
+    between whose devices the batch was split.
+
+    Attributes:
+      value: the loss, or (loss, metrics).
+      states: the buffers of the new model state; {} without any.
+      grads: the buffers of the gradients of the floating parameters; None where they were not
+        wanted.
+    """
+
+    value: Any
+    states: dict[str, Any]
+    grads: dict[str, Any] | None
+
+    def of_this_position(self) -> "Results":
+        """Return the results of one device, where the leading dimension is mapped."""
+        return jax.tree.map(lambda x: x[0], self)
+
+
+class HostPipeline(Pipelined):
+    """A pipeline whose stages have programs of their own, which one process dispatches.
+
+    Made by `js.pipelined(..., executor="host")`. Every stage of the model is compiled for itself,
+    one program per operation, on the devices that the mesh has at its place of the stage axis.
+    What does not depend on each other runs at the same time, and no stage waits for others at the
+    end of a tick. It reads parameters, model state and batches where they lie on the whole mesh,
+    and leaves gradients there, without copies.
+
+    A step of `js.make_train_step` calls `dispatch` outside of its programs, and these take the
+    results in place of the batch.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._stages = StageMeshes(plan)
+        self._executions: dict[Any, Execution] = {}
+
+    def execute(
+        self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
+    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+        """Dispatch the schedule, or read what was computed; see `Pipelined.execute`."""
+        if isinstance(batch, Results):
+            results = batch.of_this_position()
+        else:
+            arguments = stacked, states, batch, rng
+            if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
+                raise ValueError(
+                    '`executor`="host" dispatches programs of its own, so the loss function of '
+                    "this pipeline cannot be called inside of jax.jit, jax.vmap and the like: "
+                    "call it outside, give it to js.make_train_step, or make the pipeline with "
+                    '`executor`="one_program".'
+                )
+            keys = None if rng is None else rng[None]
+            results = self._computed(
+                Spread((), (), self.data_axes), stacked, batch, keys, states, 1, differentiates
+            )
+        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
+        grads = self.layout.packing.staged({**none, **(results.grads or {})})
+        return (results.value, results.states), grads
+
+    def check_mesh(self, mesh: Any) -> None:
+        """Raise `ValueError` unless a step is for the mesh of this pipeline."""
+        if mesh != self.mesh:
+            raise ValueError(
+                "`mesh` must be the mesh of the pipeline that js.make_train_step was given as "
+                f"`loss_fn`, {dict(self.mesh.shape)}, got {dict(mesh.shape)} or other devices."
+            )
+
+    def dispatch(
+        self,
+        params: Staged,
+        batch: PyTree,
+        *,
+        rng: Any,
+        model_state: PyTree,
+        replicas: tuple[str, ...],
+        inner_axes: tuple[str, ...],
+        parts: int,
+        differentiates: bool,
+    ) -> Results:
+        """Run the stages for all replicas, and return what the loss function takes as the batch.
+
+        Args:
+          params: stacked, leaves (replicas, *s); types where nothing is to run, here and below.
+          batch: leaves (positions * rows, ...), positions over replicas and `inner_axes`.
+          rng: (positions, parts) typed PRNG keys.
+          model_state: leaves (positions, *s).
+          replicas: the axes of the replicas.
+          inner_axes: axes inside a replica between whose devices the batch is split.
+          parts: into how many parts the rows of a position are cut, which go through the stages
+            one after the other, and whose gradients are averaged.
+          differentiates: whether gradients are wanted.
+
+        Raises:
+          ValueError: a schedule that makes no gradients, where they are wanted; see `js.pipelined`.
+        """
+        if differentiates:
+            self.refuse_forward_only()
+        data_axes = tuple(axis for axis in self.data_axes if axis not in inner_axes)
+        states = {} if self.state_layout is None else model_state.buffers
+        keys = rng if self.model.takes_key else None
+        spread = Spread(replicas, inner_axes, data_axes)
+        return self._computed(spread, params, batch, keys, states, parts, differentiates)
+
+    def _computed(
+        self,
+        spread: Spread,
+        stacked: Staged,
+        batch: PyTree,
+        keys: Any,
+        states: dict[str, Any],
+        parts: int,
+        differentiates: bool,
+    ) -> Results:
+        impl = None
+        if keys is not None and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            impl, keys = str(jax.random.key_impl(keys)), _words(keys)
+        setting = HostSetting(self.plan, spread, parts, impl, differentiates)
+        types = jax.tree.map(_type_of, (stacked.buffers, batch, keys, states))
+        key = spread, parts, impl, differentiates, str(types)
+        if key not in self._executions:
+            self._executions[key] = Execution(setting, self._stages)
+        execution = self._executions[key]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((batch, stacked))):
+            return execution.types(stacked.buffers, batch, keys, states)
+        return execution.run(stacked.buffers, batch, keys, states)
+
+
+def _words(keys: Any) -> Any:
+    """Return the words of typed keys; of their types the type of the words."""
+    if isinstance(keys, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, keys)
+    return jax.random.key_data(keys)
+
+
+def _type_of(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+class Execution:
+    """The programs for arguments of certain types, and what dispatches them.
+
+    Args:
+      setting: what all programs depend on.
+      stages: the devices of each stage.
+    """
+
+    def __init__(self, setting: HostSetting, stages: StageMeshes) -> None:
+        self._setting, self._stages = setting, stages
+        plan = setting.plan
+        self._schedule = plan.schedule
+        self._programs = [
+            StagePrograms(setting, k, stages.meshes[stage])
+            for k, stage in enumerate(self._schedule.placement)
+        ]
+        self._step = StepPrograms(setting, stages.whole, stages.meshes)
+        count = setting.parts * self._schedule.num_microbatches
+        # A number of Python would be moved to all devices of a stage at each operation.
+        self._numbers = [
+            [_on(mesh, SHARED.spec, np.int32(i)) for i in range(count)] for mesh in stages.meshes
+        ]
+        self._arrivals = [NamedSharding(mesh, setting.device.spec) for mesh in stages.meshes]
+
+    def run(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
+        """Dispatch all microbatches of all parts; returns when the last ones are under way."""
+        data, parts = self._data(buffers, batch, keys), self._setting.parts
+        results = self._ended(self._pass(data, states, 0))
+        if parts == 1:
+            return results
+        states, results = results.states, _with_wide_metrics(results)
+        total = _wide(results)
+        for part in range(1, parts):
+            results = _with_wide_metrics(self._ended(self._pass(data, states, part)))
+            states, total = results.states, _sum(total, results)
+        # As a step averages what the microbatches of `accumulate` give; model state goes on.
+        kinds = results._replace(states={})
+        mean = jax.tree.map(lambda t, x: (t / parts).astype(x.dtype), total, kinds)
+        return mean._replace(states=states)
+
+    def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
+        """Return the types of what `run` returns, from types; nothing runs."""
+        own = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
+        x: Any = None
+        after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
+        after = jax.eval_shape(self._step.own_states[0], after)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        for program in self._programs:
+            data = StageInputs(jax.eval_shape(program.weights, own), batch, keys)
+            x, _, after = jax.eval_shape(program.forward, data, number, x, after)
+        terms: Any = x
+        zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
+        totals = Totals(jax.eval_shape(_sum_of_terms, [terms]), zeros, after)
+        totals = jax.tree.map(self._of_all_stages, totals)
+        value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
+        results = Results(value, new_states, grads if self._setting.differentiates else None)
+        results = _with_wide_metrics(results) if self._setting.parts > 1 else results
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            results,
+            self._shardings(results),
+        )
+
+    def _shardings(self, results: Results) -> Results:
+        """Return where results lie, on the mesh of the pipeline."""
+        setting, mesh = self._setting, self._setting.plan.mesh
+
+        def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
+            return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+
+        grads = results.grads and {
+            n: NamedSharding(mesh, setting.of_buffer(n, setting.lead, mesh.axis_names).spec)
+            for n in results.grads
+        }
+        value, states = (
+            over(results.value, setting.loss.spec),
+            over(results.states, setting.lead.spec),
+        )
+        return Results(value, states, grads)
+
+    def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
+        count = self._schedule.num_stages
+        return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
+
+    def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
+        """Return for each stage of the model what its operations are given."""
+        setting, names = self._setting, self._stages.whole.axis_names
+        lying: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
+        for name, x in buffers.items():
+            spec = setting.of_buffer(name, setting.replica, names).spec
+            for own, view in zip(lying, self._stages.views(x, spec), strict=True):
+                own[name] = view
+        leaves, structure = jax.tree.flatten(batch)
+        memory = "pinned_host" if setting.plan.batch_memory == "host" else None
+        rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
+        words: list[Any] = [None] * len(lying)
+        if keys is not None:
+            words = self._stages.views(keys, setting.batch.spec)
+        return [
+            StageInputs(
+                program.weights(lying[stage]),
+                structure.unflatten([x[stage] for x in rows]),
+                words[stage],
+            )
+            for program, stage in zip(self._programs, self._schedule.placement, strict=True)
+        ]
+
+    def _pass(self, data: Sequence[StageInputs], states: dict[str, Any], part: int) -> Pass:
+        """Dispatch the microbatches of one part of the batch."""
+        setting, count = self._setting, self._schedule.num_microbatches
+        own: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
+        for name, x in states.items():
+            for stage, view in zip(own, self._stages.views(x, setting.lead.spec), strict=True):
+                stage[name] = view
+        programs = zip(self._step.own_states, own, strict=True)
+        totals: list[Any] = [{} for _ in own]
+        if setting.differentiates:
+            totals = [program() for program in self._step.zeros]
+        one_pass = Pass(
+            self._schedule,
+            self._programs,
+            data,
+            [numbers[part * count : (part + 1) * count] for numbers in self._numbers],
+            self._arrivals,
+            totals,
+            [program(stage) if stage else stage for program, stage in programs],
+        )
+        if setting.differentiates:
+            one_pass.run()
+        else:
+            one_pass.evaluate()
+        return one_pass
+
+    def _ended(self, one_pass: Pass) -> Results:
+        """Return the results of one part of the batch, from what lies on the stages."""
+        setting, last = self._setting, self._schedule.placement[-1]
+        every = [one_pass.results[m] for m in sorted(one_pass.results)]
+        terms = _sum_of_terms(every)
+        spec = setting.device.spec
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), terms)
+        losses = [
+            terms if stage == last else _on(mesh, spec, zeros)
+            for stage, mesh in enumerate(self._stages.meshes)
+        ]
+        loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
+        names = self._stages.whole.axis_names
+        grads = {
+            name: self._stages.joined(
+                [own[name] for own in one_pass.totals],
+                setting.of_buffer(
+                    name,
+                    setting.device,
+                    [axis for axis in names if axis not in setting.spread.data_axes],
+                ).spec,
+            )
+            for name, x in one_pass.totals[0].items()
+            if x is not None
+        }
+        states = {
+            name: self._stages.joined([own[name] for own in one_pass.states], spec)
+            for name in one_pass.states[0]
+        }
+        totals = Totals(loss, grads, states)
+        value, new_states, grads = self._step.ending(every[0])(totals)
+        results = Results(value, new_states, grads if setting.differentiates else None)
+        if setting.spread.lead and AxisType.Explicit in setting.plan.mesh.axis_types:
+            # In a step's program types then tell how arrays lie; nothing is moved.
+            results = jax.device_put(results, self._shardings(results))
+        return results
+
+
+def _on(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def _of_one_stage(x: Any, role: Any) -> jax.ShapeDtypeStruct:
+    """Return the type of one stage's part of an array, which has the stages in its last lead."""
+    dim = role.num_lead - 1
+    return jax.ShapeDtypeStruct((*x.shape[:dim], 1, *x.shape[dim + 1 :]), x.dtype)
+
+
+@jax.jit
+def _sum_of_terms(every: list[LossTerms]) -> LossTerms:
+    def total(*parts: jax.Array) -> jax.Array:
+        wide = [x.astype(at_least_float32(x.dtype)) for x in parts]
+        return sum(wide[1:], start=wide[0])
+
+    return jax.tree.map(total, *every)
+
+
+def _with_wide_metrics(results: Results) -> Results:
+    """Return results with metrics in float32, as a step adds them up over microbatches."""
+    if not isinstance(results.value, tuple):
+        return results
+    loss, metrics = results.value
+
+    def wide(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return jnp.asarray(x, jnp.float32)
+
+    return results._replace(value=(loss, jax.tree.map(wide, metrics)))
+
+
+@jax.jit
+def _wide(results: Results) -> Results:
+    results = results._replace(states={})
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), results)
+
+
+@jax.jit
+def _sum(total: Results, results: Results) -> Results:
+    results = results._replace(states={})
+    return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, results)

@@ -1,0 +1,369 @@
+"""The compiled programs of a pipeline: those of each stage of the model, and what ends a step."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..._support.types import PyTree
+from ...mesh import only_over
+from ...tree import at_least_float32
+from ..model import BufferPacking, LossTerms, without_state
+from ..plan import (
+    Ending,
+    Plan,
+    Totals,
+    gathered,
+    in_microbatches,
+    microbatch_of,
+    share_of_microbatches,
+)
+from ._stage_meshes import Spread
+
+
+class StageInputs(NamedTuple):
+    """What every operation of a stage is given beside what other operations leave.
+
+    Attributes:
+      weights: the leaves of the stage, whole over the data axes, one tree for each run of layers.
+      batch: the whole batch, as the devices of the stage hold it.
+      keys: the words of one PRNG key for each part of the batch; None where there are none.
+    """
+
+    weights: PyTree
+    batch: PyTree
+    keys: Any
+
+
+@dataclass(frozen=True)
+class Role:
+    """How an argument or result of a program lies over a mesh.
+
+    Attributes:
+      spec: a prefix of its `PartitionSpec`.
+      num_lead: the number of leading dimensions that a device has one of, and does not see.
+    """
+
+    spec: P
+    num_lead: int
+
+
+SHARED = Role(P(), 0)
+
+
+class HostSetting(NamedTuple):
+    """What all programs of a pipeline depend on, beside the pipeline itself.
+
+    Attributes:
+      plan: the pipeline.
+      spread: the axes over which devices compute apart from each other.
+      parts: how many parts of a batch go through the stages one after the other.
+      key_impl: the implementation of typed PRNG keys; None for keys without a type.
+      differentiates: whether gradients are wanted.
+    """
+
+    plan: Plan
+    spread: Spread
+    parts: int
+    key_impl: str | None
+    differentiates: bool
+
+    @property
+    def replica(self) -> Role:
+        """A value for each replica and stage; one copy has no dimension of replicas."""
+        return self._by_stage(self.spread.replicas)
+
+    @property
+    def lead(self) -> Role:
+        """A value for each stage and position between which the caller has split the batch."""
+        return self._by_stage(self.spread.lead)
+
+    @property
+    def device(self) -> Role:
+        """A value for each device."""
+        return Role(P(self.spread.all, self.plan.axis_name), 2)
+
+    @property
+    def loss(self) -> Role:
+        """A value for each position between which the caller has split the batch."""
+        return Role(P(self.spread.lead), 1) if self.spread.lead else SHARED
+
+    @property
+    def batch(self) -> Role:
+        """Rows of a batch, which lie alike on all stages."""
+        return Role(P(self.spread.lead), 0) if self.spread.lead else SHARED
+
+    def _by_stage(self, axes: tuple[str, ...]) -> Role:
+        stage = self.plan.axis_name
+        return Role(P(axes, stage), 2) if axes else Role(P(stage), 1)
+
+    def of_buffer(self, name: str, role: Role, axes: Iterable[str]) -> Role:
+        """Return the role of a buffer of the parameters, of which `axes` shard the leaves."""
+        spec = only_over(self.plan.layout.specs[name][1:], frozenset(axes))
+        return replace(role, spec=P(*role.spec, *spec))
+
+    def mapped(
+        self, mesh: Mesh, fn: Callable[..., Any], ins: Any, outs: Any, **options: Any
+    ) -> Any:
+        """Return the program of `fn`, which is given the values of one device.
+
+        Args:
+          mesh: the devices of one stage, or of all.
+          fn: a function of as many arguments as there are `ins`.
+          ins: a role for each argument, or a tree of roles.
+          outs: roles of the results.
+          options: what `jax.jit` is given.
+        """
+
+        def dropped(role: Role, tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: x.reshape(x.shape[role.num_lead :]), tree)
+
+        def added(role: Role, tree: PyTree) -> PyTree:
+            ones = (1,) * role.num_lead
+            return jax.tree.map(lambda x: x.reshape(*ones, *x.shape), tree)
+
+        def per_device(*args: PyTree) -> PyTree:
+            return jax.tree.map(added, outs, fn(*jax.tree.map(dropped, ins, args)))
+
+        # Layers need not know that they are mapped: without types of what varies, loops of theirs
+        # that begin with constants are as they would be on one device.
+        program = jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=jax.tree.map(_spec, ins),
+            out_specs=jax.tree.map(_spec, outs),
+            axis_names={*self.spread.all, self.plan.axis_name},
+            check_vma=False,
+        )
+        return jax.jit(program, **options)
+
+    def shardings(self, mesh: Mesh, role: Role, *, but: Iterable[str] = ()) -> Any:
+        """Return where buffers like those of the parameters lie, whole over the axes `but`."""
+        specs = self.plan.layout.specs
+        axes = [name for name in mesh.axis_names if name not in but]
+        return {n: NamedSharding(mesh, self.of_buffer(n, role, axes).spec) for n in specs}
+
+
+def _spec(role: Role) -> P:
+    return role.spec
+
+
+class StagePrograms:
+    """F, B, W and BW of one stage of the model on the devices of its stage.
+
+    Once per pass `weights` takes the leaves out of the buffers, so that no operation copies them.
+    It gathers them over the data axes; no other program holds a collective over these or replicas.
+
+    Args:
+      setting: what all programs depend on.
+      number: the stage of the model.
+      mesh: the devices.
+    """
+
+    def __init__(self, setting: HostSetting, number: int, mesh: Mesh) -> None:
+        plan = setting.plan
+        self._setting, self._plan, self._number = setting, plan, number
+        self._kind = self._plan.kinds[self._plan.of_stage[number]]
+        self._stage: Any = None
+        data: Any = StageInputs(setting.replica, setting.batch, setting.batch)  # type: ignore[arg-type]
+        device, mapped = setting.device, partial(setting.mapped, mesh)
+        axes = setting.spread.data_axes
+        buffers = {n: setting.of_buffer(n, setting.replica, axes) for n in plan.layout.specs}
+        self.weights = mapped(
+            self._weights, (buffers,), setting.replica, out_shardings=self._placed_weights(mesh)
+        )
+        ins = data, SHARED, device, device
+        self.forward = mapped(self._forward, ins, device, donate_argnums=3)
+        self.backward_input = mapped(self._backward_input, ins, device)
+        # As the compiler chose it, the sum might lie in another way after every operation.
+        pinned = setting.shardings(mesh, device, but=axes)
+        self.backward_weight = mapped(
+            self._backward_weight,
+            (*ins, device),
+            device,
+            donate_argnums=4,
+            out_shardings=pinned,
+        )
+        self.backward = mapped(
+            self._backward,
+            (*ins, device),
+            (device, device),
+            donate_argnums=4,
+            out_shardings=(None, pinned),
+        )
+
+    def _weights(self, buffers: dict[str, jax.Array]) -> PyTree:
+        """Return the leaves of this stage; see `StageInputs`.
+
+        Communication: one all-gather over the data axes of each buffer that is sharded there.
+        """
+        specs, axes = self._plan.layout.specs, frozenset(self._setting.spread.data_axes)
+        whole = {n: gathered(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
+        return self._kind.weights.read(whole, self._number)
+
+    def _placed_weights(self, mesh: Mesh) -> PyTree:
+        """Return where these leaves lie over the axes that the compiler handles."""
+        setting, segments = self._setting, self._kind.weights
+        lead = setting.replica.spec
+        inside = frozenset(mesh.axis_names) - set(setting.spread.data_axes)
+        specs = [
+            P(*lead, *[None] * (s.count > 1), *only_over(s.place.leaf.spec, inside))
+            for s in segments.segments
+        ]
+        return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
+
+    def _microbatch(self, data: StageInputs, number: jax.Array) -> PyTree:
+        """Return a microbatch, counted over all parts, as the layers of this stage take it."""
+        plan, setting = self._plan, self._setting
+        count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
+        shares = {axis: plan.mesh.shape[axis] for axis in axes}
+        batch = in_microbatches(data.batch, setting.parts * count, shares)
+        batch = share_of_microbatches(batch, axes)
+        part, index = number // count, number % count
+        key = None
+        if data.keys is not None:
+            key = lax.dynamic_index_in_dim(data.keys.reshape(setting.parts, -1), part, 0, False)
+            if setting.key_impl is not None:
+                key = jax.random.wrap_key_data(key, impl=setting.key_impl)
+            for name in axes:
+                key = jax.random.fold_in(key, lax.axis_index(name))
+        # Keys count the microbatches of a part, and rows those of the batch.
+        shift = jnp.int32(plan.shifts[self._number])
+        return microbatch_of(batch, key, number, shift, key_number=index)
+
+    def _forward(
+        self, data: StageInputs, number: jax.Array, x: PyTree, states: PyTree
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Return what the stage gives, what it leaves for its backward pass, and model state."""
+        kind, weights, microbatch = self._kind, data.weights, self._microbatch(data, number)
+        given = kind.given(x, kind.states and kind.states.read(states, self._number))
+        if self._setting.differentiates and self._stage is None:
+            self._stage = self._plan.stage_program(kind, weights, given, microbatch)
+        y, stash, after = kind.forward(self._stage, weights, given, microbatch)
+        if kind.states is not None:
+            states = kind.states.written(states, after, self._number)
+        return y, stash, states
+
+    def _backward_input(
+        self, data: StageInputs, number: jax.Array, stash: PyTree, dy: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        weights, microbatch = data.weights, self._microbatch(data, number)
+        dx, kept = self._traced.backward_input(weights, microbatch, stash, self._cotangent(dy))
+        return self._sent(dx), kept
+
+    def _backward_weight(
+        self, data: StageInputs, number: jax.Array, stash: PyTree, kept: PyTree, total: PyTree
+    ) -> PyTree:
+        weights, microbatch = data.weights, self._microbatch(data, number)
+        grads = self._traced.backward_weight(weights, microbatch, stash, kept)
+        return self._kind.weights.added(total, grads, self._number, in_place=False)
+
+    def _backward(
+        self, data: StageInputs, number: jax.Array, stash: PyTree, dy: PyTree, total: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        weights, microbatch = data.weights, self._microbatch(data, number)
+        dx, grads = self._traced.backward(weights, microbatch, stash, self._cotangent(dy))
+        added = self._kind.weights.added(total, grads, self._number, in_place=False)
+        return self._sent(dx), added
+
+    @property
+    def _traced(self) -> Any:
+        assert self._stage is not None, "F is dispatched before what goes back"
+        return self._stage
+
+    def _sent(self, dx: PyTree) -> PyTree:
+        return None if self._kind.is_first else without_state(dx)
+
+    def _cotangent(self, dy: PyTree) -> PyTree:
+        return self._plan.cotangent(self._kind, self._traced, dy)
+
+
+class StepPrograms:
+    """What is done on all stages before the first operation of a pass, and after the last one.
+
+    Attributes:
+      own_states: for each stage a program that gives each device model state of its own.
+      zeros: for each stage a program of zeros to add gradients to, in at least float32.
+
+    Args:
+      setting: what all programs depend on.
+      mesh: the mesh of all devices.
+      meshes: for each device stage its own mesh.
+    """
+
+    def __init__(self, setting: HostSetting, mesh: Mesh, meshes: Sequence[Mesh]) -> None:
+        self._setting, self._mesh = setting, mesh
+        axes = setting.spread.data_axes
+        self.zeros = [
+            setting.mapped(
+                each,
+                partial(_zeros, setting.plan.layout.packing),
+                (),
+                setting.device,
+                out_shardings=setting.shardings(each, setting.device, but=axes),
+            )
+            for each in meshes
+        ]
+        self.own_states = [
+            setting.mapped(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
+        ]
+        self._endings: dict[Any, Any] = {}
+
+    def ending(self, loss: LossTerms) -> Any:
+        """Return the program of the totals of all devices.
+
+        Its results are loss and metrics, the buffers of the model state, and those of the
+        gradients, {} where there are none.
+
+        Args:
+          loss: what the last stage returns of a microbatch, whose loss has the dtype of the whole.
+        """
+        dtype = loss.total.dtype
+        if dtype not in self._endings:
+            self._endings[dtype] = self._ending(dtype)
+        return self._endings[dtype]
+
+    def _ending(self, dtype: Any) -> Any:
+        setting, axes = self._setting, self._setting.spread.data_axes
+        outer = tuple(axis for axis in setting.plan.data_axes if axis in setting.spread.lead)
+        ending = Ending(setting.plan, axes, outer)
+        names = _floating(setting) if setting.differentiates else []
+
+        def ended(totals: Totals) -> Any:
+            value, terms = ending.loss(totals.loss, dtype)
+            grads = ending.gradients(totals, terms) if names else {}
+            return value, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
+
+        lies = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
+        pinned = {n: x for n, x in setting.shardings(self._mesh, setting.lead).items() if n in lies}
+        return setting.mapped(
+            self._mesh,
+            ended,
+            (setting.device,),
+            (setting.loss, setting.lead, lies),
+            out_shardings=(None, NamedSharding(self._mesh, setting.lead.spec), pinned),
+        )
+
+
+def _floating(setting: HostSetting) -> list[str]:
+    """Return the names of the buffers that have gradients."""
+    names = setting.plan.layout.specs
+    return [n for n in names if jnp.issubdtype(jnp.dtype(n.partition("/")[0]), jnp.inexact)]
+
+
+def _zeros(packing: BufferPacking) -> dict[str, jax.Array | None]:
+    """Return zeros to add gradients to; None for integers, which have none."""
+
+    def zeros(name: str) -> jax.Array | None:
+        dtype = jnp.dtype(name.partition("/")[0])
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return None
+        return jnp.zeros(packing.shapes[name][1:], at_least_float32(dtype))
+
+    return {name: zeros(name) for name in packing.shapes}

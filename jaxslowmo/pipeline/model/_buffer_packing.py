@@ -1,0 +1,368 @@
+"""Where the leaves of each stage lie in flat buffers, and the way in and out of these."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..._support.types import PyTree
+from ...mesh import axis_names
+from ...tree import Staged, leaf_names
+
+
+class Leaf(NamedTuple):
+    """One array of a model, or of what is like its parameters.
+
+    Attributes:
+      shape: shape of the whole array.
+      spec: how it is sharded over axes inside a stage.
+      buffer: name of the buffer that it lies in.
+    """
+
+    shape: tuple[int, ...]
+    spec: P
+    buffer: str
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes over which it is sharded."""
+        return frozenset(name for entry in self.spec for name in axis_names(entry or ()))
+
+    @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(self.shape)
+
+
+class LeafPlace(NamedTuple):
+    """Where a leaf lies: on device stage `stage`, from element `start` of its buffer on."""
+
+    stage: int
+    start: int
+    leaf: Leaf
+
+
+def buffer_name(dtype: Any, axes: Sequence[str]) -> str:
+    """Return the name of the buffer of leaves of this dtype that are sharded over these axes."""
+    return "/".join((np.dtype(dtype).name, *axes))
+
+
+@dataclass(frozen=True, eq=False)
+class BufferPacking:
+    """The leaves of all stages in flat buffers.
+
+    The tree of one stage is the tree of the whole model in which `optax.MaskedNode()` stands for
+    every leaf that this stage does not hold, so that paths and shapes are those of the model.
+
+    Attributes:
+      outer: structure of the model's parameters.
+      subtrees: for each parameter the structure of what stands in its place; one leaf, but for
+        states that keep several arrays for each parameter, or none.
+      leaves: for each parameter the arrays of that subtree.
+      stages: for each device stage the positions of its parameters, in the order in which they lie.
+      copies: positions of parameters that are tied to another one, which counts for them.
+      axis_sizes: sizes of the axes inside a stage, in the order of the mesh.
+      axis_name: the axis of the stages.
+      mesh: the devices; not looked at where packings are compared.
+    """
+
+    outer: Any
+    subtrees: tuple[Any, ...]
+    leaves: tuple[tuple[Leaf, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+    copies: frozenset[int]
+    axis_sizes: tuple[tuple[str, int], ...]
+    axis_name: str
+    mesh: Mesh
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        own = self.outer, self.subtrees, self.leaves, self.stages, self.copies
+        return (*own, self.axis_sizes, self.axis_name)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, BufferPacking) and self._key == other._key
+
+    @property
+    def num_stages(self) -> int:
+        """The number of device stages."""
+        return len(self.stages)
+
+    @cached_property
+    def places(self) -> tuple[tuple[LeafPlace, ...], ...]:
+        """For each parameter where the arrays of its subtree lie; () where no stage has it."""
+        found: list[tuple[LeafPlace, ...]] = [()] * len(self.leaves)
+        for stage, positions in enumerate(self.stages):
+            ends: dict[str, int] = {}
+            for position in positions:
+                places = []
+                for leaf in self.leaves[position]:
+                    start = ends.get(leaf.buffer, 0)
+                    ends[leaf.buffer] = start + leaf.size // self._parts(leaf.axes)
+                    places.append(LeafPlace(stage, start, leaf))
+                found[position] = tuple(places)
+        return tuple(found)
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """For each buffer the axes over which its leaves are sharded, in the order of the mesh."""
+        named = {leaf.buffer: leaf.axes for own in self.leaves for leaf in own}
+        return {
+            name: tuple(axis for axis, _ in self.axis_sizes if axis in own)
+            for name, own in sorted(named.items())
+        }
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """For each buffer its shape, (stages, *sizes, elements of the fullest stage)."""
+        ends = dict.fromkeys(self.axes, 0)
+        for place in (place for own in self.places for place in own):
+            end = place.start + self.part_size(place.leaf)
+            ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
+        return {n: (self.num_stages, *self.sizes(n), end) for n, end in ends.items()}
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """For each buffer how it is sharded."""
+        return {name: P(self.axis_name, *axes, None) for name, axes in self.axes.items()}
+
+    def staged(self, buffers: Mapping[str, Any]) -> Staged:
+        """Return the tree of these buffers."""
+        return Staged(dict(buffers), self)
+
+    def sizes(self, buffer: str) -> tuple[int, ...]:
+        """Return the sizes of the axes over which the leaves of a buffer are sharded."""
+        sizes = dict(self.axis_sizes)
+        return tuple(sizes[axis] for axis in self.axes[buffer])
+
+    def part_size(self, leaf: Leaf) -> int:
+        """Return the number of elements of a leaf in one part of its buffer."""
+        return leaf.size // self._parts(leaf.axes)
+
+    def _parts(self, axes: frozenset[str]) -> int:
+        return math.prod(size for axis, size in self.axis_sizes if axis in axes)
+
+    def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
+        """Return the tree of one stage, of its buffers (*sizes, elements)."""
+        held = set(self.stages[stage])
+        values = [
+            subtree.unflatten([self.read(buffers[p.leaf.buffer], p) for p in places])
+            if position in held
+            else optax.MaskedNode()
+            for position, (subtree, places) in enumerate(
+                zip(self.subtrees, self.places, strict=True)
+            )
+        ]
+        return self.outer.unflatten(values)
+
+    def pack(self, tree: PyTree, stage: int, numpy: Any = jnp, num_lead: int = 0) -> dict[str, Any]:
+        """Return the buffers of a stage, (*lead, *sizes, elements).
+
+        Args:
+          tree: the tree of this stage, or of the whole model.
+          stage: the device stage.
+          numpy: `jax.numpy`, or NumPy for arrays of the host.
+          num_lead: how many dimensions leaves have in front of their own, such as replicas.
+
+        Returns:
+          Buffers, each of the dtype that all of its leaves can be given without loss.
+        """
+        parts = self.outer.flatten_up_to(tree)
+        pieces: dict[str, list[Any]] = {name: [] for name in self.axes}
+        for position in self.stages[stage]:
+            values = self.subtrees[position].flatten_up_to(parts[position])
+            for x, place in zip(values, self.places[position], strict=True):
+                flat = self.flat(x, place.leaf, numpy, num_lead)
+                pieces[place.leaf.buffer].append(flat)
+        lead = _lead_of(tree, num_lead)
+        return {name: self._filled(name, own, numpy, lead) for name, own in pieces.items()}
+
+    def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
+        """The pieces of a buffer one after the other, and zeros up to its end."""
+        shape = *lead, *self.shapes[name][1:]
+        if not pieces:
+            return numpy.zeros(shape, np.dtype(name.partition("/")[0]))
+        dtype = jnp.result_type(*pieces)
+        if len(pieces) > 1:
+            pieces = [numpy.concatenate([piece.astype(dtype) for piece in pieces], -1)]
+        lack = shape[-1] - pieces[0].shape[-1]
+        return (
+            numpy.pad(pieces[0], [*[(0, 0)] * (len(shape) - 1), (0, lack)]) if lack else pieces[0]
+        )
+
+    def read(self, buffer: Any, place: LeafPlace, num_lead: int = 0) -> Any:
+        """Return a leaf of a stage's buffer, of shape (*lead, *sizes, elements)."""
+        size = self.part_size(place.leaf)
+        return self.whole(buffer[..., place.start : place.start + size], place.leaf, num_lead)
+
+    def whole(self, part: Any, leaf: Leaf, num_lead: int = 0) -> Any:
+        """Return a leaf of what lies in its buffer, (*lead, *sizes, elements)."""
+        lead = part.shape[:num_lead]
+        sizes, local, order = self._split(leaf)
+        order = [*range(num_lead), *(num_lead + i for i in order)]
+        x = part.reshape(*lead, *sizes, *local)
+        return x.transpose(order).reshape(*lead, *leaf.shape)
+
+    def flat(self, x: Any, leaf: Leaf, numpy: Any = jnp, num_lead: int = 0) -> Any:
+        """Return what lies in the buffer of a leaf, (*lead, *sizes, elements)."""
+        sizes, local, order = self._split(leaf)
+        lead = np.shape(x)[:num_lead]
+        x = numpy.reshape(x, (*lead, *((*sizes, *local)[i] for i in order)))
+        back = [*range(num_lead), *(num_lead + int(i) for i in np.argsort(order))]
+        return x.transpose(back).reshape(*lead, *sizes, math.prod(local))
+
+    def _split(self, leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        """Sizes of a leaf's axes, the shape of one part, and the order that makes it whole."""
+        sizes = dict(self.axis_sizes)
+        axes = [axis for axis in sizes if axis in leaf.axes]
+        entries = [axis_names(entry or ()) for entry in (*leaf.spec, *[None] * len(leaf.shape))]
+        local, order = [], []
+        for dim, (size, entry) in enumerate(zip(leaf.shape, entries, strict=False)):
+            # The parts along a later axis of an entry lie inside of those along an earlier one.
+            order += [*(axes.index(axis) for axis in entry), len(axes) + dim]
+            local.append(size // math.prod(sizes[axis] for axis in entry))
+        return tuple(sizes[axis] for axis in axes), tuple(local), order
+
+    def mirrors(self, x: Any) -> bool:
+        """Return whether `x` is a tree like the parameters, whatever it has in their places."""
+        try:
+            self.outer.flatten_up_to(x)
+        except (ValueError, TypeError):
+            return False
+        return True
+
+    def types(self, stage: int, dtypes: Mapping[str, Any]) -> PyTree:
+        """Return the types of the tree of one stage, with a dtype for each buffer."""
+        return jax.eval_shape(
+            lambda buffers: self.unpack(buffers, stage),
+            {n: jax.ShapeDtypeStruct(s[1:], dtypes[n]) for n, s in self.shapes.items()},
+        )
+
+    def buffer_types(
+        self, dtypes: Mapping[str, Any], lead: tuple[int, ...] = ()
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of buffers (*lead, stages, ...) on the mesh, with a dtype for each."""
+        ones = [None] * len(lead)
+        return {
+            name: jax.ShapeDtypeStruct(
+                (*lead, *shape),
+                dtypes[name],
+                sharding=NamedSharding(self.mesh, P(*ones, *self.specs[name])),
+            )
+            for name, shape in self.shapes.items()
+        }
+
+    def repeated(self, name: str, numpy: Any = jnp) -> Any:
+        """Return where a buffer holds parameters that count at another place, as tied copies do.
+
+        A bool array that broadcasts to (stages, *sizes, elements); None where there are none.
+        """
+        shape = self.shapes[name]
+        spans = [
+            (p.stage, p.start, p.start + self.part_size(p.leaf))
+            for position in sorted(self.copies)
+            for p in self.places[position]
+            if p.leaf.buffer == name
+        ]
+        if not spans:
+            return None
+        ones = [1] * (len(shape) - 2)
+        stage = numpy.arange(shape[0]).reshape(-1, *ones, 1)
+        element = numpy.arange(shape[-1]).reshape(1, *ones, -1)
+        found = numpy.zeros((1,) * len(shape), bool)
+        for at, start, end in spans:
+            found = found | ((stage == at) & (element >= start) & (element < end))
+        return found
+
+    def like(self, trees: Sequence[PyTree]) -> Self:
+        """Return the packing of trees like those of the stages, such as moments.
+
+        Args:
+          trees: for each stage its tree, arrays or types; where the model has a parameter it may
+            hold any tree of arrays, or `optax.MaskedNode()`.
+        """
+        subtrees = [jax.tree.structure(optax.MaskedNode())] * len(self.leaves)
+        leaves: list[tuple[Leaf, ...]] = [()] * len(self.leaves)
+        dtypes: dict[str, set[Any]] = {}
+        for positions, tree in zip(self.stages, trees, strict=True):
+            parts = self.outer.flatten_up_to(tree)
+            for position in positions:
+                own, subtrees[position] = jax.tree.flatten(parts[position])
+                (known, *_) = self.leaves[position] or (None,)
+                leaves[position] = tuple(self._leaf_like(x, known) for x in own)
+                if known is not None:
+                    dtypes.setdefault(known.buffer, set()).update(x.dtype for x in own)
+        shapes = [[(x.shape, x.spec) for x in own] for own in leaves]
+        same = shapes == [[(x.shape, x.spec) for x in own] for own in self.leaves]
+        if same and tuple(subtrees) == self.subtrees and all(len(d) == 1 for d in dtypes.values()):
+            return self  # what moves with parameters is added to them, in whatever dtype it is
+        return replace(self, subtrees=tuple(subtrees), leaves=tuple(leaves))
+
+    def _leaf_like(self, x: Any, known: Leaf | None) -> Leaf:
+        spec = known.spec if known is not None and known.shape == x.shape else P()
+        leaf = Leaf(tuple(x.shape), spec, "")
+        axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
+        return leaf._replace(buffer=buffer_name(x.dtype, axes))
+
+
+def _lead_of(tree: PyTree, num_lead: int) -> tuple[int, ...]:
+    """The dimensions that all leaves of a tree have in front of their own."""
+    return np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
+
+
+def specs_of_layers(params: Sequence[PyTree], param_specs: PyTree | None) -> list[list[P]]:
+    """Return for each layer the specs of its leaves, without what says nothing at their end.
+
+    Raises:
+      ValueError: specs that don't fit the parameters.
+    """
+    prefix = P() if param_specs is None else param_specs
+    try:
+        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
+            f"it: {error}"
+        ) from None
+    found = []
+    for layer, specs in zip(params, every, strict=True):
+        named = zip(
+            leaf_names(layer),
+            jax.tree.leaves(layer),
+            jax.tree.leaves(specs, is_leaf=_is_spec),
+            strict=True,
+        )
+        found.append([_shortened(name, x, spec) for name, x, spec in named])
+    return found
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _shortened(name: str, x: Any, spec: P) -> P:
+    if len(spec) > jnp.ndim(x):
+        raise ValueError(
+            f"`param_specs` has {spec} for {name!r}, which has {jnp.ndim(x)} dimensions."
+        )
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)

@@ -1,0 +1,360 @@
+"""Which layers make a stage, and the parameters of all stages as one tree."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..._support.types import PyTree
+from ...tree import Staged, leaf_names
+from ._buffer_packing import Leaf, LeafPlace, buffer_name, specs_of_layers
+from ._layered import LayeredModel, Run, runs_of
+from ._optimizer import StagePacking
+from ._stacking import stacked, unstacked
+
+
+class Block(NamedTuple):
+    """Layers `start` to `end`, without `end`: a stage of the model."""
+
+    start: int
+    end: int
+
+
+def model_blocks(
+    num_layers: int, num_stages: int, num_chunks: int = 1, parts: Sequence[Any] | None = None
+) -> tuple[Block, ...]:
+    """The stages of a model, in its order.
+
+    Args:
+      num_layers: of the model.
+      num_stages: device stages.
+      num_chunks: stages of the model that each device stage holds.
+      parts: as `js.partition_uniform` and its kin return them: per device stage a list of
+        [start, end), one per chunk. None: as even as can be.
+
+    Returns:
+      `num_stages * num_chunks` blocks.
+
+    Raises:
+      ValueError: more stages than layers, a stage without layers, another number of blocks, layers
+        that no block has or several have.
+    """
+    count = num_stages * num_chunks
+    of_chunks = f" * {num_chunks} chunks" if num_chunks > 1 else ""
+    if count > num_layers:
+        raise ValueError(
+            f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
+            "every stage needs a layer of its own."
+        )
+    if parts is None:
+        bounds = [num_layers * k // count for k in range(count + 1)]
+        return tuple(map(Block, bounds[:-1], bounds[1:]))
+    blocks = _blocks_of(parts, num_stages, num_chunks)
+    for block in blocks:
+        if block.start >= block.end:
+            raise ValueError(f"`parts` has a stage without layers, [{block.start}, {block.end}).")
+    ends = [0, *(block.end for block in blocks)]
+    starts = [*(block.start for block in blocks), num_layers]
+    if ends != starts:
+        raise ValueError(
+            f"`parts` must cover the {num_layers} layers of the model once each, in order, got "
+            f"{', '.join(f'[{b.start}, {b.end})' for b in blocks)}."
+        )
+    return tuple(blocks)
+
+
+def _blocks_of(parts: Any, num_stages: int, num_chunks: int) -> list[Block]:
+    """The intervals in `parts`, in the order of the model."""
+    try:
+        stages = [
+            [Block(operator.index(start), operator.index(end)) for start, end in stage]
+            for stage in parts
+        ]
+    except (TypeError, ValueError):
+        stages = []
+    if len(stages) != num_stages or any(len(stage) != num_chunks for stage in stages):
+        raise ValueError(
+            f"`parts` must have {num_chunks} [start, end) for each of the {num_stages} stages of "
+            f"`schedule`, got {parts!r}."
+        )
+    return sorted(block for stage in stages for block in stage)
+
+
+class StageLayout:
+    """How the parameters of all stages lie in one tree; made by `js.pipelined`.
+
+    One program on all devices needs one tree for all stages. Here it is one buffer for each dtype,
+    (stages, elements), in which a device has the leaves of its own stage one after the other: as
+    many elements as the fullest stage has, and no padding beyond. Leaves that are sharded over axes
+    inside a stage lie in buffers of their own, (stages, *sizes of these axes, elements), of which
+    each device has its part.
+
+    An optimizer of `js.make_train_step` sees, on each stage, the leaves of this stage with the
+    paths and shapes that they have in the model (`optax.MaskedNode()` stands for the others). What
+    needs all gradients, `js.clip_by_global_norm` and `js.dynamic_loss_scale`, sees the buffers.
+
+    Attributes:
+      packing: what lies where.
+      specs: a `PartitionSpec` for each buffer, for states, `param_specs` of transforms and
+        checkpoints.
+      blocks: the layers of each stage of the model.
+      placement: for each stage of the model the device stage that holds it.
+      all_runs: for each stage of the model its layers, equal ones in a row as one run.
+      num_padding: elements that hold no parameter, on all devices together.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        params: Sequence[PyTree],
+        blocks: Sequence[Block],
+        placement: Sequence[int],
+        *,
+        mesh: Mesh,
+        axis_name: str = "stage",
+        param_specs: PyTree | None = None,
+        beside: Sequence[PyTree] | None = None,
+        runs: Sequence[tuple[Run, ...]] | None = None,
+    ) -> None:
+        """Lay out the parameters of a model.
+
+        Args:
+          model: the layers.
+          params: one tree per layer, arrays or types.
+          blocks: the layers of each stage of the model.
+          placement: for each stage of the model the device stage that holds it.
+          mesh: the devices.
+          axis_name: the axis of the stages.
+          param_specs: a `PartitionSpec` per leaf over axes inside a stage, or a prefix.
+          beside: one tree per layer of what else must be alike in layers of a run.
+          runs: for each stage of the model its layers in runs; None: rows of equal layers.
+        """
+        model.check_params(params)
+        self._model, self._mesh = model, mesh
+        self.blocks, self.placement = tuple(blocks), tuple(placement)
+        refuse_keys(params)
+        treedefs = [jax.tree.structure(layer) for layer in params]
+        sizes = tuple((a, mesh.shape[a]) for a in mesh.axis_names if a != axis_name)
+        leaves = _leaves_of(params, param_specs, sizes)
+        paths = [leaf_names(layer) for layer in params]
+        self._first = np.cumsum([0, *(d.num_leaves for d in treedefs)]).tolist()
+        also = [str(jax.tree.map(_kind_of, x)) for x in beside or [None] * len(params)]
+        kinds = list(zip(treedefs, map(tuple, leaves), map(tuple, paths), also, strict=True))
+        rows = [runs_of(model.layers, kinds, *block) for block in self.blocks]
+        self.all_runs: list[tuple[Run, ...]] = rows if runs is None else list(runs)
+        self._paths, self._treedefs = paths, treedefs
+        stages: list[list[int]] = [[] for _ in range(mesh.shape[axis_name])]
+        for own, stage in zip(self.all_runs, placement, strict=True):
+            for run in own:
+                # Leaf by leaf, so that those of equal layers are one array.
+                for i in range(treedefs[run.start].num_leaves):
+                    each = range(run.start, run.start + run.count)
+                    stages[stage] += [self._first[layer] + i for layer in each]
+        flat = [leaf for own in leaves for leaf in own]
+        self.packing = StagePacking(
+            outer=jax.tree.structure(params),
+            subtrees=tuple(jax.tree.structure(0) for _ in flat),
+            leaves=tuple((leaf,) for leaf in flat),
+            stages=tuple(map(tuple, stages)),
+            copies=frozenset(self._position(*c) for group in model.tied for c in group[1:]),
+            axis_sizes=sizes,
+            axis_name=axis_name,
+            mesh=mesh,
+        )
+        self.specs = self.packing.staged(self.packing.specs)
+        self._dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
+        held = sum(leaf.size for leaf in flat)
+        shapes = self.packing.shapes.values()
+        self.num_padding: int = sum(int(np.prod(shape)) for shape in shapes) - held
+
+    def _position(self, layer: int, path: str) -> int:
+        return self._first[layer] + self._paths[layer].index(path)
+
+    @property
+    def types(self) -> Staged:
+        """The types of `stack(params)`."""
+        return self.packing.staged(self.packing.buffer_types(self._dtypes))
+
+    def runs(self, model_stage: int) -> tuple[Run, ...]:
+        """Return the layers of a stage of the model, equal ones in a row as one run."""
+        return self.all_runs[model_stage]
+
+    def places(self, run: Run) -> list[LeafPlace]:
+        """Return where the leaves of the first layer of a run lie; those of others follow."""
+        first = self._first[run.start]
+        count = self._treedefs[run.start].num_leaves
+        return [self.packing.places[first + i][0] for i in range(count)]
+
+    def treedef(self, layer: int) -> Any:
+        """Return the structure of a layer's parameters."""
+        return self._treedefs[layer]
+
+    def tied_places(self) -> list[list[LeafPlace]]:
+        """Return where the copies of each tied parameter lie.
+
+        Raises:
+          ValueError: copies that are sharded unlike.
+        """
+        found = []
+        for group in self._model.tied:
+            places = [self.packing.places[self._position(*copy)][0] for copy in group]
+            specs = [place.leaf.spec for place in places]
+            if len(set(specs)) > 1:
+                raise ValueError(
+                    f"`param_specs` must be equal for tied leaves, got {specs} for {group}."
+                )
+            found.append(places)
+        return found
+
+    @property
+    def counted(self) -> Staged:
+        """Which elements are in a norm of all parameters, as `js.clip_by_global_norm` takes it.
+
+        For each buffer a mask that broadcasts to it, of tied parameters with the first copy alone;
+        None where there are no others. `js.clip_by_global_norm` counts like this by itself.
+        """
+        repeated = {name: self.packing.repeated(name, np) for name in self.packing.axes}
+        return self.packing.staged({n: None if x is None else ~x for n, x in repeated.items()})
+
+    def stack(self, params: Sequence[PyTree]) -> Staged:
+        """Return one tree of all stages, from one tree per layer.
+
+        Args:
+          params: arrays of jax or NumPy, or `ShapeDtypeStruct`s; where leaves are tied, the first
+            of a group counts.
+
+        Returns:
+          Buffers on the mesh, each device with its own stage's alone; types stay types.
+
+        Raises:
+          ValueError: parameters of other layers, shapes or dtypes.
+
+        Communication: none between stages if the arrays are on other devices or on the host;
+          else what moving them takes.
+        """
+        self._model.check_params(params)
+        refuse_keys(params)
+        whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
+        if jax.tree.structure(whole) != self.packing.outer:
+            raise ValueError("`params` must have the layers that the layout was made of.")
+        named = zip(leaf_names(whole), jax.tree.leaves(whole), self.packing.leaves, strict=True)
+        for name, x, (leaf,) in named:
+            if x.shape != leaf.shape:
+                raise ValueError(
+                    f"`params` must have {list(leaf.shape)} at {name!r}, got {list(x.shape)}."
+                )
+        return stacked(self.packing, whole, on_mesh=True)
+
+    def unstack(self, buffers: Staged | Mapping[str, Any]) -> PyTree:
+        """Return one tree per layer, from one tree of all stages; padding is left out.
+
+        Arrays on a mesh then lie on it as `param_specs` said, on every stage: of a model that no
+        device can hold, give NumPy arrays.
+        """
+        names = list(self.packing.axes)
+        if not isinstance(buffers, Staged | Mapping) or sorted(buffers) != sorted(names):
+            raise ValueError(
+                f"`buffers` must be {names}, as `stack` makes them, got "
+                f"{list(buffers) if isinstance(buffers, Mapping) else type(buffers).__name__}."
+            )
+        return unstacked(self.packing, dict(buffers.items()))
+
+    def stack_like(self, tree: PyTree) -> PyTree:
+        """Return `tree` with every part that mirrors the parameters stacked, as Adam's moments do.
+
+        Leaves may have further dimensions before their own, such as replicas: as many as those of a
+        part have whose shapes are the parameters'. Those of NumPy stay on the host.
+        """
+        nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.mirrors)
+        num_lead = max(map(self._num_lead, filter(self.packing.mirrors, nodes)), default=0)
+        return structure.unflatten([self._stacked_like(x, num_lead) for x in nodes])
+
+    def unstack_like(self, tree: PyTree) -> PyTree:
+        """Return what `stack_like` was given."""
+
+        def whole(x: Any) -> Any:
+            return unstacked(x.packing, x.buffers) if isinstance(x, Staged) else x
+
+        return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Staged))
+
+    def _num_lead(self, tree: PyTree) -> int:
+        """Dimensions before those of the parameters; 0 where shapes are not the parameters'."""
+        found = set()
+        for part, (leaf,) in zip(
+            self.packing.outer.flatten_up_to(tree), self.packing.leaves, strict=True
+        ):
+            for x in jax.tree.leaves(part):
+                lead = np.ndim(x) - len(leaf.shape)
+                found.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
+        return found.pop() if len(found) == 1 else 0
+
+    def _stacked_like(self, x: Any, num_lead: int) -> Any:
+        if not self.packing.mirrors(x) or not jax.tree.leaves(x):
+            return x
+        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
+        packing = self.packing.like([types] * self.packing.num_stages)
+        return stacked(packing, x, num_lead)
+
+
+def refuse_keys(params: Sequence[PyTree]) -> None:
+    """Raise `ValueError` for PRNG keys among parameters."""
+    is_key = [
+        jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) for x in jax.tree.leaves(params)
+    ]
+    if any(is_key):  # names of thousands of leaves take a while
+        at = is_key.index(True)
+        raise ValueError(
+            f"`params` must hold numbers, got {leaf_names(params)[at]!r} of type "
+            f"{jnp.result_type(jax.tree.leaves(params)[at])}: pass PRNG keys as `rng`, of which "
+            "each layer that takes `key` gets its own."
+        )
+
+
+def _leaves_of(
+    params: Sequence[PyTree], param_specs: PyTree | None, sizes: tuple[tuple[str, int], ...]
+) -> list[list[Leaf]]:
+    """The leaves of each layer.
+
+    Raises:
+      ValueError: specs that don't fit the parameters.
+    """
+    found = []
+    for layer, specs in zip(params, specs_of_layers(params, param_specs), strict=True):
+        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), specs, strict=True)
+        found.append([_leaf(name, x, spec, dict(sizes)) for name, x, spec in leaves])
+    return found
+
+
+def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
+    leaf = Leaf(jnp.shape(x), spec, "")
+    if unknown := sorted(leaf.axes - set(sizes)):
+        others = ", ".join(map(repr, sizes)) or "none"
+        raise ValueError(
+            f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
+            f"the axes of `mesh` inside a stage: {others}."
+        )
+    for size, entry in zip(leaf.shape, spec, strict=False):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        parts = int(np.prod([sizes[a] for a in names]))
+        if size % parts:
+            raise ValueError(
+                f"`param_specs` has {spec} for {name!r} of shape {list(leaf.shape)}, whose "
+                f"dimension of {size} does not divide by the {parts} devices along {names}."
+            )
+    return leaf._replace(
+        buffer=buffer_name(jnp.result_type(x), [a for a in sizes if a in leaf.axes])
+    )
+
+
+def _kind_of(x: Any) -> str:
+    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def _as_array(x: Any) -> Any:
+    """`x`, or the array that jax makes of a number of Python."""
+    return np.asarray(x, jnp.result_type(x)) if isinstance(x, int | float | complex) else x

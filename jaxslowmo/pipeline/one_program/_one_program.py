@@ -1,0 +1,251 @@
+"""All stages as one program, behind the loss function of a pipeline."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..._support.types import PyTree
+from ...mesh import only_over, varying_axes
+from ...tree import Staged
+from ..model import Loss, LossTerms, without_state
+from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
+from ._scan import Activations, Device, Scan
+from ._tick_table import (
+    Half,
+    TickTable,
+    forward_ticks,
+    nothing,
+    tick_table,
+    writes_in_branches,
+)
+
+
+class OneProgram(Pipelined):
+    """A pipeline whose stages are one program, a scan over the table of its schedule."""
+
+    @cached_property
+    def _table(self) -> TickTable:
+        return tick_table(self.schedule)
+
+    @cached_property
+    def _forward_table(self) -> TickTable:
+        return tick_table(self.schedule, forward_ticks(self.schedule))
+
+    def execute(
+        self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
+    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+        """Map one step over the stages and the data axes; see `Pipelined.execute`."""
+        plan, table = self.plan, self._table if differentiates else self._forward_table
+        context, axis_name = jax.sharding.get_abstract_mesh(), plan.axis_name
+        manual = frozenset(context.manual_axes)
+        if self.schedule.num_stages > 1:
+            _check_not_mapped(axis_name, manual)
+        # Between devices along an axis that is mapped already the caller has split the batch.
+        data_axes = tuple(a for a in self.data_axes if a not in manual)
+        outer_axes = tuple(a for a in self.data_axes if a in manual)
+        shares = {a: self.mesh.shape[a] for a in data_axes}
+        microbatches = in_microbatches(batch, self.schedule.num_microbatches, shares)
+        if plan.batch_memory == "host":
+            microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
+        mapped_here = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
+        specs = {name: only_over(spec, mapped_here) for name, spec in self.layout.specs.items()}
+        of_grads = {
+            name: spec
+            for name, spec in specs.items()
+            if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
+        }
+        arguments = stacked.buffers, states, microbatches, rng
+        axes = {axis_name, *mapped_here}.union(*map(varying_axes, jax.tree.leaves(arguments)))
+        mesh = self.mesh if context.empty else context
+        ending = Ending(plan, data_axes, outer_axes)
+        step: Any = OneProgramStep(plan, table, ending, tuple(sorted(axes)), differentiates)
+        of_batch = microbatch_specs(microbatches, data_axes)
+        of_states = P(axis_name) if axis_name in mapped_here else P()
+        if mapped_here:  # not mapped already, as an axis of one stage may be
+            step = jax.shard_map(
+                step,
+                mesh=mesh,
+                axis_names=mapped_here,
+                in_specs=(specs, of_states, of_batch, P()),
+                out_specs=(P(), of_states, of_grads),
+            )
+        microbatches = _laid_out(microbatches, of_batch, mesh)
+        value, after, grads = step(stacked.buffers, states, microbatches, rng)
+        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
+        return (value, after), self.layout.packing.staged({**none, **grads})
+
+
+@dataclass(frozen=True)
+class OneProgramStep:
+    """Loss and gradients of a batch, as a function that is mapped over stages and data axes.
+
+    Attributes:
+      plan: the pipeline.
+      table: what each device stage does in each tick.
+      ending: what is done with the sums of all ticks.
+      axes: all axes that some value varies over.
+      differentiates: whether there are gradients.
+    """
+
+    plan: Plan
+    table: TickTable
+    ending: Ending
+    axes: tuple[str, ...]
+    differentiates: bool
+
+    def __call__(
+        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
+    ) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
+        """Return loss and metrics, equal on all devices; model state and gradients of a stage."""
+        device = self._device(buffers, states, batch, rng)
+        scan = self._scan(device)
+        totals = scan.run(device)
+        value, terms = self.ending.loss(totals.loss, scan.loss.total.dtype)
+        grads = self.ending.gradients(totals, terms) if self.differentiates else {}
+        return value, self.ending.states(totals), grads
+
+    def _device(
+        self, buffers: dict[str, Any], states: dict[str, Any], batch: PyTree, rng: Any
+    ) -> Device:
+        plan, ending = self.plan, self.ending
+        whole = {name: gathered(x[0], ending.spec(name)) for name, x in buffers.items()}
+        if rng is not None:
+            for name in ending.data_axes:
+                rng = jax.random.fold_in(rng, lax.axis_index(name))
+        device = Device(
+            buffers=whole,
+            states={name: x[0] for name, x in states.items()},
+            layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
+            batch=batch,
+            rng=rng,
+            shifts=plan.shifts,
+            axes=self.axes,
+            axis_name=plan.axis_name,
+        )
+        return device.varied()
+
+    def _scan(self, device: Device) -> Scan:
+        """Return the program, for values of the types that a device has."""
+        plan = self.plan
+        zero = jnp.zeros((), jnp.int32)
+        microbatch = device.vary(device.microbatch(Half(*[zero] * 6, arrivals=())))
+        weights = [kind.weights.read(device.buffers, 0) for kind in plan.kinds]
+        states = [kind.states and kind.states.read(device.states, 0) for kind in plan.kinds]
+        activations, loss = self._types(weights, states, microbatch)
+        programs = None
+        if self.differentiates:
+            x = device.vary(activations.tree(nothing(activations.types)))
+            programs = [
+                plan.stage_program(
+                    kind, leaves, kind.given(None if kind.is_first else x, state), microbatch
+                )
+                for kind, leaves, state in zip(plan.kinds, weights, states, strict=True)
+            ]
+        return Scan(
+            plan=plan,
+            table=self.table,
+            programs=programs,
+            activations=activations,
+            loss=loss,
+            in_branches=writes_in_branches(plan.mesh),
+        )
+
+    def _types(
+        self, weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+    ) -> tuple[Activations, LossTerms]:
+        """Return what travels, and what the last stage gives, from tracing all stages in order."""
+
+        def one_after_the_other(
+            weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
+        ) -> list[PyTree]:
+            results: list[PyTree] = []
+            known: dict[Any, PyTree] = {}
+            x = None
+            for i in self.plan.of_stage:
+                # Of a stage that is like one before and is given the like, the result is known.
+                key = int(i), str(jax.tree.map(jax.typeof, x))
+                if key not in known:
+                    kind = self.plan.kinds[i]
+                    known[key] = kind.fn(weights[i], kind.given(x, states[i]), microbatch)
+                x = without_state(known[key])
+                results.append(x)
+            return results
+
+        types = jax.tree.map(jax.typeof, (weights, states, microbatch))
+        results = jax.make_jaxpr(one_after_the_other, return_shape=True)(*types)[1]
+        return activations_of(results[:-1]), results[-1]._replace(state=None)
+
+
+def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Return `tree` as `specs` say over Explicit axes, of whose layout types tell."""
+    explicit = _axes_of_type(mesh, AxisType.Explicit)
+
+    def place(x: jax.Array, spec: P) -> jax.Array:
+        own = only_over(spec, explicit)
+        return jax.sharding.reshard(x, NamedSharding(mesh, own)) if any(own) else x
+
+    return jax.tree.map(place, tree, specs) if explicit else tree
+
+
+def _automatic(spec: P) -> P | None:
+    """Return the part of a spec over axes that the compiler handles; None where it has none."""
+    automatic = _axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Auto)
+    return only_over(spec, automatic) if any(only_over(spec, automatic)) else None
+
+
+def _axes_of_type(mesh: Mesh | AbstractMesh, wanted: AxisType) -> frozenset[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == wanted)
+
+
+def activations_of(results: Sequence[PyTree]) -> Activations:
+    """The one type of what the stages before the last give.
+
+    Args:
+      results: types of their results, in the order of the model.
+
+    Raises:
+      ValueError: two that differ in structure, shapes or dtypes.
+    """
+    if not results:
+        return Activations(jax.tree.structure(()), ())
+    leaves, treedef = jax.tree.flatten(results[0])
+    first = _text(results[0])
+    for k, other in enumerate(results[1:], start=1):
+        if _text(other) != first or jax.tree.structure(other) != treedef:
+            raise ValueError(
+                "`model`: one program sends activations of one type between all stages, and here "
+                f"stage 0 gives {first}, but stage {k} {_text(other)}. Cut the model elsewhere "
+                '(`parts`), let layers give the same type, or use `executor`="host", which does '
+                "not need it."
+            )
+    return Activations(treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+
+
+def _text(tree: PyTree) -> str:
+    return str(jax.tree.map(lambda x: _Type(f"{x.dtype}{list(x.shape)}"), tree))
+
+
+class _Type(str):
+    """A type that prints without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _check_not_mapped(axis_name: str, manual: Collection[str]) -> None:
+    """Raise `ValueError` where the axis of the stages is mapped already."""
+    if axis_name in manual:
+        raise ValueError(
+            f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
+            "pipeline is called, which maps the stages itself. In a step of js.make_train_step it "
+            "stays free if the state's parameters lie as `layout.stack` puts them."
+        )

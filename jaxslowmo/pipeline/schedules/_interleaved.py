@@ -1,0 +1,88 @@
+"""Several chunks per stage, one F and one backward pass in turn."""
+
+from typing import Literal
+
+from ._basic import RowEntry, build, round_robin
+from ._operations import as_sizes
+from ._schedule import Schedule
+
+
+def interleaved(
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    *,
+    warm_up: Literal["few", "all"] = "few",
+    forward_only: bool = False,
+) -> Schedule:
+    """Megatron's interleaved schedule: v chunks per stage, p microbatches of a chunk at a time.
+
+    The bubble is (p - 1) / (v m + p - 1), a v-th of `one_f_one_b`'s, for v times its messages.
+    Idle columns are torch's.
+
+    Args:
+      num_stages: device stages, p >= 1.
+      num_microbatches: microbatches of a step, m; a multiple of p.
+      num_chunks: stages of the model per device stage, v >= 1; stage k of the model lies on
+        device stage k % p.
+      warm_up: forward passes before the first backward pass: "few" are Megatron's
+        2 (p - s - 1) + (v - 1) p; "all" are all of them, as ColossalAI has it for m = p.
+      forward_only: no backward passes, as for evaluation.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      ValueError: a size below 1, m that p does not divide, or an unknown `warm_up`.
+
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
+      arXiv 2104.04473, section 2.2.
+    """
+    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    if num_microbatches % num_stages:
+        raise ValueError(
+            "interleaved: `num_microbatches` must be a multiple of `num_stages` "
+            f"({num_stages}), got {num_microbatches}."
+        )
+    if warm_up not in ("few", "all"):
+        raise ValueError(f'`warm_up` must be "few" or "all", got {warm_up!r}.')
+    turns = [
+        (k % (num_stages * num_chunks) // num_stages, k // (num_stages * num_chunks))
+        for k in range(num_microbatches * num_chunks)
+    ]
+    forward = [
+        RowEntry("F", chunk, turn * num_stages + k % num_stages)
+        for k, (chunk, turn) in enumerate(turns)
+    ]
+    backward = [
+        RowEntry("BW", num_chunks - 1 - chunk, turn * num_stages + k % num_stages)
+        for k, (chunk, turn) in enumerate(turns)
+    ]
+    if forward_only:
+        rows = [forward] * num_stages
+    elif warm_up == "all":
+        rows = [forward + backward] * num_stages
+    else:
+        rows = [
+            _row(stage, num_stages, num_chunks, forward, backward) for stage in range(num_stages)
+        ]
+    return build("interleaved", rows, num_microbatches, round_robin(num_stages, num_chunks))
+
+
+def _row(
+    stage: int, num_stages: int, num_chunks: int, forward: list[RowEntry], backward: list[RowEntry]
+) -> list[RowEntry | None]:
+    """One stage: warm-up, then F and B in turn, then the backward passes that are left."""
+    below = num_stages - 1 - stage
+    warm = min(2 * below + (num_chunks - 1) * num_stages, len(forward))
+    # Until the first gradient can be here: all chunks of p microbatches, down and back up.
+    first_backward = num_chunks * num_stages + 2 * below
+    row: list[RowEntry | None] = [None] * stage
+    row += forward[:warm]
+    row += [None] * (first_backward - warm - stage if warm else 0)
+    for index, step in enumerate(backward):
+        if warm + index < len(forward):
+            row += [forward[warm + index], step]
+        else:  # others have an F here
+            row += [None, step]
+    return row

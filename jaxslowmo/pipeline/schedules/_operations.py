@@ -1,0 +1,205 @@
+"""What a schedule is made of: operations in rows, what each of them waits for, and their order."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ..._support.checks import checked_int
+
+Kind = Literal["F", "B", "W", "BW"]
+KINDS_OF_OPERATION: tuple[Kind, ...] = ("F", "B", "W", "BW")
+TORCH_LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
+"""torch's letters: I is the gradient of the input, W that of the weights, B is both at once."""
+_MEANING = {
+    "F": "the forward pass (F)",
+    "B": "the gradient of the input (I or B)",
+    "W": "the gradient of the weights (W or B)",
+}
+
+
+class Operation(NamedTuple):
+    """What a device stage does at one time: one operation of one microbatch.
+
+    `kind` is "F", the forward pass; "B", the gradient of the stage's input; "W", the gradient of
+    its weights; or "BW", both in one. `chunk` counts the stages of the model that the device
+    stage holds, in the order of the model.
+    """
+
+    kind: Kind
+    stage: int
+    chunk: int
+    microbatch: int
+
+
+Cell = tuple[Operation, ...]
+"""What a stage does in one column of the table: nothing, one operation, or an F and a B."""
+Tick = tuple[Cell, ...]
+"""Per device stage its operations of one tick: none, one, or an F and a B (or BW) after it."""
+
+
+class Done(NamedTuple):
+    """What others wait for: that `kind` of a microbatch is done on a stage of the model.
+
+    "B" is here the gradient of the input, whether "B" or "BW" computes it.
+    """
+
+    kind: Literal["F", "B", "W"]
+    model_stage: int
+    microbatch: int
+
+
+class Work(NamedTuple):
+    """An operation of a table, and what it waits for.
+
+    Attributes:
+      operation: what the device stage does.
+      model_stage: the stage of the model that it computes.
+      gives: what is done after it.
+      needs: what must be done before it: for F the F of the stage of the model before, for B its
+        own F and the B of the stage after, for W its own B.
+    """
+
+    operation: Operation
+    model_stage: int
+    gives: Done
+    needs: tuple[Done, ...]
+
+    @classmethod
+    def of(cls, operation: Operation, model_stage: int, num_model_stages: int) -> "Work":
+        """Return the work of `operation` on a stage of the model."""
+        microbatch = operation.microbatch
+        kind = "B" if operation.kind == "BW" else operation.kind
+        needs: tuple[Done, ...] = ()
+        if kind == "W":
+            needs = (Done("B", model_stage, microbatch),)
+        elif kind == "F" and model_stage:
+            needs = (Done("F", model_stage - 1, microbatch),)
+        elif kind == "B":
+            needs = (Done("F", model_stage, microbatch),)
+            if model_stage + 1 < num_model_stages:
+                needs = (*needs, Done("B", model_stage + 1, microbatch))
+        return cls(operation, model_stage, Done(kind, model_stage, microbatch), needs)
+
+    @property
+    def letters(self) -> str:
+        """The operation in torch's notation, such as "3I0" on stage 3 of the model."""
+        operation = self.operation
+        return f"{self.model_stage}{TORCH_LETTERS[operation.kind]}{operation.microbatch}"
+
+
+def as_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[int, int, int]:
+    """Return the sizes of a schedule, each an int >= 1."""
+    return (
+        checked_int("`num_stages`", num_stages, 1),
+        checked_int("`num_microbatches`", num_microbatches, 1),
+        checked_int("`num_chunks`", num_chunks, 1),
+    )
+
+
+def check_chunks(kind: str, num_chunks: int, rule: int, instead: str) -> None:
+    """Raise unless a device stage holds as many stages of the model as `kind` is made for."""
+    if num_chunks != rule:
+        raise ValueError(f"{kind}: `num_chunks` must be {rule}, got {num_chunks}; {instead}.")
+
+
+def check_cells(
+    name: str,
+    cells: Sequence[Sequence[Cell]],
+    model_stages: Sequence[Sequence[int]],
+    num_microbatches: int,
+) -> None:
+    """Raise unless every operation stands once, in the row of its stage.
+
+    Args:
+      name: the name of the schedule, for messages.
+      cells: what each device stage does in each column.
+      model_stages: the stages of the model that each device stage holds, by chunk.
+      num_microbatches: the number of microbatches of a step.
+    """
+    limits = {"chunk": len(model_stages[0]), "microbatch": num_microbatches}
+    seen: Counter[tuple[str, int, int]] = Counter()
+    for stage, row in enumerate(cells):
+        for cell in row:
+            _check_cell(name, stage, cell, limits)
+            for kinds, _, chunk, microbatch in cell:
+                seen.update((kind, model_stages[stage][chunk], microbatch) for kind in kinds)
+    kinds = "FBW" if any(kind != "F" for kind, _, _ in seen) else "F"
+    for model_stage in range(len(cells) * len(model_stages[0])):
+        for microbatch in range(num_microbatches):
+            for kind in kinds:
+                count = seen[kind, model_stage, microbatch]
+                if count != 1:
+                    raise ValueError(
+                        f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage "
+                        f"{model_stage} of the model must stand in the table once, not {count} "
+                        "times."
+                    )
+
+
+def _check_cell(name: str, stage: int, cell: Cell, limits: dict[str, int]) -> None:
+    kinds = [operation.kind for operation in cell]
+    if len(kinds) > 2 or (len(kinds) == 2 and not (kinds[0] == "F" and kinds[1] in ("B", "BW"))):
+        raise ValueError(
+            f"{name}: operations that share a column must be an F and a B or BW after it, "
+            f"got {kinds} on stage {stage}."
+        )
+    for operation in cell:
+        if operation.kind not in KINDS_OF_OPERATION:
+            raise ValueError(
+                f"{name}: unknown kind {operation.kind!r} of {operation}; the kinds are "
+                f"{', '.join(KINDS_OF_OPERATION)}."
+            )
+        if operation.stage != stage:
+            raise ValueError(
+                f"{name}: the row of stage {stage} holds an operation of stage "
+                f"{operation.stage}: {operation}."
+            )
+        for field, limit in limits.items():
+            if not 0 <= getattr(operation, field) < limit:
+                raise ValueError(f"{name}: `{field}` must be in 0 .. {limit - 1}, got {operation}.")
+
+
+def in_order(
+    name: str, cells: Sequence[Sequence[Sequence[Work]]], placement: Sequence[int]
+) -> list[Work]:
+    """Return all operations, each after those that it needs and those before it in its row.
+
+    Args:
+      name: the name of the schedule, for messages.
+      cells: what each device stage does in each column.
+      placement: for each stage of the model the device stage that holds it.
+
+    Raises:
+      ValueError: the rows wait for each other; names an operation and what it waits for.
+    """
+    rows = [[work for cell in row for work in cell] for row in cells]
+    at = [0] * len(rows)
+    done: set[Done] = set()
+    order: list[Work] = []
+    waiting: dict[Done, int] = {}
+    ready = list(range(len(rows)))
+    while ready:
+        stage = ready.pop()
+        while at[stage] < len(rows[stage]):
+            work = rows[stage][at[stage]]
+            missing = next((needed for needed in work.needs if needed not in done), None)
+            if missing is not None:
+                waiting[missing] = stage
+                break
+            at[stage] += 1
+            order.append(work)
+            done.add(work.gives)
+            if work.gives in waiting:
+                ready.append(waiting.pop(work.gives))
+    if waiting:
+        # One stage's operation, what it waits for, and what stands before that.
+        needed, stage = min(waiting.items(), key=lambda item: item[1])
+        holder = placement[needed.model_stage]
+        waits, blocks = (rows[row][at[row]].letters for row in (stage, holder))
+        what = next(work.letters for work in rows[holder] if work.gives == needed)
+        behind = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
+        raise ValueError(
+            f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which "
+            f"stands on stage {holder} behind {behind}."
+        )
+    return order

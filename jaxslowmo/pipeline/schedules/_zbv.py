@@ -1,0 +1,68 @@
+"""Two chunks per stage in the shape of a V, with backward passes in two parts."""
+
+from collections import Counter
+
+from ._basic import RowEntry, build, v_shaped
+from ._operations import Kind, as_sizes, check_chunks
+from ._schedule import Schedule
+
+
+def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """ZB-V: stage s holds stages s and 2 p - 1 - s of the model, so the loss is where it begins.
+
+    With F = B = W there is no bubble for m >= 2 p - 1, and no stage holds more than 2 p
+    microbatches of one chunk, the p whole ones of the first stage of 1F1B. Order and idle columns
+    are torch's.
+
+    Args:
+      num_stages: device stages, p >= 1.
+      num_microbatches: microbatches of a step, m >= 1.
+      num_chunks: 2.
+
+    Returns:
+      A `Schedule`.
+
+    Raises:
+      ValueError: a size below 1, or other chunks than two.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+    """
+    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    check_chunks("zbv", num_chunks, 2, "a V has two arms")
+    # Rows are those of so many microbatches that the V fills; what is not there is idle.
+    full = max(num_microbatches, 2 * num_stages - 1)
+    rows = [
+        [step if step and step.microbatch < num_microbatches else None for step in row]
+        for row in (_row(stage, num_stages, full) for stage in range(num_stages))
+    ]
+    return build("zbv", rows, num_microbatches, v_shaped(num_stages))
+
+
+def _row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | None]:
+    below = num_stages - stage
+    row: list[RowEntry | None] = [None] * stage
+    count: Counter[tuple[Kind, int]] = Counter()
+
+    def add(*steps: tuple[Kind, int]) -> None:
+        """Each the next microbatch of its kind and chunk."""
+        for kind, chunk in steps:
+            row.append(RowEntry(kind, chunk, count[kind, chunk]))
+            count[kind, chunk] += 1
+
+    down: tuple[Kind, int] = ("F", 0)
+    back_down: tuple[tuple[Kind, int], ...] = ("B", 0), ("W", 0)
+    up: tuple[tuple[Kind, int], ...] = ("F", 1), ("B", 1), ("W", 1)
+    add(*[down] * (2 * below - 1))
+    for _ in range(stage):
+        add(("F", 1), down)
+    for _ in range(below):
+        add(*up)
+    while count["F", 1] < num_microbatches:
+        add(*[down] * (count[down] < num_microbatches), *back_down, *up)
+    for _ in range(stage):
+        add(("B", 0), ("B", 1))
+    for _ in range(below):
+        add(*back_down)
+    add(*[up[-1]] * (num_microbatches - count["W", 1]))
+    add(*[back_down[-1]] * (num_microbatches - count["W", 0]))
+    return row

@@ -1,0 +1,235 @@
+"""The text of an HLO module taken apart: computations, instructions, types, turns of loops."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ._collectives import dtype_of, num_bytes, num_turns
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
+_KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction: `name = type opcode(operands), attributes`."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: dict[str, str]
+
+
+@dataclass
+class Computation:
+    """A computation; instructions are kept as text and parsed when asked for."""
+
+    name: str
+    lines: dict[str, str] = field(default_factory=dict)
+    root: str = ""
+
+    def instruction(self, name: str) -> Instruction | None:
+        return parse_instruction(name, self.lines[name]) if name in self.lines else None
+
+    def type_of(self, name: str) -> str:
+        return _split_type(self.lines.get(name, ""))[0]
+
+    def select(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
+        """Instructions whose text contains a match, in program order."""
+        for name, text in self.lines.items():
+            if opcodes.search(text):
+                yield parse_instruction(name, text)
+
+
+@dataclass(frozen=True)
+class HloModule:
+    """An HLO module: its computations by name and the number of devices it is written for."""
+
+    computations: dict[str, Computation]
+    entry: str
+    num_devices: int
+
+
+def parse_module(text: str) -> HloModule:
+    """Splits the text of a module into computations."""
+    computations: dict[str, Computation] = {}
+    entry, devices = "", 1
+    current: Computation | None = None
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            for key in ("replica_count", "num_partitions"):
+                found = re.search(rf"\b{key}=(\d+)", line)
+                devices *= int(found[1]) if found else 1
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            if match := _INSTRUCTION.match(line):
+                current.lines[match[2]] = match[3]
+                if match[1]:
+                    current.root = match[2]
+        elif match := _COMPUTATION.match(line):
+            current = computations[match[2]] = Computation(match[2])
+            entry = match[2] if match[1] else entry
+    return HloModule(computations, entry, devices)
+
+
+def _end(text: str, start: int) -> int:
+    """Index behind the bracket that closes the one at `start`, quoted text skipped."""
+    stack, quoted, i = [], False, start
+    while i < len(text):
+        char = text[i]
+        if quoted:
+            i += char == "\\"
+            quoted = char != '"'
+        elif char == '"':
+            quoted = True
+        elif char in _CLOSING:
+            stack.append(_CLOSING[char])
+        elif stack and char == stack[-1]:
+            stack.pop()
+            if not stack:
+                return i + 1
+        i += 1
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """Splits at commas outside brackets and quotes."""
+    parts, start, i = [], 0, 0
+    while i < len(text):
+        if text[i] in _CLOSING:
+            i = _end(text, i)
+        elif text[i] == '"':
+            i += 1
+            while i < len(text) and text[i] != '"':
+                i += 2 if text[i] == "\\" else 1
+            i += 1
+        elif text[i] == ",":
+            parts.append(text[start:i].strip())
+            start = i = i + 1
+        else:
+            i += 1
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def _split_type(text: str) -> tuple[str, str]:
+    end = _end(text, 0) if text.startswith("(") else text.find(" ")
+    return (text, "") if end < 0 else (text[:end], text[end:].strip())
+
+
+def parse_instruction(name: str, text: str) -> Instruction:
+    """Parses what stands behind `name = `."""
+    kind, rest = _split_type(text)
+    opening = rest.find("(")
+    closing = _end(rest, opening)
+    operands = re.sub(r"/\*.*?\*/", "", rest[opening + 1 : closing - 1])
+    attributes: dict[str, str] = {}
+    for part in _split(rest[closing:]):
+        key, _, value = part.partition("=")
+        if key == "device_ids":  # belongs to a mesh in replica_groups, in spite of the comma
+            attributes["replica_groups"] += ", " + part
+        else:
+            attributes[key] = value
+    return Instruction(
+        name,
+        kind,
+        rest[:opening],
+        # Some printers repeat the type before the name of an operand.
+        tuple(operand.split()[-1].lstrip("%") for operand in _split(operands)),
+        attributes,
+    )
+
+
+def shapes(type_text: str) -> list[tuple[str, int]]:
+    """(dtype, bytes) of every array in a type; layouts are ignored.
+
+    >>> shapes("(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])")
+    [('bfloat16', 2048), ('uint32', 4)]
+    """
+    found = []
+    for element, dims in _SHAPE.findall(type_text):
+        sizes = [int(d) for d in re.findall(r"\d+", dims)]
+        found.append((dtype_of(element)[0], num_bytes(element, sizes)))
+    return found
+
+
+def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int | None:
+    """Number of iterations of a `while`, or None where the program does not tell.
+
+    TPU code does not state it; there the form `for (i = start; i < stop; i += step)` with constant
+    bounds is recognised.
+    """
+    if known := _KNOWN_TURNS.search(loop.attributes.get("backend_config", "")):
+        return int(known[1])
+    condition = module.computations.get(loop.attributes["condition"].lstrip("%"))
+    body = module.computations.get(loop.attributes["body"].lstrip("%"))
+    if condition is None or body is None:
+        return None
+    compare = condition.instruction(condition.root)
+    if compare is None or compare.attributes.get("direction") != "LT":
+        return None
+    index = _tuple_index(compare.operands[0], condition)
+    stop = _bound(compare.operands[1], condition, body, loop, within)
+    if index is None:
+        return None
+    start = _constant(_element(loop.operands[0], index, within), within)
+    return num_turns(start, stop, _step(_element(body.root, index, body), index, body))
+
+
+def _bound(
+    name: str, condition: Computation, body: Computation, loop: Instruction, within: Computation
+) -> int | None:
+    """A constant, or a carried value that starts as one and that the body hands on."""
+    carried = _tuple_index(name, condition)
+    if carried is None:
+        return _constant(name, condition)
+    handed_on = _element(body.root, carried, body)
+    if handed_on is None or _tuple_index(handed_on, body) != carried:
+        return None
+    return _constant(_element(loop.operands[0], carried, within), within)
+
+
+def _step(name: str | None, index: int, body: Computation) -> int | None:
+    add = _behind_copies(name, body)
+    if add is None or add.opcode != "add":
+        return None
+    for counter, step in (add.operands, add.operands[::-1]):
+        if _tuple_index(counter, body) == index:
+            return _constant(step, body)
+    return None
+
+
+def _behind_copies(name: str | None, within: Computation) -> Instruction | None:
+    found = within.instruction(name) if name else None
+    while found is not None and found.opcode in ("copy", "bitcast"):
+        found = within.instruction(found.operands[0])
+    return found
+
+
+def _element(tuple_name: str, index: int, within: Computation) -> str | None:
+    made = _behind_copies(tuple_name, within)
+    return made.operands[index] if made is not None and made.opcode == "tuple" else None
+
+
+def _tuple_index(name: str, within: Computation) -> int | None:
+    """The element of the carried tuple that a value is."""
+    found = _behind_copies(name, within)
+    if found is None or found.opcode != "get-tuple-element":
+        return None
+    carrier = within.instruction(found.operands[0])
+    if carrier is None or carrier.opcode != "parameter":
+        return None
+    return int(found.attributes["index"])
+
+
+def _constant(name: str | None, within: Computation) -> int | None:
+    found = _behind_copies(name, within)
+    if found is None or found.opcode != "constant" or not found.operands:
+        return None
+    text = found.operands[0]
+    return int(text) if re.fullmatch(r"-?\d+", text) else None

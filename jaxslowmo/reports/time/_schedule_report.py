@@ -1,0 +1,208 @@
+"""`schedule_report`: what a schedule costs a pipeline, as text and as a picture."""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..._support.types import PyTree
+from ...pipeline import HostPipeline, Pipelined, Schedule, schedules
+from ...pipeline.schedules import Simulation
+from ..communication import aligned
+from ._stage_costs import (
+    CompiledPipeline,
+    ModelStage,
+    compiled_figures,
+    held_bytes,
+    message_bytes,
+    model_stages,
+    permuted_bytes,
+    sent_bytes,
+    stages_of,
+)
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """What a schedule costs a model. `str(report)` is the grid with tables.
+
+    Attributes:
+      schedule: which stage computes what when.
+      lockstep: whether the pipeline is one program, whose stages begin each tick together.
+      unit: of costs and times: "FLOP" or "s".
+      stages: the stages of the model.
+      simulation: the step as this pipeline runs it, with these costs.
+      other: the step if stages ran free, of one program; in lockstep, of others.
+      held_bytes: per device stage, the most that it holds of what F and B leave.
+      sent_bytes: per device stage, activations and cotangents that it sends in a step.
+      permuted_bytes: of one program, what one device hands to collective permutes in a step: more
+        than is sent, since every tick permutes.
+      compiled: what the compiled program says, of one program; None where it was not asked for.
+    """
+
+    schedule: Schedule
+    lockstep: bool
+    unit: str
+    stages: tuple[ModelStage, ...]
+    simulation: Simulation
+    other: Simulation
+    held_bytes: tuple[int, ...]
+    sent_bytes: tuple[int, ...]
+    permuted_bytes: int
+    compiled: CompiledPipeline | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time that is idle, as this pipeline runs the schedule."""
+        return self.simulation.bubble
+
+    @cached_property
+    def title(self) -> str:
+        """The schedule with its sizes."""
+        schedule = self.schedule
+        chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+        return (
+            f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
+            f"microbatches{chunks}"
+        )
+
+    def __str__(self) -> str:
+        parts = [[self.title], _facts(self), _by_model_stage(self), _by_device_stage(self)]
+        return "\n\n".join(["\n".join(lines) for lines in parts] + [schedules.grid(self.schedule)])
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draws the step to scale and writes it to a file; its ending decides the format.
+
+        Raises:
+          ModuleNotFoundError: matplotlib, of the extra `train`, is not installed.
+        """
+        how = "one program, in lockstep" if self.lockstep else "each stage as soon as it can"
+        line = f"{how}; time in {self.unit}; bubble {_percent(self.bubble)}"
+        schedules.picture(self.simulation, path, title=self.title, lines=[line])
+
+
+def schedule_report(
+    pipe: Pipelined,
+    batch: PyTree,
+    *,
+    compiled: bool = True,
+    flops_per_second: float | None = None,
+    bytes_per_second: float | None = None,
+) -> ScheduleReport:
+    """Predicts what a schedule costs a model, beside what the compiled program says.
+
+        report = js.schedule_report(pipe, batch)
+        print(report)  # the grid, and tables
+        report.picture("schedule.png")
+
+    Each operation of each stage is compiled for itself, and what the compiler counts in it is its
+    cost. The table of the schedule then gives the bubble, the bytes that stages hold between
+    forward and backward pass, and the bytes that they send. Nothing runs. Compilers count a loop's
+    body once, so a layer with a `lax.scan` of its own counts too little; for times that were
+    measured there is `pipe.schedule.simulate(forward=[...], ...)`.
+
+    Args:
+      pipe: what `js.pipelined` made.
+      batch: arrays or types, one replica's batch, as `pipe.loss_fn` takes it.
+      compiled: compile the program of loss and gradients, too, and read its memory, its permutes
+        and the lengths of its loops; of one program.
+      flops_per_second: speed of a device. With it costs are seconds, not FLOPs.
+      bytes_per_second: speed of the links between stages; needs `flops_per_second`. None: messages
+        take no time.
+
+    Returns:
+      A `ScheduleReport`.
+
+    Raises:
+      ValueError: no pipeline, a batch that does not divide, a speed that is not > 0, or one without
+        the other.
+    """
+    if not isinstance(pipe, Pipelined):
+        raise ValueError(f"`pipe` must be what js.pipelined made, got {type(pipe).__name__}.")
+    speed = _speed("flops_per_second", flops_per_second)
+    link = _speed("bytes_per_second", bytes_per_second)
+    if bytes_per_second is not None and flops_per_second is None:
+        raise ValueError(
+            "`bytes_per_second` needs `flops_per_second`: messages and operations must be in one "
+            "unit, seconds."
+        )
+    schedule, stages = pipe.schedule, stages_of(pipe, batch)
+    made = model_stages(pipe, stages, speed)
+    times = {
+        "forward": [stage.forward for stage in made],
+        "backward_input": [stage.backward_input for stage in made],
+        "backward_weight": [stage.backward_weight for stage in made],
+    }
+    largest = max((message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
+    send = largest / link if bytes_per_second is not None else 0.0
+    lockstep = not isinstance(pipe, HostPipeline)
+    return ScheduleReport(
+        schedule=schedule,
+        lockstep=lockstep,
+        unit="FLOP" if flops_per_second is None else "s",
+        stages=made,
+        simulation=schedule.simulate(**times, send=send, lockstep=lockstep),
+        other=schedule.simulate(**times, send=send, lockstep=not lockstep),
+        held_bytes=held_bytes(schedule, stages),
+        sent_bytes=sent_bytes(schedule, stages),
+        permuted_bytes=permuted_bytes(schedule, stages) if lockstep else 0,
+        compiled=compiled_figures(pipe, batch) if compiled and lockstep else None,
+    )
+
+
+def _speed(name: str, value: float | None) -> float:
+    if value is not None and not value > 0:
+        raise ValueError(f"`{name}` must be > 0, got {value}.")
+    return 1.0 if value is None else value
+
+
+def _facts(report: ScheduleReport) -> list[str]:
+    how = ("in lockstep", "if stages ran free")
+    first, second = how if report.lockstep else ("each stage as soon as it can", "in lockstep")
+    rows = [
+        ["", "predicted", "compiled"],
+        [f"bubble, {first}", _percent(report.bubble), ""],
+        [f"bubble, {second}", _percent(report.other.bubble), ""],
+        [f"time, {report.unit}", f"{report.simulation.time:.4g}", ""],
+    ]
+    if report.lockstep:
+        rows += _of_one_program(report)
+    return aligned(rows if report.compiled else [row[:2] for row in rows])
+
+
+def _of_one_program(report: ScheduleReport) -> list[list[str]]:
+    found = report.compiled
+    rows = [
+        ["ticks", str(len(report.schedule.ticks())), ""],
+        ["permuted bytes, a device", f"{report.permuted_bytes:,}", ""],
+        ["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""],
+    ]
+    if found is None:
+        return rows
+    rows[0][-1] = ", ".join(map(str, found.trip_counts))
+    rows[1][-1] = f"{found.permuted_bytes:,}"
+    return [*rows, ["temporary bytes, a device", "", f"{found.temp_bytes:,}"]]
+
+
+def _by_model_stage(report: ScheduleReport) -> list[str]:
+    head = ["model stage", "on stage", "layers", f"F, {report.unit}", "B", "W", "temp bytes"]
+    rows = [[*head, "stash bytes", "kept for W"]]
+    for k, stage in enumerate(report.stages):
+        costs = (stage.forward, stage.backward_input, stage.backward_weight)
+        layers = f"{stage.layers[0]} to {stage.layers[1] - 1}"
+        sizes = (stage.temp_bytes, stage.stash_bytes, stage.kept_bytes)
+        cells = (*(f"{cost:.4g}" for cost in costs), *(f"{size:,}" for size in sizes))
+        rows.append([str(k), str(stage.stage), layers, *cells])
+    return aligned(rows)
+
+
+def _by_device_stage(report: ScheduleReport) -> list[str]:
+    rows = [["stage", "stash", "held bytes", "messages", "sent bytes"]]
+    for stage, held in enumerate(report.held_bytes):
+        counts = report.schedule.stash[stage], report.schedule.sends[stage]
+        sent = report.sent_bytes[stage]
+        rows.append([str(stage), str(counts[0]), f"{held:,}", str(counts[1]), f"{sent:,}"])
+    return aligned(rows)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

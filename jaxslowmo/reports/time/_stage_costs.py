@@ -1,0 +1,291 @@
+"""What the stages of a pipeline cost, hold and send, as the compiler and the schedule count."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._support.types import PyTree
+from ...pipeline import Pipelined, Schedule, StageProgram, split_stage
+from ...pipeline.model import Keyed, WithState, without_state
+from ..communication import comm_report_of
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """One stage of the model.
+
+    Attributes:
+      stage: the device stage that holds it.
+      layers: [start, end) of its layers.
+      forward: cost of F.
+      backward_input: of B; of the whole backward pass, where the schedule does not split it.
+      backward_weight: of W; 0 where the schedule does not split the backward pass.
+      temp_bytes: of the operation, compiled for itself, that takes most memory beside its arguments
+        and results.
+      stash_bytes: what F leaves for the backward pass of a microbatch.
+      kept_bytes: what B leaves for W besides.
+    """
+
+    stage: int
+    layers: tuple[int, int]
+    forward: float
+    backward_input: float
+    backward_weight: float
+    temp_bytes: int
+    stash_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True)
+class CompiledPipeline:
+    """What the compiled program of loss and gradients says of itself, for one device.
+
+    Attributes:
+      temp_bytes: memory for all that is neither argument nor result.
+      permutes: collective permutes over the stages that a step executes.
+      permuted_bytes: what a device hands to them.
+      trip_counts: of the loops around them, in ticks.
+    """
+
+    temp_bytes: int
+    permutes: int
+    permuted_bytes: int
+    trip_counts: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class StageTypes:
+    """A stage of the model, and the types of what it is given.
+
+    Attributes:
+      program: its operations.
+      weights: parameters of its layers.
+      x: what the stage before gives; None of the first one.
+      microbatch: what one device has of a microbatch.
+    """
+
+    program: StageProgram
+    weights: PyTree
+    x: PyTree
+    microbatch: PyTree
+
+    @property
+    def cotangent(self) -> PyTree:
+        """Type of the cotangent of its result; None for leaves that have none."""
+        return jax.tree.map(lambda y: y if is_floating(y) else None, self.program.y)
+
+
+def stages_of(pipe: Pipelined, batch: PyTree) -> list[StageTypes]:
+    """Return the stages of a model, for a batch as the pipeline is given it.
+
+    Raises:
+      ValueError: a batch whose leading dimension the microbatches of all shares do not divide.
+    """
+    model, blocks = pipe.model, pipe.layout.blocks
+    types, states = pipe.layout.unstack(pipe.layout.types), None
+    if pipe.state_layout is not None:
+        states = pipe.state_layout.unstack(pipe.state_layout.types)
+    microbatch = _microbatch(pipe, batch)
+    if model.takes_key:
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        microbatch = Keyed(microbatch, key, jax.ShapeDtypeStruct((), jnp.int32))
+    stages: list[StageTypes] = []
+    x: PyTree = None
+    for start, end in blocks:
+        weights = tuple(types[start:end])
+        # Layers are written out: of a loop the compiler counts one turn.
+        fn, is_last = model.stage(start, end), end == len(model.layers)
+        given = x if states is None else WithState(x, list(states[start:end]))
+        program = split_stage(fn, weights, given, microbatch, loss=is_last, remat=pipe.remat)
+        stages.append(StageTypes(program, weights, given, microbatch))
+        x = without_state(program.y)
+    return stages
+
+
+def num_bytes(types: PyTree) -> int:
+    """Of all arrays of a tree of types."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
+
+
+def is_floating(x: Any) -> bool:
+    """Whether an array of this type has a cotangent."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
+    """Types of one device's part of one microbatch."""
+    microbatches = pipe.schedule.num_microbatches
+    num_shares = math.prod(pipe.mesh.shape[axis] for axis in pipe.data_axes)
+    count = microbatches * num_shares
+    examples = max((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
+
+    def part(x: Any) -> jax.ShapeDtypeStruct:
+        shape = tuple(jnp.shape(x))
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        if examples and (not shape or shape[0] == 1 < examples):  # shared by all of them
+            return jax.ShapeDtypeStruct(shape, dtype)
+        if not shape or shape[0] % count or not shape[0]:
+            raise ValueError(
+                f"`batch`: leading dimensions must divide by {count}, {microbatches} microbatches "
+                f"* {num_shares} devices that share each, got a leaf of shape {shape}."
+            )
+        return jax.ShapeDtypeStruct((shape[0] // count, *shape[1:]), dtype)
+
+    return jax.tree.map(part, batch)
+
+
+class Cost(NamedTuple):
+    """Of one compiled operation, on one device.
+
+    Attributes:
+      flops: floating-point operations.
+      temp_bytes: memory for what is neither argument nor result.
+    """
+
+    flops: float = 0.0
+    temp_bytes: int = 0
+
+
+def model_stages(
+    pipe: Pipelined, stages: Sequence[StageTypes], speed: float
+) -> tuple[ModelStage, ...]:
+    """Return what F, B and W of each stage of the model cost, and what they leave.
+
+    Where the schedule does not split the backward pass, all of it counts as B.
+
+    Args:
+      pipe: the pipeline.
+      stages: the stages of its model.
+      speed: floating-point operations in a unit of cost.
+    """
+    count, schedule = _Compiler(), pipe.schedule
+    made = []
+    for k, stage in enumerate(stages):
+        program, dy = stage.program, stage.cotangent
+        costs = [count(program.forward, stage.weights, stage.x, stage.microbatch)]
+        given = stage.weights, stage.microbatch, program.stash
+        if schedule.splits:
+            costs.append(count(program.backward_input, *given, dy))
+            costs.append(count(program.backward_weight, *given, program.kept))
+        elif not schedule.forward_only:
+            costs.append(count(program.backward, *given, dy))
+        flops = [cost.flops / speed for cost in costs] + [0.0] * (3 - len(costs))
+        made.append(
+            ModelStage(
+                schedule.placement[k],
+                pipe.layout.blocks[k],
+                *flops,
+                temp_bytes=max(cost.temp_bytes for cost in costs),
+                stash_bytes=num_bytes(program.stash),
+                kept_bytes=num_bytes(program.kept) if schedule.splits else 0,
+            )
+        )
+    return tuple(made)
+
+
+class _Compiler:
+    """Compiles operations, equal ones once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Cost] = {}
+
+    def __call__(self, fn: Callable[..., Any], *types: Any) -> Cost:
+        lowered = jax.jit(fn).lower(*types)
+        text = lowered.as_text()
+        if text not in self._known:
+            compiled = lowered.compile()
+            found: Any = compiled.cost_analysis() or {}
+            memory: Any = compiled.memory_analysis()
+            self._known[text] = Cost(float(found.get("flops", 0.0)), int(memory.temp_size_in_bytes))
+        return self._known[text]
+
+
+def held_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
+    """Per device stage, the most bytes that it holds at once of what F and B leave.
+
+    What F leaves is held until its W (or BW) is done, what B leaves for W from B to W.
+    """
+    if schedule.forward_only:
+        return (0,) * schedule.num_stages
+    left = [num_bytes(stage.program.stash) for stage in stages]
+    kept = [num_bytes(stage.program.kept) for stage in stages]
+    most = []
+    for row in schedule.rows:
+        now = peak = 0
+        for operation in filter(None, row):
+            k = schedule.model_stage(operation)
+            now += {"F": left[k], "B": kept[k]}.get(operation.kind, 0)
+            peak = max(peak, now)
+            now -= {"W": left[k] + kept[k], "BW": left[k]}.get(operation.kind, 0)
+        most.append(peak)
+    return tuple(most)
+
+
+def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
+    """Per device stage, the bytes of activations and cotangents that it sends in a step."""
+    sent = [0] * schedule.num_stages
+    for row in schedule.rows:
+        for operation in filter(None, row):
+            if schedule.is_sent(operation):
+                model_stage = schedule.model_stage(operation)
+                sent[operation.stage] += message_bytes(stages, model_stage, operation.kind)
+    return tuple(sent)
+
+
+def message_bytes(stages: Sequence[StageTypes], model_stage: int, kind: str) -> int:
+    """What a stage of the model sends after F, an activation, or after B, a cotangent of one."""
+    if kind == "F":
+        return num_bytes(without_state(stages[model_stage].program.y))
+    return num_bytes(
+        [x for x in jax.tree.leaves(without_state(stages[model_stage].x)) if is_floating(x)]
+    )
+
+
+def permuted_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> int:
+    """What one device hands to collective permutes in a step of one program.
+
+    In every tick an activation and a cotangent for each distance between neighbouring stages,
+    whether or not there is one to send.
+    """
+    if len(stages) == 1:
+        return 0
+    placement = schedule.placement
+    distances = {(b - a) % schedule.num_stages for a, b in pairwise(placement)} - {0}
+    each = message_bytes(stages, 0, "F")
+    if not schedule.forward_only:
+        each += message_bytes(stages, 1, "B")
+    return len(schedule.ticks()) * len(distances) * each
+
+
+def compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
+    """Of the program of loss and gradients, or of the loss of a forward-only schedule."""
+    stacked = pipe.layout.types
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    more: dict[str, Any] = {}
+    if pipe.model.takes_key:
+        more["rng"] = jax.eval_shape(lambda: jax.random.key(0))
+    if pipe.state_layout is not None:
+        more["model_state"] = pipe.state_layout.types
+
+    def loss(stacked: PyTree, batch: PyTree, more: dict[str, Any]) -> Any:
+        return pipe.loss_fn(stacked, batch, **more)
+
+    program: Any = loss
+    if not pipe.schedule.forward_only:
+        has_aux = isinstance(jax.eval_shape(loss, stacked, types, more), tuple)
+        program = jax.value_and_grad(loss, has_aux=has_aux)
+    compiled = jax.jit(program).lower(stacked, types, more).compile()
+    report = comm_report_of(compiled, mesh=pipe.mesh)
+    rows = report.select(collective="collective-permute")
+    memory: Any = compiled.memory_analysis()
+    return CompiledPipeline(
+        temp_bytes=int(memory.temp_size_in_bytes),
+        permutes=sum(row.count for row in rows),
+        permuted_bytes=sum(row.bytes for row in rows),
+        trip_counts=tuple(sorted({row.trip_count for row in rows}, key=str)),
+    )

@@ -1,0 +1,296 @@
+"""A stage's backward pass in two parts: equal gradients, no work twice, nothing kept in vain."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+from jaxslowmo.pipeline.stage import split_stage
+from support.split_stages import Compiled, close, compiled
+
+WIDTH, HEADS, LENGTH, BATCH = 128, 2, 16, 2
+KEYS = jax.random.split(jax.random.key(0), 8)
+
+
+def normal(key: int, *shape: int) -> jax.Array:
+    """Random weights or activations."""
+    return jax.random.normal(KEYS[key], shape) / 8
+
+
+def norm(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """A layer norm with scale and bias."""
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+
+def block(w: dict[str, Any], x: jax.Array, microbatch: dict[str, jax.Array]) -> jax.Array:
+    """A transformer block whose products run in the type of `x`."""
+    kind = x.dtype
+    h = norm(w["norm"], x.astype(jnp.float32)).astype(kind)
+    split = (h @ w["qkv"].astype(kind)).reshape(*x.shape[:2], 3, HEADS, -1).transpose(2, 0, 3, 1, 4)
+    q, k, v = split
+    segments = microbatch["segments"]
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    scores = jnp.where(same, q @ k.swapaxes(2, 3), jnp.asarray(-1e9, kind))
+    mixed = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(x.shape)
+    x = x + mixed @ w["out"].astype(kind)
+    return x + jax.nn.gelu(x @ w["up"].astype(kind) + w["bias"].astype(kind)) @ w["down"].astype(
+        kind
+    )
+
+
+WEIGHTS = {
+    "norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
+    "qkv": normal(0, WIDTH, 3 * WIDTH),
+    "out": normal(1, WIDTH, WIDTH),
+    "up": normal(2, WIDTH, 4 * WIDTH),
+    "bias": normal(3, 4 * WIDTH),
+    "down": normal(4, 4 * WIDTH, WIDTH),
+}
+MICROBATCH = {"segments": jnp.arange(LENGTH)[None] // 8 + jnp.zeros((BATCH, 1), jnp.int32)}
+
+
+@pytest.fixture(scope="module")
+def one_block() -> Compiled:
+    """A transformer block in float32."""
+    return compiled(block, WEIGHTS, normal(5, BATCH, LENGTH, WIDTH), MICROBATCH)
+
+
+def test_gradients_are_those_of_the_whole_backward_pass(one_block: Compiled) -> None:
+    close(one_block.gradients, one_block.expected)
+
+
+def test_no_work_is_done_twice(one_block: Compiled) -> None:
+    flops = one_block.flops
+    assert flops["B"] + flops["W"] <= 1.001 * flops["BW"]
+    # Each part does its share: a product for the input and one for the weights per product of F.
+    assert 0.4 * flops["BW"] < flops["W"] < 0.6 * flops["BW"]
+
+
+def test_stash_and_kept_hold_nothing_that_is_at_hand(one_block: Compiled) -> None:
+    program = one_block.program
+    weight_shapes = {w.shape for w in jax.tree.leaves(WEIGHTS)}
+    weight_shapes |= {shape[::-1] for shape in weight_shapes}
+    between = [*program.stash, *program.kept]
+    assert not [t for t in between if t.shape in weight_shapes]
+    # No mask, which the microbatch determines, and no integer of it.
+    assert {t.dtype for t in between} == {jnp.dtype("float32")}
+
+
+def test_a_layout_of_a_smaller_array_is_not_stashed() -> None:
+    def scale(w: jax.Array, x: jax.Array, _: None) -> jax.Array:
+        mean = x.mean(-1, keepdims=True)
+        return jnp.broadcast_to(mean, x.shape) * x * w
+
+    x = normal(0, 4, 8)
+    run = compiled(scale, jnp.ones(8), x, None)
+    close(run.gradients, run.expected)
+    assert sorted(t.shape for t in run.program.stash) == [(4, 1), (4, 8), (4, 8)]
+
+
+def test_remat_stashes_the_input_alone() -> None:
+    x = normal(5, BATCH, LENGTH, WIDTH).astype(jnp.bfloat16)
+    run = compiled(block, WEIGHTS, x, MICROBATCH, remat=True)
+    assert [(t.shape, t.dtype) for t in run.program.stash] == [(x.shape, x.dtype)]
+    close(run.gradients, run.expected, 0.02)
+    flops = run.flops
+    assert flops["B"] + flops["W"] <= 1.002 * flops["BW"]  # casts of the few weights, in both parts
+    assert flops["W"] < 0.4 * flops["BW"]
+
+
+def dense(w: Any, x: jax.Array, _: Any) -> jax.Array:
+    return jnp.tanh(x @ w["k"] + w["b"])
+
+
+SMALL = {"k": normal(0, 4, 4), "b": normal(1, 4)}
+
+
+def test_checkpointed_calls_are_opened() -> None:
+    fn = jax.checkpoint(lambda w, x: dense(w, jnp.sin(x), None))
+    run = compiled(lambda w, x, _: fn(w, fn(w, x)), SMALL, normal(2, 3, 4), None)
+    close(run.gradients, run.expected)
+    assert [t.shape for t in run.program.stash] == [(3, 4)] * 2
+    assert all(t.shape == (3, 4) for t in run.program.kept)  # activations, no gradient of weights
+
+
+def test_a_conditional_belongs_to_one_part() -> None:
+    def either(w: Any, x: jax.Array, _: None) -> jax.Array:
+        return lax.cond(x[0, 0] > 0, lambda: dense(w, x, None), lambda: x)
+
+    run = compiled(either, SMALL, normal(2, 3, 4), None)
+    close(run.gradients, run.expected)
+
+
+class Activation(NamedTuple):
+    value: dict[str, jax.Array]
+    mask: jax.Array
+    step: jax.Array
+
+
+def masked(w: Any, x: Activation, microbatch: Any) -> Activation:
+    value = dense(w, x.value["h"], None) * x.mask[:, None] + microbatch["bias"]
+    return Activation({"h": value}, x.mask, x.step + 1)
+
+
+def test_leaves_without_cotangents_pass_along() -> None:
+    x = Activation({"h": normal(2, 3, 4)}, jnp.array([True, False, True]), jnp.int32(3))
+    weights = {**SMALL, "version": jnp.int32(7)}
+    program = split_stage(masked, weights, x, {"bias": jnp.ones(4)})
+    y, stash = program.forward(weights, x, {"bias": jnp.ones(4)})
+    assert int(y.step) == 4
+    dy = Activation({"h": jnp.ones((3, 4))}, None, np.zeros((), jax.dtypes.float0))  # type: ignore[arg-type]
+    dx, kept = program.backward_input(weights, {"bias": jnp.ones(4)}, stash, dy)
+    dw = program.backward_weight(weights, {"bias": jnp.ones(4)}, stash, kept)
+    assert dx.mask is None
+    assert dx.step is None
+    assert dw["version"] is None
+    expected = jax.grad(
+        lambda w, h: masked(w, x._replace(value={"h": h}), {"bias": 1.0}).value["h"].sum(), (0, 1)
+    )(SMALL, x.value["h"])
+    close(({n: dw[n] for n in SMALL}, dx.value["h"]), expected)
+    # No cotangent at all: zeros.
+    dx, dw = program.backward(
+        weights, {"bias": jnp.ones(4)}, stash, Activation({"h": None}, None, None)
+    )
+    assert not np.any(dx.value["h"])
+    assert not np.any(dw["k"])
+
+
+def embed(w: Any, x: Any, microbatch: Any) -> jax.Array:
+    tokens = microbatch if x is None else x
+    return w["table"][tokens] @ w["k"]
+
+
+@pytest.mark.parametrize("as_x", [True, False])
+def test_a_first_stage_of_tokens_is_all_weights(as_x: bool) -> None:
+    tokens, weights = jnp.arange(6) % 5, {"table": normal(2, 5, 4), "k": SMALL["k"]}
+    x, microbatch = (tokens, None) if as_x else (None, tokens)
+    program = split_stage(embed, weights, x, microbatch)
+    y, stash = program.forward(weights, x, microbatch)
+    dx, kept = program.backward_input(weights, microbatch, stash, jnp.cos(y))
+    assert dx is None
+    close(list(kept), [jnp.cos(y)])
+    # The tokens themselves only where they are x, and the rows that were looked up.
+    assert len(program.stash) == 1 + as_x
+    expected = jax.grad(lambda w: jnp.sin(embed(w, None, tokens)).sum())(weights)
+    close(program.backward_weight(weights, microbatch, stash, kept), expected)
+
+
+def test_cotangents_of_a_loss_seed_only_the_loss() -> None:
+    def loss(w: Any, x: jax.Array, labels: jax.Array) -> Any:
+        error = dense(w, x, None) - labels
+        return jnp.mean(error**2), {"worst": jnp.max(error), "count": jnp.int32(3)}
+
+    x, labels = normal(2, 3, 4), normal(3, 3, 4)
+    program = split_stage(loss, SMALL, x, labels, loss=True)
+    (value, metrics), stash = program.forward(SMALL, x, labels)
+    expected, gradients = jax.value_and_grad(lambda w, v: loss(w, v, labels)[0], (1, 0))(SMALL, x)
+    close(value, expected)
+    assert int(metrics["count"]) == 3
+    close(program.backward(SMALL, labels, stash, 1.0), gradients)
+    close(program.backward(SMALL, labels, stash, (jnp.float32(1.0), metrics)), gradients)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_program_switches_between_the_parts(check_vma: bool) -> None:
+    mesh = js.make_mesh({"replica": 2, "stage": 2})
+    x = Activation({"h": normal(2, 4, 4)}, jnp.arange(4) > 0, jnp.zeros(4, jnp.int32))
+
+    def per_device(w: Any, x: Activation) -> Any:
+        w = jax.tree.map(lambda a: a[0], w)
+        if check_vma:
+            w, x = vary(w, "replica"), vary(x, "stage")
+        microbatch = {"bias": jnp.float32(1)}
+        program = split_stage(masked, w, x, microbatch)
+        dy = jax.tree.map(lambda t: jnp.ones(t.shape, t.dtype), program.y)
+        dy = vary(vary(dy, "stage"), "replica") if check_vma else dy
+
+        def forward(carry: Any) -> Any:
+            return program.forward(w, x, microbatch)[1], carry[1]
+
+        def backward(carry: Any) -> Any:
+            _, kept = program.backward_input(w, microbatch, carry[0], dy)
+            dw = program.backward_weight(w, microbatch, carry[0], kept)
+            return carry[0], jax.tree.map(jnp.add, carry[1], dw)
+
+        def empty(t: Any) -> jax.Array:
+            zeros = jnp.zeros(t.shape, t.dtype)
+            return vary(vary(zeros, "stage"), "replica") if check_vma else zeros
+
+        def tick(carry: Any, operation: jax.Array) -> tuple[Any, None]:
+            return lax.switch(operation, [forward, backward], carry), None
+
+        stash = tuple(map(empty, program.stash))
+        carry, _ = lax.scan(tick, (stash, jax.tree.map(empty, w)), jnp.array([0, 1, 0, 1]))
+        return jax.tree.map(lambda g: g[None, None], carry[1])
+
+    weights = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), SMALL)
+    specs: dict[str, Any] = {"in_specs": (P("stage"), P("replica")), "check_vma": check_vma}
+    mapped = jax.shard_map(per_device, mesh=mesh, out_specs=P("replica", "stage"), **specs)
+    found = jax.jit(mapped)(weights, x)
+    for replica in range(2):
+        local = jax.tree.map(lambda v, r=replica: v[2 * r : 2 * r + 2], x)
+        for stage in range(2):
+            own = jax.tree.map(lambda a, s=stage: a[s], weights)
+            whole = jax.grad(lambda w, x: 2 * masked(w, x, {"bias": 1.0}).value["h"].sum())
+            close(jax.tree.map(lambda g, i=(replica, stage): g[i], found), whole(own, local))
+
+
+def vary(tree: Any, axis: str) -> Any:
+    return jax.tree.map(lambda v: lax.pcast(v, axis, to="varying"), tree)
+
+
+def test_what_varies_more_than_traced_is_refused() -> None:
+    mesh = js.make_mesh({"stage": 2})
+
+    def per_device(x: jax.Array) -> jax.Array:
+        program = split_stage(dense, SMALL, jax.ShapeDtypeStruct((2, 4), jnp.float32), None)
+        return program.forward(SMALL, x, None)[0]
+
+    with pytest.raises(ValueError, match="`x`: leaf 0 varies over 'stage', but did not"):
+        jax.eval_shape(
+            jax.shard_map(per_device, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")),
+            jnp.ones((4, 4)),
+        )
+
+
+def test_side_effects_stay(capfd: pytest.CaptureFixture[str]) -> None:
+    def noisy(w: Any, x: jax.Array, _: None) -> jax.Array:
+        jax.debug.print("forward {}", x[0, 0])
+        return dense(w, x, None)
+
+    program = split_stage(noisy, SMALL, jnp.ones((1, 4)), None)
+    jax.jit(program.forward)(SMALL, jnp.ones((1, 4)), None)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("forward") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda p, s: p.forward(SMALL, jnp.ones((2, 4)), None),
+            r"`x`: leaf 0 must be float32\[3,4\]",
+        ),
+        (lambda p, s: p.forward(SMALL["k"], jnp.ones((3, 4)), None), "`weights` must be the tree"),
+        (lambda p, s: p.backward(SMALL, None, s, {"y": jnp.ones(3)}), "leaf 0 must be .* got dict"),
+        (lambda p, s: p.backward(SMALL, None, s, jnp.ones((3, 4), jnp.bfloat16)), "got bfloat16"),
+        (lambda p, s: p.backward(SMALL, None, s[:-1], jnp.ones((3, 4))), "`stash` must hold"),
+    ],
+)
+def test_other_types_than_traced_are_refused(call: Any, message: str) -> None:
+    program = split_stage(dense, SMALL, jnp.ones((3, 4)), None)
+    _, stash = program.forward(SMALL, jnp.ones((3, 4)), None)
+    with pytest.raises(ValueError, match=message):
+        call(program, stash)
+
+
+@pytest.mark.parametrize("result", [jnp.ones(3), (jnp.ones(2), {}), jnp.int32(1)])
+def test_a_loss_stage_gives_a_scalar(result: Any) -> None:
+    with pytest.raises(ValueError, match="`loss=True` is for a stage that gives a loss"):
+        split_stage(lambda w, x, m: result, SMALL, jnp.ones((3, 4)), None, loss=True)
