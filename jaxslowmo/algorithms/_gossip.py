@@ -21,7 +21,7 @@ from jax import lax
 from .._support.types import Phase, PyTree
 from ..collectives import in_slices, permute
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
-from ..transform import Exchange, Flats, Packing, packing_of, phase_scope, run_one_of
+from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
 from ..tree import Buffer, at_least_float32
 
 
@@ -162,7 +162,7 @@ class Gossip:
         return codec.encode(flat)[0]
 
     def _run(
-        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
+        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: TreePacking
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not travel.
         weights = [

@@ -21,7 +21,7 @@ from ..transform import (
     Exchange,
     Others,
     ParameterTransform,
-    Placement,
+    StatePlacement,
     carry_leaf,
     checked_exchange,
     decide,
@@ -32,14 +32,7 @@ from ..transform import (
     stacked,
 )
 from ..tree import landing, widen_updates
-from ._gossip import (
-    Arrival,
-    Gossip,
-    GossipPlan,
-    gossip_plan,
-    round_event,
-    round_number,
-)
+from ._gossip import Arrival, Gossip, GossipPlan, gossip_plan, round_event, round_number
 from ._push_sum import (
     SGPState,
     over,
@@ -349,7 +342,9 @@ class _SGP:
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
         )
 
-    def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
+    def carry(
+        self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
         """See `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..mesh import only_over
-from ..transform import ParameterTransform, Placement
+from ..transform import ParameterTransform, StatePlacement
 from ._folder import ARRAYS, CheckpointError
 from ._orbax import epath
 from ._record import Record
@@ -23,8 +23,8 @@ def lies_alike(
     structs: PyTree,
     wanted: list[Any],
     sync: ParameterTransform | None,
-    old: Placement,
-    new: Placement,
+    old: StatePlacement,
+    new: StatePlacement,
 ) -> bool:
     """Whether state that is kept in shards lies inside a replica as it shall.
 
@@ -57,11 +57,11 @@ def lies_alike(
     return alike and _cuts(old) == _cuts(new)
 
 
-def _large_axes(at: Placement) -> dict[str, int]:
+def _large_axes(at: StatePlacement) -> dict[str, int]:
     return {name: size for name, size in at.axis_sizes.items() if size > 1}
 
 
-def _cuts(at: Placement) -> list[P]:
+def _cuts(at: StatePlacement) -> list[P]:
     return [only_over(spec, at.automatic) for spec in at.specs or ()]
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.types import PyTree
 from ..mesh import axis_names, model_axes, specs_of_leaves
 from ..train import TrainState
-from ..transform import Placement, SavedForm
+from ..transform import SavedForm, StatePlacement
 from ..tree import leaf_names
 from ._folder import RECORD, UnreadableError
 from ._layout import layout_of, parts_of
@@ -141,12 +141,12 @@ class Record:
 
         return replace(self, leaves=tuple(replace(x, name=name_now(x.name)) for x in self.leaves))
 
-    def placement(self, like: Placement, form: SavedForm | None = None) -> Placement:
+    def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
         """Where the arrays come from; what is not known is taken from `like`."""
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
-        return Placement(self.replicas, sizes, automatic, certain, self.shards, form)
+        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form)
 
 
 def read_record(path: epath.Path) -> Record:

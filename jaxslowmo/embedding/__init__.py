@@ -16,7 +16,7 @@ from .lookup import Carry as Carry
 from .lookup import Lookup as Lookup
 from .lookup import WithVectors as WithVectors
 from .lookup import added_rows as added_rows
-from .lookup import all_finite as all_finite
 from .lookup import empty_rows as empty_rows
 from .lookup import lookup_of as lookup_of
+from .lookup import rows_are_finite as rows_are_finite
 from .lookup import summed as summed

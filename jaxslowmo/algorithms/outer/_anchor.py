@@ -12,7 +12,14 @@ import jax
 import numpy as np
 
 from ..._support.types import PyTree
-from ...transform import Exchange, Placement, carry_leaf, replica_average, replica_mean, stacked
+from ...transform import (
+    Exchange,
+    StatePlacement,
+    carry_leaf,
+    replica_average,
+    replica_mean,
+    stacked,
+)
 from ...tree import at_least_float32
 
 
@@ -64,7 +71,7 @@ class Anchor:
         del params
         return state
 
-    def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
+    def join(self, anchor: Any, params: PyTree, old: StatePlacement) -> PyTree:
         """The anchor of all replicas as one tree like the parameters, on the host.
 
         Args:
@@ -75,13 +82,13 @@ class Anchor:
         del params, old
         return jax.tree.map(replica_average, anchor)
 
-    def split(self, tree: PyTree, params: PyTree, new: Placement) -> Any:
+    def split(self, tree: PyTree, params: PyTree, new: StatePlacement) -> Any:
         """The inverse of `join`, for placement `new`."""
         del params
         return jax.tree.map(lambda x: stacked(x, new), tree)
 
     def moved(
-        self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
+        self, anchor: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement, tree: PyTree
     ) -> PyTree:
         """`tree` with what has the form of the anchor joined and split again."""
         if self.exchange is None and old.replicas == new.replicas:
@@ -95,7 +102,7 @@ class Anchor:
 
         return jax.tree.map(move, tree, is_leaf=is_like_anchor)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
         """Types of `tree` on placement `at`, of those of an anchor and what has its form."""
         # A whole anchor has the leaves of the parameters on every mesh.
         del anchor, params, at

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..._support.types import AxisName, PyTree
 from ...collectives import ShardLayout, shard_layout
-from ...transform import Packing, Placement
+from ...transform import StatePlacement, TreePacking
 from ...tree import BufferPlan
 
 _MOST_PARTS = 257  # devices of a replica, where their number is not known
@@ -15,8 +15,8 @@ _MOST_PARTS = 257  # devices of a replica, where their number is not known
 
 def join_shards(
     shards: tuple[np.ndarray, ...],
-    packing: Packing,
-    old: Placement,
+    packing: TreePacking,
+    old: StatePlacement,
     local_axis_name: AxisName | None,
 ) -> PyTree:
     """The whole tree that the shards are of.
@@ -58,7 +58,7 @@ def join_shards(
 
 
 def shard_types(
-    packing: Packing, at: Placement, local_axis_name: AxisName | None
+    packing: TreePacking, at: StatePlacement, local_axis_name: AxisName | None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Types of the shards that `split_shards` makes."""
     # Each device of a group has shards of its own, which lie one behind the other.
@@ -72,7 +72,7 @@ def shard_types(
 
 
 def split_shards(
-    tree: PyTree, packing: Packing, new: Placement, local_axis_name: AxisName | None
+    tree: PyTree, packing: TreePacking, new: StatePlacement, local_axis_name: AxisName | None
 ) -> tuple[np.ndarray, ...]:
     """The inverse of `join_shards`: stacked shards of a whole tree, zeros where they are padded."""
     leaves = jax.tree.leaves(tree)
@@ -98,5 +98,5 @@ def split_shards(
     return tuple(found)
 
 
-def _layouts(plan: BufferPlan, at: Placement, parts: int) -> list[ShardLayout]:
+def _layouts(plan: BufferPlan, at: StatePlacement, parts: int) -> list[ShardLayout]:
     return [shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers]

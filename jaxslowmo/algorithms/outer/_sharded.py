@@ -9,13 +9,21 @@ import jax.numpy as jnp
 from ..._support.types import AxisName, PyTree
 from ...collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
 from ...mesh import axis_size
-from ...transform import BlockGroup, Exchange, Flats, Packing, Placement, on_blocks, packing_of
+from ...transform import (
+    BlockGroup,
+    Exchange,
+    Flats,
+    StatePlacement,
+    TreePacking,
+    on_blocks,
+    packing_of,
+)
 from ...tree import Buffer, at_least_float32
 from ._anchor import Anchor, of_form
 from ._on_host import join_shards, shard_types, split_shards
 
 
-def shard_packing(params: PyTree, exchange: Exchange) -> Packing:
+def shard_packing(params: PyTree, exchange: Exchange) -> TreePacking:
     """The one plan of the shards, on devices and on the host: leaves in at least float32.
 
     Leaves that are sharded over the same axes inside the replica share buffers; without
@@ -113,17 +121,17 @@ class ShardedAnchor(Anchor):
 
         return jax.tree.map(place, state)
 
-    def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
+    def join(self, anchor: Any, params: PyTree, old: StatePlacement) -> PyTree:
         """The whole tree that the shards are of; see `join_shards`."""
         whole = join_shards(anchor, self._packing_on(old, params), old, self._local)
         # From here on it is like the parameters of now, for whom it will be split.
         return whole if old.form is None else old.form.convert(whole)
 
-    def split(self, tree: PyTree, params: PyTree, new: Placement) -> tuple[Any, ...]:
+    def split(self, tree: PyTree, params: PyTree, new: StatePlacement) -> tuple[Any, ...]:
         """The inverse of `join`."""
         return split_shards(tree, self._packing_on(new, params), new, self._local)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
         """See `Anchor.like_on`."""
         shards = shard_types(self._packing_on(at, params), at, self._local)
         # What the outer optimizer keeps for shards (momentum) is cut as they are.
@@ -134,7 +142,7 @@ class ShardedAnchor(Anchor):
     def _local(self) -> AxisName | None:
         return self.exchange.local_axis_name
 
-    def _packing_on(self, at: Placement, params: PyTree) -> Packing:
+    def _packing_on(self, at: StatePlacement, params: PyTree) -> TreePacking:
         """The plan of the shards as it is made on the devices of a mesh, which may be gone."""
         exchange = self.exchange
         # Shards of parameters of another form: what is joined of them is converted.

@@ -6,6 +6,6 @@ from ._asked import WithVectors as WithVectors
 from ._lookup import Lookup as Lookup
 from ._make import lookup_of as lookup_of
 from ._rows import added_rows as added_rows
-from ._rows import all_finite as all_finite
 from ._rows import empty_rows as empty_rows
+from ._rows import rows_are_finite as rows_are_finite
 from ._rows import summed as summed

@@ -1,6 +1,5 @@
 """Whether something overflowed, on any device that must not take the step alone."""
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..._support.scopes import LOSS_SCALE
 from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...transform import remembered
-from ...tree import cast, kept_if
+from ...tree import all_finite, cast, kept_if
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 
@@ -27,8 +26,7 @@ def overflowed(tree: PyTree) -> jax.Array:
 
     Of leaves that the compiler shards it is whether something is anywhere.
     """
-    found = [~jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_number(x)]
-    return functools.reduce(jnp.logical_or, found, jnp.zeros([], bool))
+    return ~all_finite(tree)
 
 
 def anywhere(found: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from ..._support.types import PyTree
 from ...mesh import typed_specs
-from ...transform import Packing, planned_by_group
+from ...transform import TreePacking, planned_by_group
 from ...tree import BufferPlan, leaf_names, plan_buffers
 
 Order = Literal["reverse", "forward"] | Sequence[int | str]
@@ -30,7 +30,7 @@ class BucketLayout:
         grads: PyTree,
         param_specs: PyTree | None = None,
         ready_order: Sequence[int] | None = None,
-    ) -> Packing:
+    ) -> TreePacking:
         """The buckets of `grads`; where leaves are sharded, of each device's own blocks.
 
         Args:
