@@ -86,9 +86,9 @@ from .tracing import unused_parameters as unused_parameters
 from .train import AheadStep as AheadStep
 from .train import Evaluate as Evaluate
 from .train import GradientWindow as GradientWindow
+from .train import InputPipelineReport as InputPipelineReport
+from .train import InputStageTimes as InputStageTimes
 from .train import Log as Log
-from .train import PipelineReport as PipelineReport
-from .train import StageTimes as StageTimes
 from .train import StepResult as StepResult
 from .train import TrainPipeline as TrainPipeline
 from .train import TrainState as TrainState

@@ -112,7 +112,7 @@ def train(
     mesh: jax.sharding.Mesh,
     options: Options,
     on_step: Callable[[int, int, Curve], None] = lambda *_: None,
-) -> tuple[Curve, js.PipelineReport]:
+) -> tuple[Curve, js.InputPipelineReport]:
     """Train and score.
 
     Args:

@@ -25,7 +25,7 @@ from ..collectives import in_slices, permute
 from ..collectives.codecs import Codec
 from ..mesh import Shares
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds
-from ..transform import Exchange, Flats, Packing, packing_of, phase_scope, run_one_of
+from ..transform import Exchange, Flats, TreePacking, packing_of, phase_scope, run_one_of
 from ..tree import Buffer, added, at_least_float32, by_dtype, cast, subtracted
 
 
@@ -161,7 +161,7 @@ class Gossip:
         return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
 
     def _run(
-        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: Packing
+        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: TreePacking
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not travel.
         weights = [

@@ -1,6 +1,5 @@
 """Exchanges that do not take place while a replica holds NaN or infinity."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from ..transform import (
     Exchange,
     Others,
     ParameterTransform,
-    Placement,
+    StatePlacement,
     carry_leaf,
     carry_plainly,
     decide,
@@ -27,7 +26,7 @@ from ..transform import (
     phase_scope,
     run_if,
 )
-from ..tree import apply_exactly
+from ..tree import all_finite, apply_exactly
 from ._gossip import any_round
 
 _OWNER = "only_finite"
@@ -144,7 +143,7 @@ class _OnlyFinite:
     ) -> tuple[jax.Array, OnlyFiniteState]:
         """See `ExchangeSpec.permit`: are y and what travels along finite on all replicas?"""
         # A sum of flags rather than of values: what is not finite must not travel.
-        poisoned = lax.psum((~_is_finite((y, others))).astype(jnp.int32), tuple(axes))
+        poisoned = lax.psum((~all_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
         return poisoned == 0, state._replace(refused=refused)
 
@@ -182,13 +181,8 @@ class _OnlyFinite:
         return updates, others, state._replace(inner=inner_state)
 
     def carry(
-        self, state: OnlyFiniteState, params: PyTree, old: Placement, new: Placement
+        self, state: OnlyFiniteState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
         found = self.inner.carry(state.inner, params, old, new)
         count, refused = carry_leaf(state.count, old, new), carry_leaf(state.refused, old, new)
         return found._replace(state=OnlyFiniteState(count, refused, found.state))
-
-
-def _is_finite(tree: PyTree) -> jax.Array:
-    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))

@@ -21,7 +21,7 @@ from ..transform import (
     Exchange,
     Others,
     ParameterTransform,
-    Placement,
+    StatePlacement,
     carry_leaf,
     checked_exchange,
     decide,
@@ -347,7 +347,9 @@ class _SGP:
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
         )
 
-    def carry(self, state: SGPState, params: PyTree, old: Placement, new: Placement) -> Carried:
+    def carry(
+        self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
         """See `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:

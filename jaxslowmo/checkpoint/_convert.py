@@ -14,8 +14,8 @@ from ..mesh import numbered_key
 from ..train import TrainState
 from ..transform import (
     ParameterTransform,
-    Placement,
     SavedForm,
+    StatePlacement,
     carry_leaf,
     shifted_copies,
     stacked,
@@ -168,8 +168,8 @@ def resized(
     sync: ParameterTransform | None,
     step: int,
     seed: int,
-    old: Placement,
-    new: Placement,
+    old: StatePlacement,
+    new: StatePlacement,
 ) -> tuple[TrainState, tuple[str, ...]]:
     """The state of `old` on `new`.
 
@@ -235,7 +235,10 @@ def one_copy(stacked_params: PyTree) -> PyTree:
 
 
 def _consensus(
-    params: PyTree, shares: list[tuple[Any, PyTree | None]], old: Placement, new: Placement
+    params: PyTree,
+    shares: list[tuple[Any, PyTree | None]],
+    old: StatePlacement,
+    new: StatePlacement,
 ) -> PyTree:
     """The weighted mean of parameters and what is in flight, for every replica."""
     weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
@@ -255,7 +258,7 @@ def _is_scale(x: Any) -> bool:
     return isinstance(x, DynamicLossScaleState)
 
 
-def _keys(step: int, seed: int, new: Placement) -> Any:
+def _keys(step: int, seed: int, new: StatePlacement) -> Any:
     """Data of a fresh key per replica, unlike those of the start of any run."""
     key = jax.random.key(seed)
 
@@ -265,7 +268,7 @@ def _keys(step: int, seed: int, new: Placement) -> Any:
     return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
 
 
-def _numbered_keys(data: Any, struct: Any, new: Placement) -> Any:
+def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
     """Data of keys of the model, each replica's own as in a fresh state, from replica 0's."""
     keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
     own = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
@@ -273,7 +276,10 @@ def _numbered_keys(data: Any, struct: Any, new: Placement) -> Any:
 
 
 def _notes(
-    state: TrainState, shares: list[tuple[Any, PyTree | None]], old: Placement, new: Placement
+    state: TrainState,
+    shares: list[tuple[Any, PyTree | None]],
+    old: StatePlacement,
+    new: StatePlacement,
 ) -> tuple[str, ...]:
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""

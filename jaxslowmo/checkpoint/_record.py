@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.types import PyTree
 from ..mesh import model_axes, only_over, specs_of_leaves
 from ..train import TrainState
-from ..transform import ParameterTransform, Placement, SavedForm
+from ..transform import ParameterTransform, SavedForm, StatePlacement
 from ..tree import leaf_names
 from ._folder import ARRAYS, RECORD, CheckpointError, UnreadableError, epath
 from ._stages import layout_of, parts_of, spec_to_json
@@ -141,12 +141,12 @@ class Record:
 
         return replace(self, leaves=tuple(replace(x, name=name_now(x.name)) for x in self.leaves))
 
-    def placement(self, like: Placement, form: SavedForm | None = None) -> Placement:
+    def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
         """Where the arrays come from; what is not known is taken from `like`."""
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
-        return Placement(self.replicas, sizes, automatic, certain, self.shards, form)
+        return StatePlacement(self.replicas, sizes, automatic, certain, self.shards, form)
 
 
 def read_json(path: epath.Path) -> Any:
@@ -291,8 +291,8 @@ def lies_alike(
     structs: PyTree,
     wanted: list[Any],
     sync: ParameterTransform | None,
-    old: Placement,
-    new: Placement,
+    old: StatePlacement,
+    new: StatePlacement,
 ) -> bool:
     """Whether state that is kept in shards lies inside a replica as it shall.
 
@@ -325,11 +325,11 @@ def lies_alike(
     return alike and _cuts(old) == _cuts(new)
 
 
-def _large_axes(at: Placement) -> dict[str, int]:
+def _large_axes(at: StatePlacement) -> dict[str, int]:
     return {name: size for name, size in at.axis_sizes.items() if size > 1}
 
 
-def _cuts(at: Placement) -> list[P]:
+def _cuts(at: StatePlacement) -> list[P]:
     return [only_over(spec, at.automatic) for spec in at.specs or ()]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from .._support.types import PyTree
 from ..mesh import model_axes
 from ..train import TrainState, TrainStep
-from ..transform import Placement, SavedForm, holds_state, spec_of
+from ..transform import SavedForm, StatePlacement, holds_state, spec_of
 from ..tree import leaf_names
 from ._arrays import check_prints, host_print, prints_of, read_arrays
 from ._convert import (
@@ -61,7 +61,7 @@ class Template:
         self.record = record_of(0, fresh, {})
         self.structs: TrainState = jax.tree.map(_struct, fresh)
         self.stored = [_struct(x) for x in as_stored(fresh)]
-        self.placement = Placement(
+        self.placement = StatePlacement(
             self.record.replicas,
             dict(train_step.mesh.shape),
             model_axes(fresh.params, train_step.mesh, train_step.axis_name),
@@ -82,7 +82,7 @@ class Template:
         state.known_layout = self._known_layout
         return state
 
-    def structs_on(self, old: Placement) -> TrainState:
+    def structs_on(self, old: StatePlacement) -> TrainState:
         """Return `structs` with what the parameter transform keeps on another placement.
 
         Only names, and the shapes of shards, are other ones.
@@ -160,7 +160,7 @@ class Reading:
     arrays: list[Any]
     is_placed: bool
     template: Template
-    old: Placement
+    old: StatePlacement
     types: TrainState
     convert: Callable[[TrainState], TrainState] = lambda state: state
     notes: tuple[str, ...] = ()
@@ -365,6 +365,6 @@ def _names_of_sync(structs: TrainState) -> tuple[str, ...]:
     return (f"opt_state/{len(structs.opt_state) - 1}/",)
 
 
-def _mesh_text(at: Placement) -> str:
+def _mesh_text(at: StatePlacement) -> str:
     axes = ", ".join(f"{name}: {size}" for name, size in at.axis_sizes.items())
     return f"{at.replicas} replicas ({axes})"

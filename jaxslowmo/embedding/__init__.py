@@ -6,8 +6,8 @@ from ._batch_rows import Ahead as Ahead
 from ._batch_rows import Carry as Carry
 from ._batch_rows import WithVectors as WithVectors
 from ._batch_rows import added_rows as added_rows
-from ._batch_rows import all_finite as all_finite
 from ._batch_rows import empty_rows as empty_rows
+from ._batch_rows import rows_are_finite as rows_are_finite
 from ._batch_rows import summed as summed
 from ._embeddings import Embeddings as Embeddings
 from ._make_embeddings import embeddings as embeddings

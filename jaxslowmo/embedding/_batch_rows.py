@@ -12,7 +12,7 @@ from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, Rows, coalesce
 from ..mesh import match_varying
 from ..transform import unseen_zero
-from ..tree import at_least_float32, cast
+from ..tree import all_finite, at_least_float32, cast
 from ._requests import Requests
 
 
@@ -76,15 +76,14 @@ class WithVectors(NamedTuple):
     embedded: Any
 
 
-def all_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
+def rows_are_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
     """Whether all values are finite, on all devices along `axes`.
 
     Communication: one all-reduce of 4 bytes over `axes`.
     """
-    found = jnp.array(True)
-    for own in rows.values():
-        real = (own.rows < own.num_rows)[:, None]
-        found &= jnp.all(jnp.isfinite(jnp.where(real, own.values, 0)))
+    found = all_finite(
+        [jnp.where((own.rows < own.num_rows)[:, None], own.values, 0) for own in rows.values()]
+    )
     return lax.pmin(found.astype(jnp.int32), axes) > 0 if axes else found
 
 

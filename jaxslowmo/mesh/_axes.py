@@ -1,4 +1,4 @@
-"""Facts about named axes at trace time: bound or not, size, what varies or is sharded over them.
+"""Facts about named axes at trace time, and values that are equal or differ along them.
 
 `shard_map(check_vma=True)`, the default, types every value with the axes it varies over; under
 `vmap`, `pmap` and `check_vma=False` no value carries such a type. The helpers here do the right
@@ -189,3 +189,49 @@ def between_cpu_processes(axis_name: AxisName) -> bool:
     if not all(name in manual for name in axis_names(axis_name)):
         return False
     return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
+def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
+
+    Communication: one all-reduce of each leaf over `axis_name` (all others add zeros); none where
+      its size is 1.
+    """
+
+    def first(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            implementation = jax.random.key_impl(x)
+            return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=implementation)
+        if axis_size(axis_name) == 1:
+            return settle(x, axis_name)
+        mine = jnp.where(lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+        return lax.psum(mine, axis_name).astype(x.dtype)
+
+    return jax.tree.map(first, tree)
+
+
+def own_keys(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """`tree` with keys of its own at every position of `axis_name`; position 0 keeps those given.
+
+    Typed keys alone (`jax.random.key`): of others nothing tells that they are keys.
+
+    Communication: none.
+    """
+
+    def own(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        for name in axis_names(axis_name):
+            x = numbered_key(x, lax.axis_index(name))
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def numbered_key(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """Keys of any shape with a number folded in; as they are for number 0."""
+    folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
+    data = jnp.where(
+        number == 0, jax.random.key_data(keys), jax.random.key_data(folded.reshape(keys.shape))
+    )
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

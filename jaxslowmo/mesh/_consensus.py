@@ -12,9 +12,8 @@ from jax import lax
 
 from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, in_model_form
-from ._axes import axis_names
-from ._broadcast import from_first
-from ._mapped import AnyMesh, map_replicas, model_axes
+from ._axes import axis_names, from_first
+from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 
 Shares = Sequence[tuple[Any, PyTree | None]]

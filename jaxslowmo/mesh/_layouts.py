@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree
 from ._axes import only_over
-from ._mapped import AnyMesh, model_axes
+from ._meshes import AnyMesh, model_axes
 
 Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
 """Path, shape and layout inside a replica of each parameter that has one."""

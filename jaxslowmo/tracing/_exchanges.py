@@ -18,7 +18,8 @@ from .._support.scopes import (
     TIED,
 )
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, collective_axes, map_replicas
+from ..mesh import AnyMesh, map_replicas
+from ._jaxprs import collective_axes
 
 _KNOWN = (
     ALL_REDUCE_GRADIENTS,

@@ -1,17 +1,17 @@
 """The training system around the transforms: state, step, loop, hooks."""
 
-from ._hooks import Evaluate as Evaluate
-from ._hooks import Hook as Hook
-from ._hooks import Log as Log
-from ._hooks import StepResult as StepResult
-from ._hooks import host_mean as host_mean
 from ._hyperparams import set_hyperparams as set_hyperparams
+from ._loop import Evaluate as Evaluate
+from ._loop import Hook as Hook
+from ._loop import Log as Log
+from ._loop import host_mean as host_mean
 from ._loop import train_loop as train_loop
-from ._state import TrainState as TrainState
+from ._train_state import TrainState as TrainState
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
-from .input import PipelineReport as PipelineReport
-from .input import StageTimes as StageTimes
+from .input import InputPipelineReport as InputPipelineReport
+from .input import InputStageTimes as InputStageTimes
+from .input import StepResult as StepResult
 from .input import TrainPipeline as TrainPipeline
 from .step import AheadStep as AheadStep
 from .step import GradientWindow as GradientWindow

@@ -25,7 +25,7 @@ from ..mesh import (
 )
 from ..tree import check_floating, kept_if, leaf_names, widen_updates
 from ._due import Communicate
-from ._exchange import Exchange
+from ._replica_exchange import Exchange
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:

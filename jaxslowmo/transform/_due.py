@@ -1,4 +1,4 @@
-"""When an exchange is due, on the host and inside the program, and what runs then."""
+"""When an exchange is due, on the host and inside the program, and conditionals of what runs."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,8 @@ from jax import lax
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
 from .._support.types import Phase, PyTree
-from ..mesh import cast_varying, collective_axes, uniform, varying_axes
+from ..mesh import cast_varying, match_varying, uniform, varying_axes
+from ..tracing import collective_axes
 
 
 @dataclass(frozen=True)
@@ -275,3 +276,43 @@ def _alike(
         return cast
 
     return [alike(*each) for each in zip(jitted, types, strict=True)], exchanged
+
+
+def isolated(fn: Callable[..., PyTree], known: jax.Array, *operands: PyTree) -> PyTree:
+    """`fn(*operands)`, on CPU compiled by itself.
+
+    Compilers join operations with those before and behind them, and where they multiply and add in
+    one instruction is then another place, and the last bit another. What stands in a conditional is
+    not joined with anything outside. A barrier is forgotten too soon (jax 0.10); and on devices
+    where work and exchanges overlap a conditional would keep them apart, so there is none.
+
+    Args:
+      fn: function of the operands.
+      known: some array, whatever it holds.
+      *operands: of `fn`.
+
+    Communication: that of `fn`.
+    """
+    if jax.default_backend() != "cpu":
+        return fn(*operands)
+    shapes = jax.eval_shape(fn, *operands)
+
+    def never(*operands: PyTree) -> PyTree:
+        del operands
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return match_varying(zeros, shapes)
+
+    return lax.cond(unseen_zero(known) == 0, fn, never, *operands)
+
+
+def unseen_zero(x: jax.Array) -> jax.Array:
+    """() int32: 0, computed from the bits of `x` in a way that no compiler sees through.
+
+    Communication: none.
+    """
+    if not x.size:
+        return jnp.zeros([], jnp.int32)
+    bits = 8 * x.dtype.itemsize
+    words = lax.bitcast_convert_type(x.reshape(-1)[-1], jnp.dtype(f"uint{bits}"))
+    high = lax.shift_right_logical(words, jnp.full_like(words, bits - 1))
+    return lax.shift_right_logical(high, jnp.ones_like(high)).astype(jnp.int32)

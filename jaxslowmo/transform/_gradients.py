@@ -14,10 +14,10 @@ from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 from ..tree import Staged
 from ._due import Communicate, decide, either
-from ._exchange import check_axis_argument
 from ._parameter_transform import ParameterTransform
-from ._registry import gradient_state
+from ._replica_exchange import check_axis_argument
 from ._spec import WithSpec
+from ._states import gradient_state
 
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "validation", "finite", "unscaled"})
 

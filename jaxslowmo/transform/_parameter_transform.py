@@ -10,9 +10,7 @@ from .._support.warnings import warn_once
 from ..mesh import axis_names
 from ._checks import CheckedStep, LayoutNotice
 from ._due import instants
-from ._exchange import Exchange, check_axis_argument
-from ._placement import Carry, carry_plainly
-from ._registry import learn_state, register_state
+from ._replica_exchange import Exchange, check_axis_argument
 from ._spec import (
     DEFAULTS,
     ExchangeSpec,
@@ -25,6 +23,7 @@ from ._spec import (
     values_of,
     with_values,
 )
+from ._states import Carry, carry_plainly, learn_state, register_state
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, match_args=False)

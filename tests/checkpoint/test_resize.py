@@ -9,7 +9,7 @@ import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, SYNCS, batch, make_step, on_host
 from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
-from jaxslowmo.transform import Exchange, Placement
+from jaxslowmo.transform import Exchange, StatePlacement
 from support.exhaustive import sweep
 
 KINDS = ("slowmo over sgp", "own anchors", "all_reduce")
@@ -43,7 +43,7 @@ def anchor(step, state):
 
 def momentum(state: js.TrainState):
     replicas = len(state.step)
-    at = Placement(replicas, {"replica": replicas})
+    at = StatePlacement(replicas, {"replica": replicas})
     shards = on_host(state.opt_state[-1].outer.velocity)
     return ShardedAnchor(Exchange("replica")).join(shards, PARAMS, at)
 

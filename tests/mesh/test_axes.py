@@ -10,14 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh import (
-    checks_varying,
-    collective_axes,
-    match_varying,
-    uniform,
-    vary_over,
-    varying_axes,
-)
+from jaxslowmo.mesh import checks_varying, match_varying, uniform, vary_over, varying_axes
 
 
 def step(x, t, axes=("replica",)):
@@ -90,25 +83,6 @@ def test_nothing_is_sent_for_it_on_devices(execution, mesh_of):
         )
         args = jnp.ones(4)
     assert "all_reduce" not in lowered(mapped, args)
-
-
-def test_axes_of_the_collectives_in_a_program():
-    def program(x):
-        inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
-        y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
-        z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
-        return z.sum() + lax.axis_index("slice")
-
-    seen = []
-
-    def one(x):
-        seen.append(collective_axes(jax.make_jaxpr(program)(x).jaxpr))
-        return x
-
-    for name in ("replica", "node", "slice"):
-        one = jax.vmap(one, axis_name=name)
-    jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
-    assert seen == [{"replica", "node"}]
 
 
 def test_in_a_scan_under_vmap():

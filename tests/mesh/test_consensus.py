@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.checkpoint._convert import _consensus as host_consensus
 from jaxslowmo.mesh._consensus import _consensus_fn
-from jaxslowmo.transform import Placement
+from jaxslowmo.transform import StatePlacement
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)
@@ -74,7 +74,7 @@ def test_of_gossip_is_the_mean_of_all_there_is(name, mesh):
     np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
     assert np.abs(params["w"].mean(0) - EXACT).max() > 0.01  # the plain mean is another model
     # A run that is resumed on another number of replicas starts from the same.
-    at, alone = Placement(REPLICAS, {"replica": REPLICAS}), Placement(1, {"replica": 1})
+    at, alone = StatePlacement(REPLICAS, {"replica": REPLICAS}), StatePlacement(1, {"replica": 1})
     again = host_consensus(params, shares, at, alone)
     np.testing.assert_allclose(one["w"], again["w"][0], rtol=1e-6)
     assert one["h"].dtype == again["h"].dtype == jnp.bfloat16

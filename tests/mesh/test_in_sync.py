@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh._fingerprint import fingerprint
-from jaxslowmo.mesh._in_sync import _differences_fn, _fingerprints_fn
+from jaxslowmo.mesh._in_sync import _differences_fn, _fingerprints_fn, fingerprint
 
 REPLICAS = 4
 

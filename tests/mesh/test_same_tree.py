@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.mesh._same_tree import describe, differences, digest
+from jaxslowmo.mesh._replicas import describe, differences, digest
 from support.exhaustive import sweep
 from support.pairs import two_processes as of_two_processes
 from support.waiting import PATIENCE_SECONDS

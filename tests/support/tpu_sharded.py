@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
-from jaxslowmo.transform._init import _init_fn
+from jaxslowmo.transform._chain import _init_fn
 from support.tpu_slices import compiled_rows, slices_mesh
 
 

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import jaxslowmo as js
-from jaxslowmo.tracing import unnamed_exchanges
+from jaxslowmo.tracing import collective_axes, unnamed_exchanges
 
 PARAMS = {"w": np.ones((2, 3), np.float32)}
 MESHES = {
@@ -62,3 +63,22 @@ def test_axes(name, kind):
         return
     sent = found(js.all_reduce_gradients("replica"), kind)
     assert sent == axes
+
+
+def test_axes_of_the_collectives_in_a_program():
+    def program(x):
+        inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
+        y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
+        z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
+        return z.sum() + lax.axis_index("slice")
+
+    seen = []
+
+    def one(x):
+        seen.append(collective_axes(jax.make_jaxpr(program)(x).jaxpr))
+        return x
+
+    for name in ("replica", "node", "slice"):
+        one = jax.vmap(one, axis_name=name)
+    jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
+    assert seen == [{"replica", "node"}]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from jaxslowmo.transform import Placement, carry_leaf, carry_plainly, replica_average, stacked
+from jaxslowmo.transform import StatePlacement, carry_leaf, carry_plainly, replica_average, stacked
 
-FOUR = Placement(4, {"replica": 4})
-TWO = Placement(2, {"replica": 2})
+FOUR = StatePlacement(4, {"replica": 4})
+TWO = StatePlacement(2, {"replica": 2})
 
 
 def test_sizes_along_axes():
-    at = Placement(6, {"node": 3, "replica": 2, "fsdp": 4}, frozenset({"fsdp"}))
+    at = StatePlacement(6, {"node": 3, "replica": 2, "fsdp": 4}, frozenset({"fsdp"}))
     names = [None, "node", ("node", "replica"), "elsewhere", ("fsdp", "elsewhere")]
     assert [at.size(name) for name in names] == [1, 3, 6, 1, 4]
     mesh = at.mesh()

@@ -19,9 +19,9 @@ from ...transform import (
     BlockGroup,
     Exchange,
     Flats,
-    Packing,
     ParameterTransform,
-    Placement,
+    StatePlacement,
+    TreePacking,
     carry_leaf,
     on_blocks,
     packing_of,
@@ -80,7 +80,7 @@ class Anchor:
         del params
         return state
 
-    def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
+    def join(self, anchor: Any, params: PyTree, old: StatePlacement) -> PyTree:
         """The anchor of all replicas as one tree like the parameters, on the host.
 
         Args:
@@ -91,13 +91,13 @@ class Anchor:
         del params, old
         return jax.tree.map(replica_average, anchor)
 
-    def split(self, tree: PyTree, params: PyTree, new: Placement) -> Any:
+    def split(self, tree: PyTree, params: PyTree, new: StatePlacement) -> Any:
         """The inverse of `join`, for placement `new`."""
         del params
         return jax.tree.map(lambda x: stacked(x, new), tree)
 
     def moved(
-        self, anchor: PyTree, params: PyTree, old: Placement, new: Placement, tree: PyTree
+        self, anchor: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement, tree: PyTree
     ) -> PyTree:
         """`tree` with what has the form of the anchor joined and split again."""
         if self.exchange is None and old.replicas == new.replicas:
@@ -111,7 +111,7 @@ class Anchor:
 
         return jax.tree.map(move, tree, is_leaf=is_like_anchor)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
         """Types of `tree` on placement `at`, of those of an anchor and what has its form."""
         # A whole anchor has the leaves of the parameters on every mesh.
         del anchor, params, at
@@ -168,7 +168,7 @@ class ShardedAnchor(Anchor):
     exchange: Exchange
     is_sharded = True
 
-    def packing(self, params: PyTree) -> Packing:
+    def packing(self, params: PyTree) -> TreePacking:
         """The one plan of the shards, on devices and on the host: leaves in at least float32.
 
         Leaves that are sharded over the same axes inside the replica share buffers; without
@@ -259,7 +259,7 @@ class ShardedAnchor(Anchor):
 
         return jax.tree.map(place, state)
 
-    def join(self, anchor: Any, params: PyTree, old: Placement) -> PyTree:
+    def join(self, anchor: Any, params: PyTree, old: StatePlacement) -> PyTree:
         """The whole tree that the shards are of; see `Anchor.join`.
 
         Raises:
@@ -293,7 +293,7 @@ class ShardedAnchor(Anchor):
         # From here on it is like the parameters of now, for whom it will be split.
         return whole if old.form is None else old.form.convert(whole)
 
-    def split(self, tree: PyTree, params: PyTree, new: Placement) -> tuple[Any, ...]:
+    def split(self, tree: PyTree, params: PyTree, new: StatePlacement) -> tuple[Any, ...]:
         """The inverse of `join`: stacked shards of a whole tree, zeros where they are padded."""
         packing, parts = self._packing_on(new, params), new.size(self.exchange.local_axis_name)
         leaves = jax.tree.leaves(tree)
@@ -311,7 +311,7 @@ class ShardedAnchor(Anchor):
                 found.append(shard.reshape(new.replicas, -1, layout.lanes))
         return tuple(found)
 
-    def like_on(self, anchor: PyTree, params: PyTree, at: Placement, tree: PyTree) -> PyTree:
+    def like_on(self, anchor: PyTree, params: PyTree, at: StatePlacement, tree: PyTree) -> PyTree:
         """See `Anchor.like_on`."""
         packing, parts = self._packing_on(at, params), at.size(self.exchange.local_axis_name)
         # Each device of a group has shards of its own, which lie one behind the other.
@@ -324,7 +324,7 @@ class ShardedAnchor(Anchor):
         is_shards = of_form(anchor)
         return jax.tree.map(lambda x: shards if is_shards(x) else x, tree, is_leaf=is_shards)
 
-    def _packing_on(self, at: Placement, params: PyTree) -> Packing:
+    def _packing_on(self, at: StatePlacement, params: PyTree) -> TreePacking:
         """The plan of the shards as it is made on the devices of a mesh, which may be gone."""
         anchor = self
         # Shards of parameters of another form: what is joined of them is converted.
@@ -342,7 +342,7 @@ def _joined(by_group: Flats) -> tuple[jax.Array, ...]:
     return tuple(x for own in by_group for x in own)
 
 
-def _layouts(plan: BufferPlan, at: Placement, parts: int) -> list[ShardLayout]:
+def _layouts(plan: BufferPlan, at: StatePlacement, parts: int) -> list[ShardLayout]:
     return [shard_layout(b.num_elements, at.replicas, num_parts=parts) for b in plan.buffers]
 
 

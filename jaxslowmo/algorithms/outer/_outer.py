@@ -22,7 +22,7 @@ from ...transform import (
     Exchange,
     Others,
     ParameterTransform,
-    Placement,
+    StatePlacement,
     carry_leaf,
     decide,
     either,
@@ -361,7 +361,9 @@ class Outer:
         allowed, base_state = self.base.permit(state.base, y, others, axes)
         return allowed, state._replace(base=base_state)
 
-    def carry(self, state: OuterState, params: PyTree, old: Placement, new: Placement) -> Carried:
+    def carry(
+        self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
+    ) -> Carried:
         """See `CheckpointSpec.carry`."""
         move = functools.partial(self.anchor.moved, state.anchor, params, old, new)
         base = self.base.carry(state.base, params, old, new)
@@ -375,7 +377,7 @@ class Outer:
         moved = OuterState(count, move(state.anchor), move(state.outer), base.state)
         return Carried(moved, (note, *base.notes))
 
-    def like_on(self, state: OuterState, params: PyTree, at: Placement) -> OuterState:
+    def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
         """See `CheckpointSpec.like_on`."""
         # Counters are the same anywhere; the anchor's form tells what is cut as it is.
         like = functools.partial(self.anchor.like_on, state.anchor, params, at)

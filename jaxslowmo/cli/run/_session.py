@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxslowmo as js
+from jaxslowmo.tree import all_finite
 
 from ..config._train import TrainConfig
 from ..processes._stop import StopOnSignal
@@ -116,7 +116,7 @@ class Session:
         if self.keeper is not None:
             is_due = self.keeper.is_due(result.step, is_last=is_last or is_early)
             if asked or is_due:
-                if not all_finite(result.state.params):
+                if not _all_finite(result.state.params):
                     return "diverged"
                 self.keeper.save(result.state, self._progress(result), wait=bool(asked))
         return asked or ("finished" if is_early else None)
@@ -136,15 +136,5 @@ def _was_refused(state: js.TrainState) -> bool:
     return bool(np.asarray(refused.addressable_data(0)).any())
 
 
-def all_finite(tree: object) -> bool:
-    """Whether all floats on all devices of all processes are.
-
-    Communication: with several devices one all-reduce of a boolean.
-    """
-    return bool(_all_finite(tree))
-
-
-@jax.jit
-def _all_finite(tree: object) -> jax.Array:
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in floats])
+# With several devices one all-reduce of a boolean.
+_all_finite = jax.jit(all_finite)

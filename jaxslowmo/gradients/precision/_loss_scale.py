@@ -12,15 +12,8 @@ from jax import lax
 
 from ..._support.checks import checked_int
 from ..._support.types import AxisName, PyTree
-from ...mesh import (
-    axes_of,
-    axes_sent_over,
-    axis_names,
-    collective_axes,
-    match_varying,
-    require_axes,
-    vary_over,
-)
+from ...mesh import axes_of, axis_names, match_varying, require_axes, vary_over
+from ...tracing import axes_sent_over, collective_axes
 from ...transform import (
     GradientTransform,
     ParameterTransform,

@@ -1,6 +1,5 @@
 """How a loss computes in few bits: the dtypes of a policy, and the scale of its gradients."""
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...tracing import FullLoss
 from ...transform import remembered
-from ...tree import at_least_float32, by_dtype, cast, kept_if, parts_of
+from ...tree import all_finite, at_least_float32, by_dtype, cast, kept_if, parts_of
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -250,8 +249,7 @@ def overflowed(tree: PyTree) -> jax.Array:
 
     Of leaves that the compiler shards it is whether something is anywhere.
     """
-    found = [~jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_number(x)]
-    return functools.reduce(jnp.logical_or, found, jnp.zeros([], bool))
+    return ~all_finite(tree)
 
 
 def anywhere(found: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from ..._support.types import PyTree
-from ...mesh import axes_of, axes_sent_over, match_varying, vary_over, varying_axes
+from ...mesh import axes_of, match_varying, vary_over, varying_axes
+from ...tracing import axes_sent_over
 from ...transform import (
     Every,
     GradientTransform,

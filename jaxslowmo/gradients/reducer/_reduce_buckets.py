@@ -12,7 +12,7 @@ from ..._support.scopes import GRADIENTS
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
 from ...mesh import typed_specs, vary_over
-from ...transform import BufferGroup, Packing, planned_by_group
+from ...transform import BufferGroup, TreePacking, planned_by_group
 from ...tree import Buffer, BufferPlan, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 
@@ -35,7 +35,7 @@ class BucketLayout:
         grads: PyTree,
         param_specs: PyTree | None = None,
         ready_order: Sequence[int] | None = None,
-    ) -> Packing:
+    ) -> TreePacking:
         """The buckets of `grads`; where leaves are sharded, of each device's own blocks.
 
         Args:
@@ -134,7 +134,7 @@ HookStates = tuple[Any, ...]
 
 
 def reduce_plainly(
-    buckets: Packing,
+    buckets: TreePacking,
     grads: PyTree,
     axis_name: AxisName,
     weight: jax.Array | None,
@@ -162,7 +162,7 @@ def reduce_plainly(
 def reduce_with_hook(
     hook: CommHook,
     states: HookStates,
-    buckets: Packing,
+    buckets: TreePacking,
     grads: PyTree,
     axis_name: AxisName,
     count: jax.Array,
@@ -206,7 +206,7 @@ def reduce_with_hook(
     return buckets.tree([leaves for leaves, _ in by_group]), after
 
 
-def init_hook(hook: CommHook, buckets: Packing, axis_name: AxisName) -> HookStates:
+def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> HookStates:
     """The hook's states, one per bucket: of sharded leaves one beside the other, for each block."""
 
     def made(group: BufferGroup) -> HookStates:
@@ -231,7 +231,7 @@ def _taken(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
 
 
 def _hooked(
-    buckets: Packing, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
+    buckets: TreePacking, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
     """What a hook is given of one group."""
     names = [buckets.names[i] for i in group.leaves.indices]

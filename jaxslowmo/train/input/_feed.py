@@ -1,15 +1,99 @@
-"""The batches of a pipeline: loaded, prepared ahead, and handed out one by one."""
+"""The batches of a pipeline: loaded, prepared ahead in stages, and handed out one by one."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ..._support.types import PyTree
+from .._uneven import WeightedBatch
+from ..step import bounded
 from ._changed import refuse_changed
-from ._loader import Direct, Ended, Loaded, Loader, SharedIterator, shared
-from ._report import Clock
-from ._stages import Prepared, Stages
+from ._input_report import Clock
+from ._loader import Direct, EndOfBatches, Loaded, Loader, SharedIterator, shared
+
+Stage = Callable[[PyTree], PyTree]
+
+
+class Prepared(NamedTuple):
+    """A batch that is ready for the step.
+
+    Attributes:
+      batch: as the last stage left it.
+      weight: of the replicas; None: all alike.
+      position: of its iterator right after it.
+      loaded: what it was made of.
+    """
+
+    batch: PyTree
+    weight: Any
+    position: Any
+    loaded: Loaded
+
+
+class InputStages:
+    """Everything that happens to a batch between its iterator and the step, in order.
+
+    Args:
+      step: whose `place(batch, weight, state=...)` comes first, where it has one.
+      stages: functions `batch -> batch` that come after it; None: none, and for a step without
+        `place` arrays are put on the default device.
+    """
+
+    def __init__(self, step: Any, stages: Sequence[Stage] | None) -> None:
+        self._place = of_step(step, "place")
+        if stages is None:
+            stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
+        self._stages = [bounded(stage) for stage in stages]
+        # InputStages may make the ids: the step looks at what they return.
+        self._options = {"check_ids": False} if stages else {}
+        names = ["place"] if self._place else []
+        self.clocks = [Clock(name) for name in [*names, *_names(stages)]]
+
+    def __call__(self, loaded: Loaded, state: PyTree) -> Prepared:
+        """Starts all of it; what devices do for it need not have ended.
+
+        Args:
+          loaded: the batch.
+          state: one as the step is given, which says how batches lie.
+        """
+        batch, weight, clocks = loaded.batch, None, iter(self.clocks)
+        if isinstance(batch, WeightedBatch):
+            batch, weight = batch
+        if self._place:
+            place = partial(self._place, batch, weight, state=state, **self._options)
+            batch, weight = next(clocks)(place)
+        for stage, clock in zip(self._stages, clocks, strict=True):
+            batch = clock(stage, batch)
+        if self._place and self._stages:
+            # What a stage has made must not be refused first where another batch has its turn.
+            batch, weight = self._place(batch, weight, state=state)
+        return Prepared(batch, weight, loaded.position, loaded)
+
+
+def of_step(step: Any, name: str) -> Any:
+    """Return a method of a step, or of the owner of one such as `step.evaluate`; None without."""
+    return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
+
+
+def put_arrays(batch: PyTree) -> PyTree:
+    """The batch with arrays of numbers on the default device; all else stays."""
+
+    def put(x: Any) -> Any:
+        is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
+        return jax.device_put(x) if is_array or isinstance(x, jax.Array) else x
+
+    return jax.tree.map(put, batch)
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    names = [getattr(stage, "__name__", type(stage).__name__) for stage in stages]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} {i}" for i, name in enumerate(names, 1)]
 
 
 class Feed:
@@ -30,7 +114,7 @@ class Feed:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: InputStages,
         *,
         depth: int,
         drain: bool,
@@ -43,7 +127,7 @@ class Feed:
         # Several processes must prepare the same batches between the same two steps.
         self._waits = jax.process_count() > 1
         self._ahead = min(depth, 1) if self._waits else depth
-        self._held: deque[Prepared | Ended] = deque()  # errors stand where a batch would
+        self._held: deque[Prepared | EndOfBatches] = deque()  # errors stand where a batch would
         self._given: SharedIterator | None = None
         self._is_open = False  # nobody was told yet that the iterator given has ended
         self._loaders: deque[Loader | Direct] = deque()  # those before the last only end
@@ -130,7 +214,7 @@ class Feed:
 
     @property
     def _has_failed(self) -> bool:
-        return bool(self._held) and isinstance(self._held[-1], Ended)
+        return bool(self._held) and isinstance(self._held[-1], EndOfBatches)
 
     def _pull(self, most: int, *, wait: bool) -> bool:
         """Prepare one more batch, of at most so many; False where there is none, or none yet."""
@@ -140,7 +224,7 @@ class Feed:
             found = self._taken(loader) if wait else loader.take(wait=False)
             if found is None:
                 return False
-            if not isinstance(found, Ended):
+            if not isinstance(found, EndOfBatches):
                 self._held.append(self._prepared(found))
                 return True
             self._loaders.popleft()
@@ -149,7 +233,7 @@ class Feed:
                 return True
         return False
 
-    def _taken(self, loader: Loader | Direct) -> Loaded | Ended:
+    def _taken(self, loader: Loader | Direct) -> Loaded | EndOfBatches:
         found = self.wait_clock(lambda: loader.take(timeout=self._timeout))
         if found is None:
             raise TimeoutError(
@@ -158,8 +242,8 @@ class Feed:
             )
         return found
 
-    def _prepared(self, loaded: Loaded) -> Prepared | Ended:
+    def _prepared(self, loaded: Loaded) -> Prepared | EndOfBatches:
         try:
             return self._stages(loaded, self._state())
         except Exception as error:  # in the turn of this batch: those before it can be used
-            return Ended(error, error.__traceback__)
+            return EndOfBatches(error, error.__traceback__)

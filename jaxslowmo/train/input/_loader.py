@@ -17,7 +17,7 @@ import jax
 
 from ..._support.types import PyTree
 from ._changed import Sample, sample_of
-from ._report import Clock
+from ._input_report import Clock
 
 _LOCK = threading.Lock()
 _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
@@ -122,7 +122,7 @@ ENDING_SECONDS = 1.0
 _LOOK_SECONDS = 1.0
 
 
-class Ended(NamedTuple):
+class EndOfBatches(NamedTuple):
     """The end of an iterator.
 
     Attributes:
@@ -149,11 +149,13 @@ class Direct:
     def allow(self, count: int) -> None:
         """Nothing is loaded that was not asked for."""
 
-    def take(self, *, wait: bool = True, timeout: float | None = None) -> Loaded | Ended | None:
+    def take(
+        self, *, wait: bool = True, timeout: float | None = None
+    ) -> Loaded | EndOfBatches | None:
         """The next batch, or the end; None where nobody wants to wait for one."""
         del timeout  # nothing can interrupt an iterator
         if self._is_finished:
-            return Ended()
+            return EndOfBatches()
         return _taken(self._source.take, self._clock) if wait else None
 
     def finish(self) -> None:
@@ -189,7 +191,9 @@ class Loader:
         """Let the thread load until `count` batches are there that nobody has taken."""
         self._queue.allow(count)
 
-    def take(self, *, wait: bool = True, timeout: float | None = None) -> Loaded | Ended | None:
+    def take(
+        self, *, wait: bool = True, timeout: float | None = None
+    ) -> Loaded | EndOfBatches | None:
         """The next batch; after the last one the end, again and again.
 
         Args:
@@ -227,7 +231,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._found: deque[Loaded | Ended] = deque()
+        self._found: deque[Loaded | EndOfBatches] = deque()
         self._allowed = 0
         self._is_finished = False
         self._is_closed = False
@@ -247,17 +251,17 @@ class _Queue:
             self._changed.wait_for(lambda: self._is_finished or len(self._found) < self._allowed)
             return not self._is_finished
 
-    def put(self, item: Loaded | Ended) -> None:
+    def put(self, item: Loaded | EndOfBatches) -> None:
         with self._changed:
             if not self._is_closed:
                 self._found.append(item)
             self._changed.notify_all()
 
-    def take(self, seconds: float) -> Loaded | Ended | None:
+    def take(self, seconds: float) -> Loaded | EndOfBatches | None:
         with self._changed:
             if seconds > 0:
                 self._changed.wait_for(lambda: self._found, seconds)
-            if not self._found or isinstance(self._found[0], Ended):
+            if not self._found or isinstance(self._found[0], EndOfBatches):
                 return self._found[0] if self._found else None
             self._allowed -= 1  # what was taken is held by whoever has taken it
             return self._found.popleft()
@@ -278,20 +282,20 @@ def _load(source: SharedIterator, queue: _Queue, clock: Clock) -> None:
     while queue.wait_for_room():
         found = _taken(partial(source.take, waits=True), clock)
         queue.put(found)
-        if isinstance(found, Ended):
+        if isinstance(found, EndOfBatches):
             return
         del found  # or it would be kept until the next one is there
-    queue.put(Ended())
+    queue.put(EndOfBatches())
 
 
-def _taken(take: Callable[[], Loaded | None], clock: Clock) -> Loaded | Ended:
+def _taken(take: Callable[[], Loaded | None], clock: Clock) -> Loaded | EndOfBatches:
     try:
         found = clock(take)
     except BaseException as error:  # for the call that needs this batch
-        return Ended(error, error.__traceback__)
+        return EndOfBatches(error, error.__traceback__)
     if found is None:
         clock.count -= 1  # of batches
-        return Ended()
+        return EndOfBatches()
     return found
 
 

@@ -2,8 +2,7 @@
 
 from ._ahead import AheadMode as AheadMode
 from ._ahead import AheadStep as AheadStep
-from ._in_flight import bounded as bounded
-from ._make import make_train_step as make_train_step
-from ._placing import count_here as count_here
-from ._step import TrainStep as TrainStep
+from ._make_step import make_train_step as make_train_step
+from ._step_programs import bounded as bounded
+from ._train_step import TrainStep as TrainStep
 from .update import GradientWindow as GradientWindow

@@ -10,9 +10,9 @@ from jax.core import Tracer
 from ..._support.checks import as_int, check_choice
 from ..._support.types import PyTree
 from ...embedding import Ahead, Carry, Embeddings, Lookup
-from .._state import TrainState
-from ._programs import Task, ask
-from ._runner import Runner
+from .._train_state import TrainState
+from ._step_programs import Task, ask
+from ._step_runner import Runner
 from .update import Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]

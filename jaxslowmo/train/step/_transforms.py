@@ -24,7 +24,7 @@ from ...transform import (
     over_stages,
     spec_of,
 )
-from .._state import TrainState
+from .._train_state import TrainState
 from .update import USE_CHAIN, StepParts
 
 _MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")

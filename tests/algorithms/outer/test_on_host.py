@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.algorithms.outer._anchor import ShardedAnchor
-from jaxslowmo.transform import Exchange, Placement
+from jaxslowmo.transform import Exchange, StatePlacement
 
 
 def numbered(shapes) -> dict[str, np.ndarray]:
@@ -31,7 +31,7 @@ def numbered(shapes) -> dict[str, np.ndarray]:
 def test_split_and_joined_is_the_same_tree(shapes, replicas, local, bucket_bytes):
     tree = numbered(shapes)
     shards = ShardedAnchor(Exchange("replica", "device", None, bucket_bytes))
-    at = Placement(replicas, {"replica": replicas, "device": local})
+    at = StatePlacement(replicas, {"replica": replicas, "device": local})
     split = shards.split(tree, tree, at)
     assert all(x.shape[0] == replicas and x.ndim == 3 for x in split)
     joined = shards.join(split, tree, at)
@@ -48,9 +48,9 @@ def test_shards_of_another_size_are_refused():
         ValueError, match=r"shards of \[\(4, 10, 1\)\], and not of \[\(3, 14, 1\)\]"
     ):
         shards.join(
-            shards.split(tree, tree, Placement(4, {"replica": 4})),
+            shards.split(tree, tree, StatePlacement(4, {"replica": 4})),
             tree,
-            Placement(3, {"replica": 3}),
+            StatePlacement(3, {"replica": 3}),
         )
 
 
@@ -70,7 +70,7 @@ def test_devices_lay_them_out_likewise(local, mesh_of):
     )
     stacked = js.replicate(placed, mesh=mesh)
     anchor = js.init(sync, stacked, mesh=mesh).anchor
-    at = Placement(2, dict(mesh.shape), frozenset({"model"}))
+    at = StatePlacement(2, dict(mesh.shape), frozenset({"model"}))
     split = ShardedAnchor(Exchange("replica", local, specs)).split(params, params, at)
     assert len(split) == len(anchor) == 2  # leaves over "model", and the others
     for a, b in zip(split, anchor, strict=True):

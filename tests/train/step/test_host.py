@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _runner
+from jaxslowmo.train.step import _step_runner
 from support.exhaustive import sweep
 from train.step.problem import BATCHES, PARAMS, RATE, loss
 
@@ -33,7 +33,7 @@ class CountingNumpy:
 @pytest.mark.parametrize("mode", ["traced", "host"])
 def test_the_counter_is_read_once(mode, monkeypatch):
     counting = CountingNumpy()
-    monkeypatch.setattr(_runner, "np", counting)
+    monkeypatch.setattr(_step_runner, "np", counting)
     step = js.make_train_step(
         loss,
         optax.sgd(RATE),

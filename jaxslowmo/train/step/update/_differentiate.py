@@ -1,8 +1,8 @@
-"""From a replica's batches to the gradients of an update."""
+"""From a replica's batches to the gradients of an update and the new model state."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,110 @@ from ...._support.scopes import METRICS, MODEL_STATE
 from ...._support.types import AxisName, PyTree
 from ....embedding import Lookup
 from ....gradients.precision import loss_scale_of
-from ....mesh import axis_names, match_varying, own_keys, vary_over
+from ....mesh import axis_names, from_first, match_varying, own_keys, vary_over
 from ....tracing import FullLoss, ready_order
-from ....transform import unless_idle
+from ....transform import Exchange, replica_mean, unless_idle
 from ....tree import cast
-from ..._state import TrainState
-from ._dispatched import Dispatched, WithResults
-from ._loss import as_value, split_batch, value_and_gradients, with_loss
-from ._model_state import (
-    ModelStateMode,
-    agree_inside,
-    from_first_replica,
-    mean_over,
-    vary_statistics,
-)
+from ..._train_state import TrainState
+from ._loss import Dispatched, WithResults, as_value, split_batch, value_and_gradients, with_loss
 from ._window import (
-    Data,
     Given,
     Gradients,
     GradientWindow,
+    LossData,
     Metrics,
     added_to,
     empty_window,
     means_of,
 )
+
+ModelStateMode = Literal["sync_mean", "broadcast", "local"]
+
+
+def _floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Mark floating leaves as varying over `axes`; counters and keys stay equal there."""
+    return jax.tree.map(lambda x: vary_over(x, axes) if _floating(x) else x, tree)
+
+
+def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Replica 0's values, but for PRNG keys: with equal ones all would draw alike.
+
+    Communication: one all-reduce of each other leaf over `axis_name`.
+    """
+
+    def first(x: jax.Array) -> jax.Array:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x if is_key else match_varying(from_first(x, axis_name), x)
+
+    return jax.tree.map(first, tree)
+
+
+def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new`, with the floating leaves of `old` where an update was skipped, () bool.
+
+    An average of something infinite would stay so, and go to all replicas. Counters and keys go on.
+
+    Communication: none.
+    """
+
+    def one(n: jax.Array, o: jax.Array) -> jax.Array:
+        return jnp.where(skipped, match_varying(o, n), n) if _floating(n) else n
+
+    return jax.tree.map(one, new, old)
+
+
+class Statistics:
+    """The leaves of model state that are averaged with the parameters: floating ones, or none.
+
+    Attributes:
+      leaves: those, in flattening order.
+    """
+
+    def __init__(self, model_state: PyTree, *, averaged: bool = True) -> None:
+        self._all, self._treedef = jax.tree.flatten(model_state)
+        self._positions = [i for i, x in enumerate(self._all) if averaged and _floating(x)]
+        self.leaves: list[jax.Array] = [self._all[i] for i in self._positions]
+
+    def replaced(self, leaves: list[jax.Array]) -> PyTree:
+        """The model state with other values for these leaves."""
+        new = list(self._all)
+        for i, leaf in zip(self._positions, leaves, strict=True):
+            new[i] = leaf
+        return self._treedef.unflatten(new)
+
+    def averaged_over(self, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
+        """The model state with their means over `axis_name`; as it is if all weigh 0.
+
+        Communication: one all-reduce over `axis_name` per dtype, and with a weight, before, one of
+          8 bytes; none without such leaves.
+        """
+        if not self.leaves:
+            return self.replaced([])
+        return self.replaced(replica_mean(self.leaves, Exchange(axis_name), weight))
+
+
+def mean_over(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Mean of the floating leaves over `axis_name`; other leaves stay as they are.
+
+    Communication: one all-reduce over `axis_name` per floating dtype; none for a tree without.
+    """
+    return Statistics(tree).averaged_over(axis_name)
+
+
+def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
+    """One model state for all devices of a replica: floating leaves averaged, others the first's.
+
+    Communication: one all-reduce over `inner_axes` per floating dtype, and one per other leaf.
+    """
+    if not inner_axes:
+        return tree
+    return jax.tree.map(
+        lambda x: x if _floating(x) else from_first(x, inner_axes), mean_over(tree, inner_axes)
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +184,7 @@ class Differentiation:
             return self.closed(state, window), metrics
         key = self._own_key(state)
         before, seen = self._seen(state)
-        found = self._differentiated(state, Data(given.batch, key, seen), given.weight)
+        found = self._differentiated(state, LossData(given.batch, key, seen), given.weight)
         found = self._agreed(found, before)
         return found, found.metrics
 
@@ -114,7 +194,7 @@ class Differentiation:
         Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
         """
         _, seen = self._seen(state)
-        data = Data(given.batch, self._own_key(state), seen)
+        data = LossData(given.batch, self._own_key(state), seen)
         # For shapes and types alone: nothing of it is computed.
         found = jax.eval_shape(self._differentiated, state, data, given.weight)
         return empty_window(found._replace(model_state=seen, weight=given.weight), num_batches)
@@ -132,7 +212,7 @@ class Differentiation:
         assert window is not None, "`opened` makes the first"
         key = jax.random.fold_in(self._own_key(state), window.count)
         seen = window.model_state
-        found = self._differentiated(state, Data(given.batch, key, seen), given.weight)
+        found = self._differentiated(state, LossData(given.batch, key, seen), given.weight)
         counted = _counted(found, seen)
         # Sums of metrics are weighted as a whole.
         window = added_to(window, counted._replace(metrics=found.metrics), fits=fits)
@@ -157,7 +237,7 @@ class Differentiation:
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
         return _with_weight(self._of_replica(with_loss(metrics, value)), given.weight)
 
-    def loss_at(self, params: PyTree, weight: Any = None, *, data: Data) -> jax.Array:
+    def loss_at(self, params: PyTree, weight: Any = None, *, data: LossData) -> jax.Array:
         """The replica's own loss, of the same examples, at other parameters.
 
         `weight` is not used: line searches pass on all that they were told.
@@ -213,7 +293,7 @@ class Differentiation:
                 before = from_first_replica(before, self.axis_name)
         return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
 
-    def _differentiated(self, state: TrainState, data: Data, weight: Any) -> Gradients:
+    def _differentiated(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """What a batch of a replica of this weight gives."""
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
@@ -227,7 +307,7 @@ class Differentiation:
         (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
             requested, params, compute, key, seen, scale
         )
-        metrics, data = self._of_replica(metrics), Data(batch, key, seen)
+        metrics, data = self._of_replica(metrics), LossData(batch, key, seen)
         return Gradients(grads, metrics, model_state, rows, requested.refused, weight, data)
 
     def _agreed(self, found: Gradients, before: PyTree) -> Gradients:

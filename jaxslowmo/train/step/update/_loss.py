@@ -1,6 +1,9 @@
-"""Gradients over microbatches."""
+"""The loss of a batch and its gradients over microbatches, also where it is dispatched."""
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,8 @@ from ....embedding import WithVectors
 from ....gradients.precision import scaled_value_and_grad
 from ....mesh import match_varying
 from ....tracing import FullLoss
-from ....tree import at_least_float32, zeros_like
+from ....tree import at_least_float32
+from ._window import wide_zeros
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
@@ -36,12 +40,6 @@ def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.
 def as_value(loss: jax.Array) -> jax.Array:
     """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
     return loss.astype(at_least_float32(loss.dtype))
-
-
-def wide_zeros(kind: Any) -> jax.Array:
-    """Zeros to add values of a type to: at least float32, varying and laid out as it is."""
-    wide = kind.update(dtype=at_least_float32(kind.dtype))
-    return match_varying(zeros_like(wide), kind)
 
 
 def value_and_gradients(
@@ -100,3 +98,62 @@ def value_and_gradients(
     # Of an example only its own microbatch tells.
     own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
     return (metrics, model_state), grads, own
+
+
+class WithResults(NamedTuple):
+    """A batch, and what a dispatched loss function has computed of it.
+
+    Attributes:
+      batch: the batch itself.
+      results: what the loss function takes in the place of the batch, inside of a program; leaves
+        have a leading dimension over the positions between which the batch is split.
+    """
+
+    batch: PyTree
+    results: PyTree
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A loss function with a method `dispatch`, as a pipeline dispatched by the host has one.
+
+    Attributes:
+      loss_fn: the loss function.
+      completed: wraps a loss function in what the step does around it, such as a policy.
+      parts: into how many parts `accumulate` cuts a batch, for `dispatch` to average over.
+      is_cast: whether the loss function is given other parameters and batches than the step.
+    """
+
+    loss_fn: Any
+    completed: Callable[[Callable[..., Any]], FullLoss]
+    parts: int
+    is_cast: bool
+
+    def loss(
+        self, params: PyTree, batch: WithResults, *, rng: Any, model_state: PyTree
+    ) -> tuple[Any, Any]:
+        """Return loss, metrics and model state of a batch whose results are known."""
+
+        def of_results(params: PyTree, _: PyTree, **keywords: Any) -> Any:
+            return self.loss_fn(params, batch.results, **keywords)
+
+        full = self.completed(self._with_signature(of_results))
+        return full(params, batch.batch, rng=rng, model_state=model_state)
+
+    def arguments(self, params: PyTree, batch: PyTree, *, rng: Any, model_state: PyTree) -> Any:
+        """Return parameters, batch, key and model state as the loss function is given them."""
+        seen: list[Any] = []
+
+        def recorded(
+            params: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
+        ) -> Any:
+            seen.append((params, batch, rng, model_state))
+            return jnp.zeros(()), ({}, model_state)
+
+        full = self.completed(self._with_signature(recorded))
+        full(params, batch, rng=rng, model_state=model_state)
+        return seen[0]
+
+    def _with_signature(self, fn: Any) -> Any:
+        fn.__signature__ = inspect.signature(self.loss_fn)
+        return fn

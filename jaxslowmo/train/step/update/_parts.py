@@ -10,7 +10,7 @@ import optax
 
 from ...._support.scopes import EVERY_PHASE
 from ...._support.types import AxisName, Phase, PyTree
-from ....embedding import Lookup, all_finite
+from ....embedding import Lookup, rows_are_finite
 from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import (
     Policy,
@@ -36,19 +36,19 @@ from ....transform import (
     unless_idle,
 )
 from ....tree import apply_exactly
-from ..._state import TrainState
-from ._differentiate import Differentiation, kept_if_idle
+from ..._train_state import TrainState
+from ._differentiate import Differentiation, Statistics, kept_if_idle, statistics_before_if
 from ._loss import as_value
-from ._model_state import Statistics, statistics_before_if
-from ._told import (
+from ._optimized import (
+    Made,
     averaging_of,
     check_reduced,
     heard_by,
     mean_where_due,
     optimizer_rate,
     update_told,
+    validated,
 )
-from ._validated import Made, validated
 from ._window import Gradients
 
 GradientOrder = Literal["reverse", "ready"]
@@ -248,7 +248,7 @@ class StepParts:
         """
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and loss_scale_of(before) is not None:
-            finite = all_finite(reduced.rows, self.inner_axes)
+            finite = rows_are_finite(reduced.rows, self.inner_axes)
         names, value = axis_names(self.axis_name), reduced.loss
         reductions, averaged, hides = averaging_of(self.optimizer, before, self.axis_name)
         averaged |= {*reduced.over}

@@ -16,7 +16,7 @@ import optax
 from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
-from ..._state import TrainState
+from ..._train_state import TrainState
 from ._parts import Moved, StepParts, of_known_layout
 from ._window import GIVEN_ROLES, Given, GradientWindow, Metrics
 

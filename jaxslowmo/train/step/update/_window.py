@@ -10,7 +10,6 @@ from ....embedding import Carry, added_rows, empty_rows, summed
 from ....gradients.sparse import Rows
 from ....mesh import match_varying
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
-from ._loss import wide_zeros
 
 Metrics = dict[str, jax.Array]
 
@@ -74,7 +73,7 @@ class Given(NamedTuple):
 GIVEN_ROLES: Any = Given._make(("batch", "stacked", ROLES, "device", "batch"))
 
 
-class Data(NamedTuple):
+class LossData(NamedTuple):
     """What the loss function is given beside the parameters.
 
     Attributes:
@@ -108,7 +107,7 @@ class Gradients(NamedTuple):
     rows: Rows
     refused: jax.Array | None
     weight: jax.Array | None
-    data: Data | None
+    data: LossData | None
 
 
 def empty_window(found: Gradients, num_batches: int) -> GradientWindow:
@@ -170,3 +169,9 @@ def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
         return wide
     counts, factor = weight > 0, by_dtype(weight)
     return jax.tree.map(lambda x: kept_if(counts, x * factor(x.dtype)), wide)
+
+
+def wide_zeros(kind: Any) -> jax.Array:
+    """Zeros to add values of a type to: at least float32, varying and laid out as it is."""
+    wide = kind.update(dtype=at_least_float32(kind.dtype))
+    return match_varying(zeros_like(wide), kind)

@@ -1,0 +1,245 @@
+"""Programs as jax writes them down: walked through, looked at, and run again.
+
+The one file that knows the parts of equations. Whatever reads programs of others, in any package,
+takes `interpret` to compute something else with their equations (facts, types, origins), and
+`programs_in` to look at every equation.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._support.types import PyTree
+from ..mesh import vary_over, varying_axes
+
+_Value = TypeVar("_Value")
+
+
+def interpret(
+    program: Any,
+    inputs: Sequence[_Value],
+    equation: Callable[[Any, list[_Value]], Iterable[_Value]],
+    constant: Callable[[Any], _Value],
+) -> list[_Value]:
+    """Return the outputs of a program, computed with values of the caller's own.
+
+    Args:
+      program: a jaxpr, closed or open.
+      inputs: a value for each of its inputs.
+      equation: `equation(eqn, operands)` returns a value for each output of an equation. It is
+        called in the order of the program; programs inside of an equation are its own affair, such
+        as by `called_program` and another `interpret`.
+      constant: `constant(x)` returns the value of an array that the program holds: of a NumPy array
+        for numbers that are written into it, and None for a constant of an open jaxpr.
+
+    Communication: none of its own.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    constants = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
+    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values.update(zip(jaxpr.constvars, map(constant, constants), strict=True))
+
+    def read(atom: Any) -> _Value:
+        if hasattr(atom, "val"):
+            return constant(np.asarray(atom.val, atom.aval.dtype))
+        return values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def programs_in(equation: Any) -> Iterator[Any]:
+    """Yield the programs that an equation holds, of calls, loops and branches, as they stand."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                yield item
+
+
+def scan_operands(params: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The operands of a `scan` equation as constants, carry and what it scans over."""
+    if "num_carry" in params:  # jax < 0.12
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return operands[:first], operands[first:last], operands[last:]
+    consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
+    return consts, carry, xs
+
+
+def called_program(eqn: Any) -> Any:
+    """The program that an equation calls once with its own operands; None if it calls none."""
+    found = [v for v in eqn.params.values() if hasattr(getattr(v, "jaxpr", v), "eqns")]
+    if len(found) != 1:
+        return None
+    jaxpr = getattr(found[0], "jaxpr", found[0])
+    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+    return found[0] if fits else None
+
+
+# A conditional inside of others is met once per level.
+_known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
+
+
+def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
+    """Names of the axes of all collectives in a jaxpr, those inside of it included.
+
+    Args:
+      jaxpr: of a traced program.
+      counts: which equations are looked at, and into; None: all.
+
+    Communication: none.
+    """
+    if counts is None and jaxpr in _known:
+        return _known[jaxpr]
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        own: set[str] = set()
+        for part in programs_in(equation):
+            own |= collective_axes(getattr(part, "jaxpr", part), counts)
+        # A nested shard_map binds axes of its own.
+        own -= set(equation.params.get("manual_axes", ()))
+        if equation.primitive.name not in _NOT_SENDING:
+            for key in ("axes", "axis_name"):
+                own |= _names(equation.params.get(key, ()))
+        if own and (counts is None or counts(equation)):
+            found |= own
+    result = frozenset(found)
+    if counts is None:
+        _known[jaxpr] = result
+    return result
+
+
+def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
+    """Names of the axes over which an update of these arguments communicates.
+
+    None where it needs what comes with an update only, such as `value`.
+
+    Communication: none; it is only traced.
+    """
+    try:
+        return collective_axes(jax.make_jaxpr(update)(*args).jaxpr)
+    except TypeError:
+        return frozenset()
+
+
+def _names(axes: Any) -> set[str]:
+    """Those that are names; positions, of arrays' own axes, are ints."""
+    return {a for a in (axes if isinstance(axes, list | tuple) else (axes,)) if isinstance(a, str)}
+
+
+def run_where_values_vary(
+    fn: Callable[..., PyTree], *operands: PyTree, refused: str | None = None
+) -> PyTree:
+    """`fn(*operands)`, also where jax refuses it because some values differ between devices.
+
+    Args:
+      fn: as `run_as_varying` takes it.
+      *operands: what it is called with.
+      refused: what the error says where it has to be run as varying and must not be, since it holds
+        collectives whose results differ between devices; None: it holds none.
+
+    Raises:
+      ValueError: `refused`, where there is that.
+
+    Communication: that of `fn`.
+    """
+    try:
+        return fn(*operands)
+    except (TypeError, AssertionError) as error:
+        # Branches and loops that mix constants with what differs between devices; and zeros like a
+        # shape of that (`optax.MultiSteps`), of leaves sharded inside a replica: an assertion.
+        if not any(map(varying_axes, jax.tree.leaves(operands))):
+            raise
+        if refused is not None:
+            raise ValueError(refused) from error
+    return run_as_varying(fn, *operands)
+
+
+def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
+    """`fn(*operands)`, with every value typed as varying over all axes that operands vary over.
+
+    Under `shard_map(check_vma=True)` branches of a conditional must have equal types, and so must
+    what a loop carries. A function that returns a constant from one branch, equal on all devices,
+    and from the other what differs, is refused there. Here it is traced as if nothing differed,
+    and the program is then run with all constants typed as the rest.
+
+    Args:
+      fn: a function of arrays alone. Of collectives it may hold those whose results are equal on
+        all devices, such as whether something overflowed on one of them.
+      *operands: what it is called with; it must not close over values of this trace.
+
+    Returns:
+      Its result; every leaf varies over all those axes.
+
+    Communication: that of `fn`.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+    axes = frozenset().union(*map(varying_axes, leaves))
+    plain = treedef.unflatten([_without_type(x) for x in leaves])
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*plain)
+    results = _run(closed, axes, leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _without_type(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    explicit = any(entry is not None for entry in aval.sharding.spec)
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=aval.sharding if explicit else None,
+    )
+
+
+def _run(program: Any, axes: Iterable[str], operands: Sequence[Any]) -> list[Any]:
+    """The outputs of a closed or open program, for operands of any type."""
+
+    def typed(x: Any) -> jax.Array:
+        return vary_over(jnp.asarray(x), axes)
+
+    def equation(eqn: Any, operands: list[jax.Array]) -> Iterable[jax.Array]:
+        return map(typed, _equation(eqn, axes, operands))
+
+    return interpret(program, [typed(x) for x in operands], equation, typed)
+
+
+def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Sequence[Any]:
+    params = eqn.params
+    match eqn.primitive.name:
+        case "pvary" | "pcast":  # all values vary over these axes already
+            return operands
+        case "cond":
+            branches = [lambda *x, b=b: _run(b, axes, x) for b in params["branches"]]
+            return lax.switch(operands[0].astype(jnp.int32), branches, *operands[1:])
+        case "while":
+            first = params["cond_nconsts"]
+            last = first + params["body_nconsts"]
+            to_condition, to_body = operands[:first], operands[first:last]
+            return lax.while_loop(
+                lambda carry: _run(params["cond_jaxpr"], axes, [*to_condition, *carry])[0],
+                lambda carry: _run(params["body_jaxpr"], axes, [*to_body, *carry]),
+                operands[last:],
+            )
+        case "scan":
+            consts, carry, xs = scan_operands(params, operands)
+
+            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+                out = _run(params["jaxpr"], axes, [*consts, *carry, *x])
+                return out[: len(carry)], out[len(carry) :]
+
+            options = {name: params[name] for name in ("length", "reverse", "unroll")}
+            carry, ys = lax.scan(body, carry, xs, **options)
+            return [*carry, *ys]
+    # What a shard_map holds has other shapes and axes: it is run as it was traced.
+    if eqn.primitive.name != "shard_map" and (inner := called_program(eqn)):
+        return _run(inner, axes, operands)
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
+    return out if eqn.primitive.multiple_results else [out]

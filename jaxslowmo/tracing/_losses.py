@@ -1,0 +1,238 @@
+"""What loss functions are and what their traced gradients tell: order, and unused parameters."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._support.types import PyTree
+from ..tree import leaf_names
+from ._value_facts import Fact, output_facts
+
+FullLoss = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
+
+
+def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
+    """`loss_fn` as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
+
+    With `embedded=` it is handed on, what was looked up in tables for the batch.
+
+    Raises:
+      ValueError: not callable; at trace time, model state given to a function that takes none, or
+        results of another shape.
+    """
+    if not callable(loss_fn):
+        raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
+    parameters = inspect.signature(loss_fn).parameters.values()
+    names = {p.name for p in parameters}
+    any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    takes_rng = any_keyword or "rng" in names
+    takes_state = any_keyword or "model_state" in names
+
+    takes_embedded = any_keyword or "embedded" in names
+
+    def full(
+        params: PyTree,
+        batch: PyTree,
+        *,
+        rng: jax.Array,
+        model_state: PyTree,
+        embedded: PyTree | None = None,
+    ):
+        if jax.tree.leaves(model_state) and not takes_state:
+            raise ValueError(
+                "`loss_fn` must take `model_state` as a keyword, since the train state has one."
+            )
+        keywords: dict[str, Any] = {"rng": rng} if takes_rng else {}
+        if takes_state:
+            keywords["model_state"] = model_state
+        if embedded is not None:
+            if not takes_embedded:
+                raise ValueError(
+                    "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
+                    "since the step was given `embeddings`."
+                )
+            keywords["embedded"] = embedded
+        out = loss_fn(params, batch, **keywords)
+        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if isinstance(aux, tuple) and len(aux) == 2:
+            metrics, model_state = aux
+        else:
+            metrics = aux
+        if isinstance(loss, tuple) or jnp.shape(loss) != () or not isinstance(metrics, dict):
+            raise ValueError(
+                "`loss_fn` must return a scalar loss, (loss, metrics dict) or (loss, (metrics "
+                f"dict, model_state)), got {jax.tree.map(jnp.shape, out)}."
+            )
+        return loss, (metrics, model_state)
+
+    return full
+
+
+def gradient_facts(
+    owner: str,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    rng: Any,
+    model_state: PyTree | None,
+) -> list[Fact]:
+    """A fact for the gradient of each leaf of `params`, in flattening order.
+
+    Raises:
+      ValueError: naming `owner`: a loss function that is not callable or not scalar, no parameters,
+        parameters that are not real floating point.
+    """
+    loss = as_full_loss(loss_fn)
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError(f"{owner}: `params` must have leaves, got an empty tree.")
+    wrong = [
+        f"{name} ({jnp.result_type(leaf)})"
+        for name, leaf in zip(leaf_names(params), leaves, strict=True)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{owner}: a loss is differentiated by real floating-point `params` only, got "
+            f"{', '.join(wrong)}: pass what is trained, and close over the rest."
+        )
+
+    def gradients(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> list[Any]:
+        differentiate = jax.grad(loss, has_aux=True)
+        return jax.tree.leaves(differentiate(params, batch, rng=rng, model_state=model_state)[0])
+
+    # Shapes are all that tracing needs, so a key is described and not made.
+    key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
+    state = {} if model_state is None else model_state
+    return output_facts(jax.make_jaxpr(gradients)(params, batch, key, state))
+
+
+def ready_order(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    model_state: PyTree | None = None,
+) -> tuple[int, ...]:
+    """The order in which the backward pass of a loss finishes the gradients.
+
+    Read off the traced gradient function: a gradient is ready at the equation that computes it,
+    reshapes and casts behind it left out. For `js.all_reduce_gradients(..., order=...)`, whose
+    buckets then fill in that order: what torch's reducer learns from a first, slow iteration.
+    Everything that one loop (`lax.scan` over layers) yields is ready at its end, in the order in
+    which an iteration computes it.
+
+    Args:
+      loss_fn: as for `js.make_train_step`: `(params, batch) -> loss`, `(loss, metrics)` or `(loss,
+        (metrics, model_state))`, with `rng` and `model_state` as keywords if it takes them.
+      params: arrays or `ShapeDtypeStruct`s, of one replica.
+      batch: arrays or `ShapeDtypeStruct`s, of one replica; the shapes of one device's batch.
+      rng: PRNG key for a loss that takes one; None: any key.
+      model_state: for a loss that takes one; None is {}.
+
+    Returns:
+      Leaf positions in flattening order, first ready first. Gradients that are zero by
+      construction (unused parameters) come last; what is ready at once, in reverse leaf order.
+
+    Raises:
+      ValueError: `loss_fn` not callable or not scalar; no parameters, or some that are not real
+        floating point.
+
+    Example:
+      >>> layers = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}  # b is used first, ready last
+      >>> ready_order(lambda p, x: jnp.sum((x @ p["b"]) @ p["a"]), layers, jnp.ones((3, 2)))
+      (0, 1)
+
+    Nothing runs on a device. Communication: none.
+
+    Source: the counterpart of `rebuild_buckets` in torch 2.13, `reducer.cpp`.
+    """
+    facts = gradient_facts("ready_order", loss_fn, params, batch, rng, model_state)
+
+    def rank(leaf: int) -> tuple[bool, int, int]:
+        place, zero = facts[leaf]
+        return zero, 0 if zero else place, -leaf
+
+    return tuple(sorted(range(len(facts)), key=rank))
+
+
+def unused_parameters(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    model_state: PyTree | None = None,
+) -> list[str]:
+    """Names of the parameters that the loss does not depend on.
+
+    Read off the traced gradient function: unused is a parameter whose gradient is zero by
+    construction, whatever the values are: it does not reach the loss, or only through
+    `lax.stop_gradient`, rounding, comparisons or a product with a constant zero. One that a single
+    branch of a `lax.cond` uses is used, and so is one whose gradient merely happens to be zero
+    (`js.skip_unused` finds those).
+
+    Args:
+      loss_fn: as for `js.make_train_step`: `(params, batch) -> loss`, `(loss, metrics)` or `(loss,
+        (metrics, model_state))`, with `rng` and `model_state` as keywords if it takes them.
+      params: arrays or `ShapeDtypeStruct`s, of one replica.
+      batch: arrays or `ShapeDtypeStruct`s, of one replica.
+      rng: PRNG key for a loss that takes one; None: any key.
+      model_state: for a loss that takes one; None is {}.
+
+    Returns:
+      Leaf names such as `"head/bias"`, in flattening order; [] if all are used.
+
+    Raises:
+      ValueError: `loss_fn` not callable or not scalar; no parameters, or some that are not real
+        floating point.
+
+    Example:
+      >>> unused_parameters(lambda p, x: jnp.sum(p["a"] * x), {"a": 1.0, "b": 2.0}, jnp.ones(3))
+      ['b']
+
+    Nothing runs on a device. Communication: none.
+
+    Source: the counterpart of `find_unused_parameters` in torch 2.13, `reducer.cpp`.
+    """
+    facts = gradient_facts("unused_parameters", loss_fn, params, batch, rng, model_state)
+    return [name for name, fact in zip(leaf_names(params), facts, strict=True) if fact.zero]
+
+
+def check_all_used(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    model_state: PyTree | None = None,
+) -> None:
+    """Raise if the loss does not depend on some parameter, naming all of these.
+
+    What torch's DDP does by default (`find_unused_parameters=False`), here before the first step.
+
+    Args:
+      loss_fn: as for `js.unused_parameters`.
+      params: arrays or `ShapeDtypeStruct`s, of one replica.
+      batch: arrays or `ShapeDtypeStruct`s, of one replica.
+      rng: PRNG key for a loss that takes one; None: any key.
+      model_state: for a loss that takes one; None is {}.
+
+    Raises:
+      ValueError: naming every unused parameter; as `js.unused_parameters` otherwise.
+
+    Nothing runs on a device. Communication: none.
+
+    Source: torch 2.13, `reducer.cpp`, "Expected to have finished reduction in the prior iteration".
+    """
+    names = unused_parameters(loss_fn, params, batch, rng=rng, model_state=model_state)
+    if names:
+        raise ValueError(
+            f"`loss_fn` does not depend on these of `params`: {', '.join(names)}. Leave them out, "
+            "freeze them (`optax.masked`), or wrap the optimizer in `js.skip_unused` so that "
+            "weight decay and momentum leave them alone."
+        )
