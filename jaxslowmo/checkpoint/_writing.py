@@ -19,17 +19,15 @@ import jax
 import numpy as np
 
 from .._support.coordinator import NoNoteError, tell, wait_for
-from .._support.files import io_errno
+from .._support.files import COMMITTED, can_rename, io_errno
 from .._support.warnings import warn_user
 from ._agree import answer, new_topic, unanswered
 from ._arrays import first_line
 from ._folder import (
     ARRAYS,
-    COMMITTED,
     RECORD,
     UNFINISHED,
     CheckpointError,
-    can_rename,
     files_below,
     processes,
     put_away,

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 import typer
 
-from jaxslowmo.cli import _app, _compare, _train
-from jaxslowmo.cli.config._train import TrainConfig, train_options
-from jaxslowmo.cli.inspect import _graph, _graphs, _run, _schedule
-from jaxslowmo.cli.sample import _sample
-from jaxslowmo.cli.tune import _buckets
+from jaxslowmo.cli import (
+    _app,
+    _compare,
+    _inspect_config,
+    _inspect_graph,
+    _inspect_graphs,
+    _inspect_schedule,
+    _sample,
+    _train,
+    _tune_buckets,
+)
+from jaxslowmo.cli.config._training import TrainConfig, train_options
 
 INVALID = "Invalid value for"  # of typer, which says what it takes
 HUGE = "1" + 20 * "0"
@@ -328,9 +335,9 @@ def told(monkeypatch) -> dict[str, Any]:
 
     for module, name in (
         *((_train, "train"), (_compare, "compare"), (_sample, "sample")),
-        *((_graph, "inspect_graph"), (_graphs, "inspect_graphs"), (_buckets, "tune_buckets")),
-        (_schedule, "inspect_schedule"),
-        (_run, "inspect_config"),
+        *((_inspect_graph, "inspect_graph"), (_inspect_graphs, "inspect_graphs")),
+        *((_inspect_schedule, "inspect_schedule"), (_inspect_config, "inspect_config")),
+        (_tune_buckets, "tune_buckets"),
     ):
         monkeypatch.setattr(module, name, with_config)
 
