@@ -29,19 +29,8 @@ from .run._run_folder import make_folder
 Analyses = Mapping[tuple[str, int], GraphAnalysis | str]
 
 _NONE = "none"
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """A table.
-
-    Attributes:
-      title: of the table, for a configuration.
-      text: of a cell.
-    """
-
-    title: Callable[[InspectGraphsConfig], str]
-    text: Callable[[GraphAnalysis], str]
+_POINTS = 100  # of a curve
+BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 
 
 def _rounds(analysis: GraphAnalysis) -> str:
@@ -60,25 +49,27 @@ def _messages_to_tolerance(analysis: GraphAnalysis) -> str:
     return "never" if rounds is None else str(rounds * analysis.messages_max)
 
 
-QUANTITIES = (
-    Quantity(lambda config: f"Rounds to a consensus error of {config.tolerance:g}", _rounds),
-    Quantity(
-        lambda config: "Messages that a node sends per round: mean (and the busiest node)",
-        _messages,
-    ),
-    Quantity(
-        lambda config: (
-            f"Messages that the busiest node sends until an error of {config.tolerance:g}"
-        ),
-        _messages_to_tolerance,
-    ),
-    Quantity(lambda config: "Spectral gap per round", lambda a: f"{a.spectral_gap_per_round:.2g}"),
-)
+_QUANTITIES: Mapping[str, Callable[[GraphAnalysis], str]] = {
+    "Rounds to a consensus error of {:g}": _rounds,
+    "Messages that a node sends per round: mean (and the busiest node)": _messages,
+    "Messages that the busiest node sends until an error of {:g}": _messages_to_tolerance,
+    "Spectral gap per round": lambda analysis: f"{analysis.spectral_gap_per_round:.2g}",
+}
 
 
-def cell(quantity: Quantity, found: GraphAnalysis | str) -> str:
-    """What the table shows of a graph at a size."""
-    return _NONE if isinstance(found, str) else quantity.text(found)
+def tables(config: InspectGraphsConfig, analyses: Analyses) -> dict[str, dict[str, list[str]]]:
+    """Return a table per quantity, by its title: by graph a cell per number of nodes."""
+
+    def cell(text: Callable[[GraphAnalysis], str], found: GraphAnalysis | str) -> str:
+        return _NONE if isinstance(found, str) else text(found)
+
+    return {
+        title.format(config.tolerance): {
+            graph: [cell(text, analyses[graph, nodes]) for nodes in config.nodes]
+            for graph in config.graphs
+        }
+        for title, text in _QUANTITIES.items()
+    }
 
 
 def reasons(analyses: Analyses) -> list[str]:
@@ -93,24 +84,17 @@ def reasons(analyses: Analyses) -> list[str]:
 def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
     """All tables, and why cells have no number."""
     parts = [f"Mixing: {config.mixing}. NAME:2 sends to 2 peers per step.\n"]
-    for quantity in QUANTITIES:
-        parts.append(f"**{quantity.title(config)}**\n")
-        parts.append("\n".join(_rows(quantity, config, analyses)) + "\n")
+    for title, rows in tables(config, analyses).items():
+        lines = [
+            f"| nodes | {' | '.join(map(str, config.nodes))} |",
+            f"|---|{'---:|' * len(config.nodes)}",
+            *(f"| {graph} | {' | '.join(cells)} |" for graph, cells in rows.items()),
+        ]
+        parts += [f"**{title}**\n", "\n".join(lines) + "\n"]
     missing = reasons(analyses)
     if missing:
         parts.append("\n".join(f"- {line}" for line in missing) + "\n")
     return "\n".join(parts)
-
-
-def _rows(quantity: Quantity, config: InspectGraphsConfig, analyses: Analyses) -> list[str]:
-    lines = [
-        f"| nodes | {' | '.join(map(str, config.nodes))} |",
-        f"|---|{'---:|' * len(config.nodes)}",
-    ]
-    for graph in config.graphs:
-        cells = [cell(quantity, analyses[graph, nodes]) for nodes in config.nodes]
-        lines.append(f"| {graph} | {' | '.join(cells)} |")
-    return lines
 
 
 # A marker for each colour; a second turn is dashed.
@@ -216,10 +200,6 @@ def _scale(axes: Axes, tolerance: float, floor: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-_POINTS = 100  # of a curve
-BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
-
-
 def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | None) -> int:
     """Writes the tables and the picture, shows the tables, and returns the exit code.
 
@@ -254,8 +234,14 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
     for path in written:
         if path.suffix == ".png":
             draw_graphs(curves, path, tolerance=config.tolerance, mixing=config.mixing)
-    for quantity in QUANTITIES:
-        console.print(_table(quantity, config, analyses))
+    for title, rows in tables(config, analyses).items():
+        table = Table(title=title, title_justify="left")
+        table.add_column("graph", no_wrap=True)
+        for nodes in config.nodes:
+            table.add_column(str(nodes), justify="right", no_wrap=True)
+        for graph, cells in rows.items():
+            table.add_row(graph, *cells)
+        console.print(table)
     say(console, *reasons(analyses), *map(str, written))
     return 0
 
@@ -316,14 +302,3 @@ def _split_page(page: Path) -> tuple[str, str]:
     if not begin or not end:
         raise CommandError(f"--page: {page} must have a line {BEGIN} and, below it, one {END}")
     return before, after
-
-
-def _table(quantity: Quantity, config: InspectGraphsConfig, analyses: Analyses) -> Table:
-    table = Table(title=quantity.title(config), title_justify="left")
-    table.add_column("graph", no_wrap=True)
-    for nodes in config.nodes:
-        table.add_column(str(nodes), justify="right", no_wrap=True)
-    for graph in config.graphs:
-        row = [cell(quantity, analyses[graph, nodes]) for nodes in config.nodes]
-        table.add_row(graph, *row)
-    return table

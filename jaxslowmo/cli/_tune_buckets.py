@@ -6,7 +6,6 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -28,6 +27,8 @@ from .run._division import RunDevices, choose_mesh
 from .run._model import policy_of
 from .run._recipes import build_algorithm
 from .run._run_folder import make_folder
+
+_SUBTITLE_WIDTH = 110  # letters that fit into a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,25 +267,7 @@ def _advice(config: TuneBucketsConfig, best: int) -> str:
     )
 
 
-_SUBTITLE_WIDTH = 110
-
-
-class Measured(Protocol):
-    """What a limit's place in the picture needs."""
-
-    @property
-    def limit(self) -> int: ...
-    @property
-    def bucket_sizes(self) -> tuple[int, ...]: ...
-    @property
-    def seconds(self) -> tuple[float, ...]: ...
-    @property
-    def median(self) -> float: ...
-    @property
-    def quartiles(self) -> tuple[float, float]: ...
-
-
-def draw_limits(rows: Sequence[Measured], best: int, path: Path, *, subtitle: str) -> None:
+def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) -> None:
     """Draws the time of a step by limit: every round, quartiles and median.
 
     Args:
@@ -325,13 +308,13 @@ def draw_limits(rows: Sequence[Measured], best: int, path: Path, *, subtitle: st
     save_figure(figure, path)
 
 
-def _tick(row: Measured) -> str:
+def _tick(row: Row) -> str:
     count = len(row.bucket_sizes)
     name = format_limit(row.limit) if row.limit else "per leaf"
     return f"{name}\n{count} bucket{'s' if count != 1 else ''}"
 
 
-def _limit(axes: Axes, rows: Sequence[Measured]) -> None:
+def _limit(axes: Axes, rows: Sequence[Row]) -> None:
     """Around the quartiles: a round that the machine disturbed should not flatten the rest."""
     low = min(row.quartiles[0] for row in rows)
     high = max(row.quartiles[1] for row in rows)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxslowmo import topology
-from jaxslowmo.cli._inspect_graphs import BEGIN, END, QUANTITIES, cell, curve_of, draw_graphs
+from jaxslowmo.cli._inspect_graphs import BEGIN, END, curve_of, draw_graphs, tables
+from jaxslowmo.cli.config._inspect import InspectGraphsConfig
 
 
 def test_graphs_writes_tables_json_and_a_picture(call, tmp_path):
@@ -63,7 +64,9 @@ def test_picture_of_a_graph_that_never_agrees(tmp_path):
         return np.array([[0.0, 1.0], [1.0, 0.0]])
 
     found = topology.analyse(topology.ring(2), swapping)
-    assert cell(QUANTITIES[0], found) == cell(QUANTITIES[2], found) == "never"
+    config = InspectGraphsConfig(nodes=(2,), graphs=("ring",))
+    rounds, _, messages, _ = tables(config, {("ring", 2): found}).values()
+    assert rounds == messages == {"ring": ["never"]}
     curve = curve_of("swap", found)
     assert curve.errors == pytest.approx(np.ones(len(curve.rounds)))
     path = tmp_path / "never.png"

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from jaxslowmo import topology
-from jaxslowmo.cli._inspect_graphs import BEGIN, END, QUANTITIES, analyse_all, cell
+from jaxslowmo.cli._inspect_graphs import BEGIN, END, analyse_all, tables
 from jaxslowmo.cli.config._inspect import InspectGraphsConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "graphs.md"
@@ -13,22 +13,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "graphs.md"
 def test_the_page_shows_what_the_command_makes():
     """Of the sizes that take no time."""
     config = InspectGraphsConfig(nodes=(4, 8, 16))
-    analyses = analyse_all(config)
-    _, *tables = re.split(
+    made = tables(config, analyse_all(config))
+    _, *shown = re.split(
         r"^\*\*(.*)\*\*$", PAGE.read_text().partition(BEGIN)[2].partition(END)[0], flags=re.M
     )
-    assert tables[::2] == [quantity.title(config) for quantity in QUANTITIES]
-    for quantity, text in zip(QUANTITIES, tables[1::2], strict=True):
+    assert shown[::2] == list(made)
+    for table, text in zip(made.values(), shown[1::2], strict=True):
         header, _, *rows = [
             [part.strip() for part in line.strip("|").split("|")]
             for line in text.splitlines()
             if line.startswith("|")
         ]
         assert header == ["nodes", *map(str, InspectGraphsConfig.nodes)]
-        assert [row[:4] for row in rows] == [
-            [graph, *(cell(quantity, analyses[graph, nodes]) for nodes in config.nodes)]
-            for graph in config.graphs
-        ]
+        assert [row[:4] for row in rows] == [[graph, *cells] for graph, cells in table.items()]
 
 
 def test_the_example_on_the_page_prints_what_is_shown(capsys):

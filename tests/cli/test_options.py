@@ -12,17 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from jaxslowmo.cli import (
-    _app,
-    _compare,
-    _inspect_config,
-    _inspect_graph,
-    _inspect_graphs,
-    _inspect_schedule,
-    _sample,
-    _train,
-    _tune_buckets,
-)
+from jaxslowmo.cli import _app
 from jaxslowmo.cli.config._training import TrainConfig, train_options
 
 INVALID = "Invalid value for"  # of typer, which says what it takes
@@ -333,13 +323,9 @@ def told(monkeypatch) -> dict[str, Any]:
         found.update(values(config), paths=paths)
         return 0
 
-    for module, name in (
-        *((_train, "train"), (_compare, "compare"), (_sample, "sample")),
-        *((_inspect_graph, "inspect_graph"), (_inspect_graphs, "inspect_graphs")),
-        *((_inspect_schedule, "inspect_schedule"), (_inspect_config, "inspect_config")),
-        (_tune_buckets, "tune_buckets"),
-    ):
-        monkeypatch.setattr(module, name, with_config)
+    inspected = ("inspect_graph", "inspect_graphs", "inspect_schedule", "inspect_config")
+    for name in ("train", "compare", "sample", "tune_buckets", *inspected):
+        monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
 
     def supervise(argv, out, **_):
         found["paths"] = (out,)

@@ -164,9 +164,19 @@ def test_what_is_printed_neither_fails_nor_steers_the_terminal(text, encoding, s
     assert _shown(text, encoding) == shown
 
 
-def test_a_model_of_no_preset(monkeypatch, call, gossip):
-    for name in ("tiny", "demo"):
-        monkeypatch.setitem(GPT_PRESETS, name, GPT_PRESETS["1m"])
-    outcome = call("sample", gossip / "model")
-    assert outcome.code == 2
-    assert "is no model of jaxslowmo train: no preset has 11760 parameters" in outcome.err
+def test_an_export_that_does_not_say_what_it_is(call, gossip, tmp_path):
+    """As those of before 0.2: the configuration of its run says it."""
+    run = shutil.copytree(gossip, tmp_path / "run")
+    record = run / "model" / "record" / "metadata"
+    value = json.loads(record.read_text())
+    assert value["extra"]["model"]["num_layers"] == 1
+    value["extra"] = {}
+    record.write_text(json.dumps(value))
+    model, params = find_model(run / "model", None)
+    assert model == GPT_PRESETS["tiny"]
+    for a, b in zip(leaves(params), leaves(find_model(gossip / "model", None)[1]), strict=True):
+        assert np.array_equal(a, b)
+    (run / "config.json").unlink()
+    outcome = call("sample", run / "model")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "does not say what model it is: put the config.json of its run beside it" in outcome.err

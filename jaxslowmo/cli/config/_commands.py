@@ -2,13 +2,14 @@
 
 import dataclasses
 import typing
-from typing import Any, get_type_hints
+from typing import Any
 
 from ._algorithms import ALGORITHMS, AlgorithmConfig
 from ._fields import (
     Checked,
     check_different,
     option,
+    options_of,
     parse_integers,
     parse_names,
     parse_size,
@@ -75,11 +76,11 @@ def _setting(text: str) -> tuple[str, Any]:
     """Name and value of "overlap=1"."""
     name, equals, value = text.partition("=")
     name = name.replace("-", "_")
-    hints = get_type_hints(AlgorithmConfig)
-    if not equals or name == "algorithm" or name not in hints:
-        known = ", ".join(key for key in hints if key != "algorithm")
+    settings = options_of(AlgorithmConfig)
+    if not equals or name == "algorithm" or name not in settings:
+        known = ", ".join(key for key in settings if key != "algorithm")
         raise ValueError(f"settings are written name+SETTING=VALUE with {known}, got {text!r}")
-    return name, _parse(name, hints[name], value)
+    return name, _parse(name, settings[name].type, value)
 
 
 def _parse(name: str, kind: Any, text: str) -> Any:

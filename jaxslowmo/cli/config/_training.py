@@ -205,7 +205,12 @@ class TrainConfig(Checked):
     def axes(self) -> dict[str, int]:
         """Sizes of the axes of its mesh, by name."""
         inner = {"device": self.devices_per_replica} if self.devices_per_replica > 1 else {}
-        return {"replica": self.replicas, **inner, **self.mesh.model_axes}
+        return {"replica": self.replicas, **inner, **self.model_axes}
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """Sizes of the axes over which the model is shared, by name; without `--mesh` none."""
+        return {} if self.mesh.mesh is None else self.mesh.model_axes
 
     @property
     def devices_of_a_replica(self) -> int:
@@ -215,13 +220,14 @@ class TrainConfig(Checked):
     @property
     def rows(self) -> int:
         """Windows that one pass of the model computes on the devices that share a part of them."""
-        shares = self.devices_per_replica * self.mesh.sizes.get("fsdp", 1)
+        shares = self.devices_per_replica * self.model_axes.get("fsdp", 1)
         return self.batch // (self.accumulate * shares)
 
     @property
     def num_microbatches(self) -> int:
         """Parts of a batch that go through the stages one after the other; 1 without stages."""
-        return self.mesh.num_microbatches(self.rows)
+        has_stages = "stage" in self.model_axes
+        return self.mesh.num_microbatches(self.rows) if has_stages else 1
 
     @property
     def schedule_length(self) -> int:

@@ -7,12 +7,9 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from ..config._cluster import ClusterConfig
-
-if TYPE_CHECKING:
-    from ._watch import Watch  # with jax
 
 Stop = Literal["interrupted", "preempted"]
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -30,12 +27,12 @@ class Cluster:
     Attributes:
       index: which one this is; process 0 writes what there is one of.
       count: how many there are.
-      watch: ends this one when another has failed; None for one that is alone.
+      watch: a `Watch`, which ends this one when another has failed; None for one that is alone.
     """
 
     index: int = 0
     count: int = 1
-    watch: "Watch | None" = None
+    watch: Any = None  # whose module loads jax
 
     @property
     def is_first(self) -> bool:

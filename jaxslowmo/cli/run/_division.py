@@ -62,8 +62,9 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
       CommandError: if there are fewer devices than "devices" needs, they cannot be divided evenly
         among the processes, or the run cannot have several.
     """
-    with usage_errors():
-        config.mesh.check_processes(cluster.count)
+    if cluster.count > 1:
+        with usage_errors():
+            config.mesh.check_processes(cluster.count)
     _check_division(config, cluster.count)
     if cluster.count > 1 and config.execution == "virtual":
         raise CommandError("--execution virtual is for one process, and devices for several")
@@ -74,7 +75,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     is_cpu = devices[0].platform == "cpu"
     kind = "CPU device" if is_cpu else devices[0].device_kind
     is_short = len(devices) < needed
-    shares_model = bool(config.mesh.model_axes)
+    shares_model = bool(config.model_axes)
     if config.execution == "virtual" and shares_model:
         raise CommandError(
             f"--execution virtual has no devices inside a replica to share the model of --mesh "
@@ -101,7 +102,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
             f"{asked.strip()} need{'s' * (config.mesh.mesh is not None)} {needed} devices, found "
             f"{len(devices)} ({kind}): {way_out}"
         )
-    named = ", ".join(f"{name}={n}" for name, n in config.mesh.model_axes.items())
+    named = ", ".join(f"{name}={n}" for name, n in config.model_axes.items())
     inside = "" if len(axes) == 1 else f" of {each} devices" + (f" ({named})" if named else "")
     if cluster.count > 1:
         devices = _even_share(devices, needed // cluster.count)
@@ -214,7 +215,7 @@ def divide_text(
     """
     context = gpt_preset(config.preset).context_length
     # As many windows as all microbatches and devices that share them can share evenly.
-    even = config.num_microbatches * config.mesh.sizes.get("fsdp", 1)
+    even = config.num_microbatches * config.model_axes.get("fsdp", 1)
     windows = even * math.ceil(max(1, _EVAL_BYTES_PER_BATCH // context) / even)
     split = split_corpus(corpus, config.replicas)
     # Made only for its checks: every replica must hold a batch.

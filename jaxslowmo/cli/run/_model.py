@@ -37,7 +37,7 @@ def policy_of(config: TrainConfig) -> js.Policy | None:
     """Return the policy that `--dtype` says; None with stages."""
     # A buffer of stages holds norms beside other weights, which no name tells apart. The layers
     # themselves compute in this dtype: the policy only casts what they would cast.
-    return None if "stage" in config.mesh.model_axes else js.Policy(config.dtype, keep=_NORMS)
+    return None if "stage" in config.model_axes else js.Policy(config.dtype, keep=_NORMS)
 
 
 def scaled(
@@ -151,7 +151,7 @@ def form_of(config: TrainConfig) -> Form:
     Raises:
       ValueError: sizes of the mesh that do not fit those of the model.
     """
-    model, sizes = config_of(config), config.mesh.model_axes
+    model, sizes = config_of(config), config.model_axes
     if not sizes:
         return Form(model)
     _check_sizes(config, model)
@@ -182,7 +182,7 @@ def _in_layers(layers: GPTLayers, model: GPTConfig) -> tuple[js.LayeredModel, li
 
 def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax.Array], Any]:
     """The loss of parameters in a form, for the windows of a replica."""
-    shared = {"fsdp", "tensor"} & set(config.mesh.model_axes)
+    shared = {"fsdp", "tensor"} & set(config.model_axes)
     rules = gpt_rules(mesh) if shared else None
     if form.layout is None:
         return gpt_loss_fn(form.config, rules)
@@ -200,7 +200,7 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
 
 
 def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
-    sizes = config.mesh.model_axes
+    sizes = config.model_axes
     for axis, what, size in (
         ("tensor", "attention heads", model.num_heads),
         ("tensor", "symbols", model.vocab_size),
