@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and the operating system's errors."""
+"""Files that are replaced as a whole, complete checkpoints, and the operating system's errors."""
 
 import contextlib
 import errno
@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # A disk that is full or a file server that does not answer may be well again in a minute.
 PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
@@ -66,3 +67,36 @@ def write_anew(path: str | os.PathLike[str], text: str) -> None:
 def is_unfinished(path: Path) -> bool:
     """Whether a file was left by a writer that was killed."""
     return path.name.startswith(_BEFORE)
+
+
+# In a folder of an object store, which cannot be renamed: a checkpoint that has it is complete.
+COMMITTED = "commit_success.txt"
+MAX_STEP = 2**31 - 1
+
+
+def complete_steps(folder: Any) -> tuple[int, ...]:
+    """Return the steps of the complete checkpoints in a folder, ascending; () where there is none.
+
+    One that is being written has another name until all of it is there.
+
+    Args:
+      folder: a `pathlib.Path`, or an `epath.Path`, which may be an address such as `gs://...`.
+    """
+    if not folder.exists():
+        return ()
+    return tuple(sorted(int(path.name) for path in folder.iterdir() if _is_complete(path)))
+
+
+def _is_complete(path: Any) -> bool:
+    name = path.name
+    # As `str` writes a number: "007" and "²" are digits, too, and nobody's checkpoints.
+    if not (name.isascii() and name.isdigit() and len(name) < 11 and str(int(name)) == name):
+        return False
+    if int(name) > MAX_STEP or not path.is_dir():
+        return False
+    return can_rename(path) or (path / COMMITTED).exists()
+
+
+def can_rename(path: Any) -> bool:
+    """Whether a folder can get its name when it is complete; object stores have no folders."""
+    return "://" not in str(path)

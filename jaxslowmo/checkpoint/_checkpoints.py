@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from .._support.checks import as_int
-from .._support.files import io_errno
+from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from .._support.warnings import warn_user
 from ..train import TrainState, TrainStep
 from ._arrays import first_line, prints_of
 from ._folder import (
-    MAX_STEP,
     CheckpointError,
     UnansweredError,
     UnreadableError,
-    complete_steps,
     quiet_orbax,
     remove,
     remove_unfinished,
@@ -172,7 +170,13 @@ class Checkpoints:
             self.wait()
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the complete checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending.
+
+        Raises:
+          CheckpointError: the folder is a file.
+        """
+        if self._folder.exists() and not self._folder.is_dir():
+            raise CheckpointError(f"{self._folder} is a file: give the folder of a run.")
         return complete_steps(self._folder)
 
     @property
@@ -364,9 +368,9 @@ def _with_hint(
     error: UnreadableError, step: int, found: list[int], fallback: bool
 ) -> UnreadableError:
     """The error of the last checkpoint that was tried, and which other one could be."""
-    older = [n for n in found if n < step and not fallback]
-    hint = f" `fallback=True` takes that of step {older[-1]}." if older else ""
-    return UnreadableError(f"{error}{hint}", io_errno(error))
+    older = max((n for n in found if n < step and not fallback), default=None)
+    hint = "" if older is None else f" `fallback=True` takes that of step {older}."
+    return UnreadableError(f"{error}{hint}", io_errno(error), str(error), older)
 
 
 _copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])

@@ -112,6 +112,23 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
     )
 
 
+def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
+    """What `export_consensus` saved beside the parameters, without reading these.
+
+    Args:
+      folder: of the export.
+
+    Returns:
+      The `extra` of `export_consensus`; {} where none was given.
+
+    Raises:
+      CheckpointError: no export there.
+
+    Communication: none; each process reads for itself.
+    """
+    return _record(resolved(folder)).get("extra") or {}
+
+
 def _on_host(x: jax.Array) -> Any:
     """NumPy where this process has all of it: then the file asks for no devices when read."""
     if x.is_fully_replicated:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .._support.extras import needed_by
+from .._support.files import can_rename
 from .._support.warnings import warn_user
 
 with needed_by("jaxslowmo.checkpoint"):
@@ -24,10 +25,8 @@ __all__ = ["epath", "ocp", "ts"]
 
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
-COMMITTED = "commit_success.txt"
 # What orbax calls a checkpoint that is not complete: its own tools leave such folders alone.
 UNFINISHED = ".orbax-checkpoint-tmp"
-MAX_STEP = 2**31 - 1
 
 
 class CheckpointError(RuntimeError):
@@ -37,11 +36,20 @@ class CheckpointError(RuntimeError):
       errno: the number of the operating system's error that it came from, on whichever process;
         None if of none.
       reason: what went wrong, without what it means and what can be done.
+      older_step: of a checkpoint that cannot be read, the step of the one before it, which
+        `fallback=True` takes; None without one.
     """
 
-    def __init__(self, message: str, errno: int | None = None, reason: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        errno: int | None = None,
+        reason: str | None = None,
+        older_step: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.errno, self.reason = errno, message if reason is None else reason
+        self.older_step = older_step
 
 
 class UnreadableError(CheckpointError):
@@ -70,36 +78,6 @@ def processes() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(
         active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
     )
-
-
-def can_rename(path: epath.Path) -> bool:
-    """Whether a folder can get its name when it is complete; object stores have no folders."""
-    return "://" not in str(path)
-
-
-def complete_steps(folder: epath.Path) -> tuple[int, ...]:
-    """Steps of the complete checkpoints in a folder, ascending.
-
-    One that is being written has another name until all of it is there.
-
-    Raises:
-      CheckpointError: the path is a file.
-    """
-    if not folder.exists():
-        return ()
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file: give the folder of a run.")
-    return tuple(sorted(int(path.name) for path in folder.iterdir() if _is_complete(path)))
-
-
-def _is_complete(path: epath.Path) -> bool:
-    name = path.name
-    # As `str` writes a number: "007" and "²" are digits, too, and nobody's checkpoints.
-    if not (name.isascii() and name.isdigit() and len(name) < 11 and str(int(name)) == name):
-        return False
-    if int(name) > MAX_STEP or not path.is_dir():
-        return False
-    return can_rename(path) or (path / COMMITTED).exists()
 
 
 def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:

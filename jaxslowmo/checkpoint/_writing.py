@@ -21,17 +21,15 @@ import jax
 import numpy as np
 
 from .._support.coordinator import NoNoteError, forget, gather_notes, tell, wait_for
-from .._support.files import io_errno
+from .._support.files import COMMITTED, can_rename, io_errno
 from .._support.warnings import warn_user
 from ._arrays import first_line
 from ._folder import (
     ARRAYS,
-    COMMITTED,
     RECORD,
     UNFINISHED,
     CheckpointError,
     UnansweredError,
-    can_rename,
     epath,
     files_below,
     ocp,

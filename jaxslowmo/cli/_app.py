@@ -11,30 +11,64 @@ from typing import Annotated, Any
 import typer
 
 import jaxslowmo
+from jaxslowmo.topology import GRAPHS
 
 from ._errors import CommandError, in_options, usage_errors
-from ._help import Command, Group
-from .config._checkpoint import CheckpointConfig
 from .config._cluster import ClusterConfig
-from .config._compare import CompareConfig
-from .config._options import folder_option, same_option, with_options
-from .config._train import PRESET_DEFAULTS, TrainConfig, train_config, train_options
-from .config._unused import refuse_unused
-from .inspect._commands import inspect_app
+from .config._commands import CompareConfig, SampleConfig, TuneBucketsConfig
+from .config._inspect import InspectGraphConfig, InspectGraphsConfig, InspectScheduleConfig
+from .config._mesh import PIPELINES
+from .config._options import (
+    Command,
+    Group,
+    folder_option,
+    path_option,
+    refuse_unused,
+    same_option,
+    with_options,
+)
+from .config._training import (
+    PRESET_DEFAULTS,
+    CheckpointConfig,
+    TrainConfig,
+    train_config,
+    train_options,
+)
 from .processes._address import refuse_taken_port
 from .processes._launch import folder_of, launch
-from .processes._launchers import is_child, is_one_of_several, known_processes, started_by
+from .processes._peers import is_child, is_one_of_several, known_processes, started_by
 from .processes._supervise import end_with_parent, supervise
-from .sample._config import SampleConfig
-from .tune._commands import tune_app
 
-app = typer.Typer(
-    cls=Group,
-    help="Data-parallel training whose replicas rarely talk.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+_GRAPHS = f"Graphs: {', '.join(GRAPHS)}."
+# What decides where a run lies and what it sends.
+_OF_A_RUN = {
+    "preset", "dtype", "tied", "batch", "accumulate", "mesh", "replicas", "devices_per_replica",
+    "pipeline", "microbatches", "chunks", "executor", "mode", "algorithm", "graph", "codec",
+    "shard_state",
+}  # fmt: skip
+# What the time of a step depends on.
+_OF_A_STEP = {
+    "preset", "dtype", "batch", "accumulate", "seed", "replicas", "devices_per_replica",
+    "optimizer",
+}  # fmt: skip
+# What `compare` decides itself, or what is about one run.
+_ONLY_TRAIN = {
+    *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
+    *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
+}
+
+
+def _group(help: str) -> typer.Typer:
+    return typer.Typer(
+        cls=Group, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    )
+
+
+app = _group("Data-parallel training whose replicas rarely talk.")
+inspect_app = _group(
+    "Shows what graphs cost, schedules of pipelines, and where runs lie and what they send."
 )
+tune_app = _group("Measures settings on the devices at hand.")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +165,7 @@ def _sample(
     """Writes text from the trained model of a run."""
     with usage_errors():
         config = SampleConfig(**given)
-    from .sample._sample import sample
+    from ._sample import sample
 
     raise typer.Exit(sample(config, run))
 
@@ -162,10 +196,90 @@ def _launch(
     raise typer.Exit(launch(processes, restarts, heartbeat_timeout, command, out))
 
 
-_ONLY_TRAIN = {
-    *("algorithm", "seed", "patience", "statistics", "statistics_rate"),
-    *(field.name for cls in (CheckpointConfig, ClusterConfig) for field in dataclasses.fields(cls)),
-}
+def _graph(
+    *,
+    name: Annotated[
+        str | None, typer.Argument(help="Of the graph; see below.", show_default=False)
+    ] = None,
+    **given: Any,
+) -> None:
+    """Shows who sends to whom, what it costs, and how fast the nodes agree."""
+    with usage_errors():
+        config = InspectGraphConfig(name, **given)
+    from ._inspect_graph import inspect_graph
+
+    raise typer.Exit(inspect_graph(config))
+
+
+def _graphs(
+    *,
+    page: Annotated[
+        Path | None,
+        path_option(
+            "--page",
+            "Markdown file to write the tables into, between its markers; the picture goes "
+            "beside it.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, folder_option("graphs")] = None,
+    **given: Any,
+) -> None:
+    """Compares graphs at several sizes: tables and a picture."""
+    # The picture shows all graphs that were asked for.
+    pictured = {"pictured": given["graphs"]} if "graphs" in given else {}
+    with usage_errors():
+        config = InspectGraphsConfig(**given, **pictured)
+    from ._inspect_graphs import inspect_graphs
+
+    raise typer.Exit(inspect_graphs(config, out, page))
+
+
+def _schedule(
+    *,
+    kind: Annotated[
+        str | None, typer.Argument(help="Of the schedule; see below.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, path_option("--out", "Picture to write, such as schedule.png or .pdf.")
+    ] = None,
+    **given: Any,
+) -> None:
+    """Draws the schedule of a pipeline, and compares the kinds: bubble, stash, messages."""
+    with usage_errors():
+        config = InspectScheduleConfig(kind, **given)
+    from ._inspect_schedule import inspect_schedule
+
+    raise typer.Exit(inspect_schedule(config, out))
+
+
+def _config(*, train: dict[str, Any]) -> None:
+    """Shows where a run of `train` with these options would lie, and what it would send."""
+    with usage_errors():
+        config = train_config(train)
+        refuse_unused(train, config)
+    from ._inspect_config import inspect_config
+
+    raise typer.Exit(inspect_config(config))
+
+
+def _buckets(
+    *,
+    out: Annotated[Path | None, folder_option("tune")] = None,
+    train: dict[str, Any],
+    **given: Any,
+) -> None:
+    """Measures bucket limits of the gradient reduction and tells the best.
+
+    Whole training steps of data parallelism: loss, gradients, reduction, optimizer.
+    """
+    with usage_errors():
+        fixed = {"algorithm": "all_reduce", "execution": "devices"}
+        config = TuneBucketsConfig(train_config(train | fixed), **given)
+    from ._tune_buckets import tune_buckets
+
+    raise typer.Exit(tune_buckets(config, out))
+
+
 app.command("train", cls=Command)(with_options(_train, train=train_options().keys()))
 app.command("compare", cls=Command)(
     with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN)
@@ -176,6 +290,17 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(_launch)
 app.command("sample", cls=Command)(with_options(_sample, SampleConfig))
+inspect_app.command("graph", cls=Command, epilog=_GRAPHS)(with_options(_graph, InspectGraphConfig))
+inspect_app.command("graphs", cls=Command, epilog=_GRAPHS)(
+    with_options(_graphs, InspectGraphsConfig)
+)
+inspect_app.command("config", cls=Command)(with_options(_config, train=_OF_A_RUN))
+inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(PIPELINES)}.")(
+    with_options(_schedule, InspectScheduleConfig)
+)
+tune_app.command("buckets", cls=Command)(
+    with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP)
+)
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")
 
@@ -197,4 +322,6 @@ def _root(
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(f"warning: {in_options(str(message))}", err=True)
+    # The only period that a warning names is that of slow steps.
+    line = in_options(str(message), sync_every="slow_every")
+    typer.echo(f"warning: {line}", err=True)

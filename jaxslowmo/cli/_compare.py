@@ -1,25 +1,34 @@
-"""`jaxslowmo compare`."""
+"""`jaxslowmo compare`: the runs, their table and their picture."""
 
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 
 from jaxslowmo.data import read_corpus
 
 from ._errors import EXIT_CODES, usage_errors
-from ._output import say, write_json
-from ._tables import compare_rows, compare_table
-from ._units import format_count
-from .config._compare import CompareConfig
-from .figures._comparison import draw_comparison
-from .run._devices import Placement, choose_mesh
+from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._output import (
+    Reporter,
+    compare_rows,
+    compare_table,
+    format_bytes,
+    format_count,
+    say,
+    write_json,
+)
+from .config._commands import CompareConfig
+from .run._division import RunDevices, choose_mesh, divide_text
 from .run._job import Job, RunResult
-from .run._leftovers import refuse_leftovers, sweep
-from .run._opening import locked_folder
-from .run._recipes import describe_exchanges
-from .run._text import divide_text
-from .run.records._progress import Reporter
+from .run._recipes import RECIPES, describe_exchanges
+from .run._run_folder import RunFolder, locked_folder
 
 
 def compare(config: CompareConfig, out: Path | None) -> int:
@@ -33,13 +42,13 @@ def compare(config: CompareConfig, out: Path | None) -> int:
         folder.
     """
     console = Console()
-    with locked_folder(out, "compare") as (folder, _):
+    with locked_folder(out, "compare") as folder:
         if not config.train.overwrite:
-            refuse_leftovers(folder, may_resume=False)
+            folder.refuse_leftovers(may_resume=False)
         jobs = _jobs(config)
         if config.train.overwrite:
-            sweep(folder)
-        write_json(folder / "config.json", config)
+            folder.sweep()
+        write_json(folder.config, config)
         return _compare_in(folder, config, jobs, console)
 
 
@@ -54,7 +63,9 @@ def _jobs(config: CompareConfig) -> dict[str, Job]:
         }
 
 
-def _compare_in(folder: Path, config: CompareConfig, jobs: dict[str, Job], console: Console) -> int:
+def _compare_in(
+    folder: RunFolder, config: CompareConfig, jobs: dict[str, Job], console: Console
+) -> int:
     first = next(iter(jobs.values()))
     placement, size = first.placement, format_count(first.num_parameters)
     say(console, f"{size} parameters, {placement.description}", first.text.description)
@@ -74,7 +85,7 @@ def _compare_in(folder: Path, config: CompareConfig, jobs: dict[str, Job], conso
 
 
 def _run_seeds(
-    job: Job, name: str, config: CompareConfig, folder: Path, console: Console
+    job: Job, name: str, config: CompareConfig, folder: RunFolder, console: Console
 ) -> list[RunResult]:
     runs: list[RunResult] = []
     for seed in config.seeds:
@@ -82,7 +93,7 @@ def _run_seeds(
         steps, would = config.train.steps, job.placement.is_virtual
         with Reporter(console, label, steps, would=would) as reporter:
             # Some file systems have no colons in names.
-            out = folder / f"{name.replace(':', '-')}-seed{seed}"
+            out = RunFolder(folder.path / f"{name.replace(':', '-')}-seed{seed}")
             runs.append(job.run(config.run(name, seed), out, reporter))
         if runs[-1].was_stopped:
             break
@@ -91,31 +102,30 @@ def _run_seeds(
 
 def _write_results(
     config: CompareConfig,
-    placement: Placement,
+    placement: RunDevices,
     size: str,
     runs: list[RunResult],
-    folder: Path,
+    folder: RunFolder,
     console: Console,
 ) -> None:
     rows = compare_rows([run.summary for run in runs])
-    write_json(folder / "compare.json", {"rows": rows, "runs": [run.summary for run in runs]})
+    write_json(folder.comparison, {"rows": rows, "runs": [run.summary for run in runs]})
     histories: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in config.algorithms}
     for run in runs:
         if run.status == "finished":
             histories[run.summary["algorithm"]].append(run.records)
-    picture = folder / "compare.png"
     draw_comparison(
         histories,
-        picture,
+        folder.picture,
         title="Loss against steps, and against bytes on the wire",
         subtitle=_describe(config, placement, size),
         would=placement.is_virtual,
     )
     console.print(compare_table(rows, would=placement.is_virtual))
-    say(console, str(picture))
+    say(console, str(folder.picture))
 
 
-def _describe(config: CompareConfig, placement: Placement, size: str) -> str:
+def _describe(config: CompareConfig, placement: RunDevices, size: str) -> str:
     train, seeds = config.train, len(config.seeds)
     exchanges = describe_exchanges(config.base_algorithms, train.algorithm)
     parts = [
@@ -126,3 +136,131 @@ def _describe(config: CompareConfig, placement: Placement, size: str) -> str:
         f"{seeds} seeds (mean, least to largest)" if seeds > 1 else f"seed {config.seeds[0]}",
     ]
     return "  ·  ".join(parts)
+
+
+_STYLES = {name: (COLOURS[recipe.colour], recipe.marker) for name, recipe in RECIPES.items()}
+# An algorithm with settings of its own has its colour, and the next of these.
+_LINES = ("-", "--", ":", "-.")
+_SUBTITLE_WIDTH = 150  # letters that fit into a line
+
+
+def draw_comparison(
+    histories: Mapping[str, Sequence[Sequence[dict[str, Any]]]],
+    path: Path,
+    *,
+    title: str,
+    subtitle: str,
+    would: bool = False,
+) -> None:
+    """Draws validation loss against steps, and against bytes on a logarithmic axis.
+
+    Args:
+      histories: by algorithm, the records of each seed's run (`Recorder`); those with a
+        `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
+      path: of the PNG.
+      title: of the figure.
+      subtitle: what was run, in smaller letters.
+      would: whether the bytes are only what the runs would send.
+    """
+    lines_below_title = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
+    height = 0.91 - 0.04 * max(1, len(lines_below_title))
+    figure = new_figure((11, 5), (0.005, 0.01, 0.99, height), wspace=0.06)
+    by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
+    losses: list[float] = []
+    most_steps = 0
+    lines = _lines(histories)
+    for algorithm, runs in histories.items():
+        points = _mean_over_seeds(runs)
+        if points:
+            # All start at guessing: without that point there is room for the differences.
+            for point in points[1:] or points:
+                losses += [point["low"], point["high"]]
+            most_steps = max(most_steps, points[-1]["step"])
+            _draw(by_steps, algorithm, points, "step", lines[algorithm])
+            # Before the first exchange there is no place on a logarithmic axis.
+            sending = [p for p in points if p["bytes_sent"] > 0]
+            _draw(by_bytes, algorithm, sending, "bytes_sent", lines[algorithm])
+    by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(_label))
+    by_bytes.xaxis.set_minor_formatter(FuncFormatter(_minor_label))
+    by_steps.set_xlim(0, 1.02 * max(most_steps, 1))
+    by_steps.set_xlabel("optimizer steps", color=INK)
+    verb = "that a replica would send" if would else "sent by each replica"
+    by_bytes.set_xlabel(f"bytes {verb} (log scale)", color=INK)
+    by_steps.set_ylabel("validation loss of the consensus model\n(nats per byte)", color=INK)
+    _limit(by_steps, losses)
+    for axes in (by_steps, by_bytes):
+        clean(axes)
+    if losses:
+        by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
+    write_title(figure, title, lines_below_title, heights=(0.945, 0.9, 0.04))
+    save_figure(figure, path)
+
+
+def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Points at the steps that every run evaluated."""
+    by_step = [
+        {record["step"]: record for record in run if record.get("validation_loss") is not None}
+        for run in runs
+    ]
+    if not by_step:
+        return []
+    steps = sorted(set.intersection(*(set(run) for run in by_step)))
+    points = []
+    for step in steps:
+        found = [run[step] for run in by_step]
+        losses = [record["validation_loss"] for record in found]
+        points.append(
+            {
+                "step": step,
+                "bytes_sent": statistics.fmean(record["bytes_sent"] for record in found),
+                "mean": statistics.fmean(losses),
+                "low": min(losses),
+                "high": max(losses),
+            }
+        )
+    return points
+
+
+def _lines(algorithms: Iterable[str]) -> dict[str, str]:
+    """Line style of each algorithm: in turn where they differ by their settings only."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for algorithm in algorithms:
+        name = algorithm.partition("+")[0]
+        found[algorithm] = _LINES[seen[name] % len(_LINES)]
+        seen[name] += 1
+    return found
+
+
+def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str, line: str) -> None:
+    colour, marker = _STYLES[algorithm.partition("+")[0]]
+    xs = [point[x] for point in points]
+    last = points[-1] if points else None
+    label = (
+        f"{algorithm}: {last['mean']:.3f} for {format_bytes(last['bytes_sent'])}" if last else ""
+    )
+    axes.fill_between(
+        xs, [p["low"] for p in points], [p["high"] for p in points],
+        color=colour, alpha=0.15, linewidth=0,
+    )  # fmt: skip
+    axes.plot(
+        xs, [point["mean"] for point in points],
+        color=colour, linestyle=line, linewidth=1.8, marker=marker, markersize=5,
+        markeredgecolor="white", markeredgewidth=0.7, label=label, zorder=3,
+    )  # fmt: skip
+
+
+def _limit(axes: Axes, losses: list[float]) -> None:
+    if losses:
+        margin = 0.06 * max(max(losses) - min(losses), 0.1)
+        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+
+
+def _label(count: float, _: int = 0) -> str:
+    number, unit = format_bytes(count).split()
+    return f"{float(number):g} {unit}"
+
+
+def _minor_label(count: float, _: int) -> str:
+    return _label(count) if f"{count:.0e}"[0] in "25" else ""

@@ -1,12 +1,15 @@
-"""How commands end: exit codes, and one line that says what to do about a wrong call."""
+"""How commands end: exit codes, and one line that says what to do about a wrong call.
+
+Everything of the command line imports this file, which needs nothing that is installed.
+"""
 
 import contextlib
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from .._support.files import PASSING, io_errno
-from .config._fields import flag_of
 
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
@@ -23,8 +26,6 @@ _OPTIONS = {
     "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
     "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
 }  # fmt: skip
-# Outer steps call their period as the averages below them call theirs.
-_OUTER = re.compile(r"(slowmo|diloco)\b")
 
 
 class CommandError(Exception):
@@ -81,6 +82,21 @@ def in_options(text: str, **own: str) -> str:
       text: names arguments in backticks.
       **own: by arguments, the options of the command where they are called otherwise.
     """
-    outer = {"sync_every": "slow_every"} if _OUTER.match(text) else {}
-    names = _OPTIONS | outer | own
-    return re.sub(r"`(\w+)`", lambda found: flag_of(names.get(found[1], found[1])), text)
+    names = _OPTIONS | own
+    return re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), text)
+
+
+def as_flag(name: str) -> str:
+    """Return the option of a name: --num-rounds of "num_rounds"."""
+    return f"--{name.replace('_', '-')}"
+
+
+@contextlib.contextmanager
+def writing_to(out: Path) -> Iterator[None]:
+    """Turn an `OSError` about the folder for results into a `CommandError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        code = TRY_AGAIN if error.errno in PASSING else USAGE_ERROR
+        what = f"--out must be a folder to write to, {out}: {error.strerror}"
+        raise CommandError(what, code) from None

@@ -1,61 +1,50 @@
-"""Where results go: a folder, values as JSON, sentences on the terminal."""
+"""What commands write: numbers as people read them, sentences, progress, tables, JSON."""
 
-import contextlib
 import dataclasses
-import datetime
-import itertools
 import json
 import math
-import tempfile
-from collections.abc import Iterator
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from .._support.files import PASSING, write_anew
-from ._errors import TRY_AGAIN, USAGE_ERROR, CommandError
-
-
-def make_folder(out: Path | None, command: str) -> Path:
-    """The folder for results, made if need be; by default runs/COMMAND-DATE, a new one.
-
-    Raises:
-      CommandError: if it cannot be made or written to; with code 75 if a disk is full or a file
-        server does not answer.
-    """
-    out = _new_folder(command) if out is None else out
-    with writing_to(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):  # several processes may try at once
-            pass
-    return out
+from .._support.files import write_anew
 
 
-def _new_folder(command: str) -> Path:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    first = Path("runs") / f"{command}-{now}"
-    with writing_to(first):
-        first.parent.mkdir(exist_ok=True)
-        out, others = first, itertools.count(2)
-        while True:
-            try:
-                out.mkdir()
-            except FileExistsError:  # scripts start several runs within one second
-                out = first.with_name(f"{first.name}-{next(others)}")
-            else:
-                return out
+def format_bytes(count: float) -> str:
+    """Decimal units, three digits: 0 B, 999 B, 1.50 MB."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
-@contextlib.contextmanager
-def writing_to(out: Path) -> Iterator[None]:
-    """Turns an `OSError` about the folder into a `CommandError` that names it."""
-    try:
-        yield
-    except OSError as error:
-        code = TRY_AGAIN if error.errno in PASSING else USAGE_ERROR
-        what = f"--out must be a folder to write to, {out}: {error.strerror}"
-        raise CommandError(what, code) from None
+def format_count(count: float) -> str:
+    """Three digits and a letter: 999, 1.07M."""
+    return _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
+
+
+def format_loss(loss: float | None) -> str:
+    """Three decimals, or a dash where there is none."""
+    return "-" if loss is None or not math.isfinite(loss) else f"{loss:.3f}"
+
+
+def format_limit(limit: int) -> str:
+    """A limit of bytes as users write it: 0, 1.5 MiB, 4,000 B."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if limit >= size and limit * 100 % size == 0:
+            return f"{limit / size:g} {unit}"
+    return f"{limit:,} B" if limit else "0"
+
+
+def _scaled(count: float, units: tuple[str, ...]) -> str:
+    step = 0
+    # 999.5 and more would print as 1e+03.
+    while count >= 999.5 and step < len(units) - 1:
+        count, step = count / 1000, step + 1
+    digits = 0 if step == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {units[step]}"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -83,3 +72,165 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+_LINES = 10  # of a run without a terminal
+
+
+class Reporter:
+    """Shows the steps of one run; a context.
+
+    Args:
+      console: where to write.
+      label: of the run, such as "slowmo, seed 0".
+      steps: of the run.
+      would: whether bytes are only what the run would send (virtual replicas).
+    """
+
+    def __init__(self, console: Console, label: str, steps: int, *, would: bool = False):
+        self._console, self._label, self._steps = console, label, steps
+        self._verb = "would send" if would else "sent"
+        self._latest: dict[str, Any] = {}
+        self._evaluated = 0  # the last step with an evaluation
+        self._next_line = 0.0
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(label, total=steps, status="compiling")
+
+    def __enter__(self) -> "Reporter":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def say(self, *sentences: str) -> None:
+        """Something that a reader should know beside the progress."""
+        say(self._console, *sentences)
+
+    def advance(self, step: int) -> None:
+        """A step without a record is done."""
+        self._progress.update(self._task, completed=step)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """A record was made."""
+        known = {name: value for name, value in record.items() if value is not None}
+        self._latest.update(known)
+        step = record["step"]
+        if "validation_loss" in record:
+            self._evaluated = step
+        self._progress.update(self._task, completed=step, status=self._status(step))
+        if not self._console.is_terminal and (step >= self._next_line or step == self._steps):
+            self._next_line = step + self._steps / _LINES
+            width = len(str(self._steps))
+            say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status(step)}")
+
+    def _status(self, step: int) -> str:
+        latest = self._latest
+        # An evaluation of some steps ago must not look like one of now.
+        when = "" if step == self._evaluated else f" (step {self._evaluated})"
+        parts = [
+            f"loss {format_loss(latest['loss'])}" if "loss" in latest else "",
+            f"validation {format_loss(latest['validation_loss'])}{when}"
+            if "validation_loss" in latest
+            else "",
+            f"{format_count(latest['tokens_per_second'])} tokens/s"
+            if "tokens_per_second" in latest
+            else "",
+            f"{self._verb} {format_bytes(latest['bytes_sent'])}",
+        ]
+        return "  ".join(part for part in parts if part)
+
+
+def run_table(summary: dict[str, Any]) -> Table:
+    """One run: a line per number."""
+    table = Table(show_header=False, title=f"{summary['algorithm']}: {summary['status']}")
+    speed = summary["tokens_per_second"]
+    verb = "would be sent" if summary["bytes_are_hypothetical"] else "sent"
+    for name, value in (
+        ("steps", str(summary["steps"])),
+        ("parameters", format_count(summary["parameters"])),
+        ("training loss, nats/byte", format_loss(summary["loss"])),
+        ("validation loss of the consensus, nats/byte", format_loss(summary["validation_loss"])),
+        (f"bytes {verb} per replica", format_bytes(summary["bytes_sent"])),
+        *(
+            (f"  in a step of kind {kind}", format_bytes(count))
+            for kind, count in summary["bytes_per_step_by_kind"].items()
+        ),
+        *(
+            [
+                ("scale of the loss", f"{summary['loss_scale']:g}"),
+                ("updates skipped, all replicas", str(summary["skipped_updates"])),
+            ]
+            if "loss_scale" in summary
+            else []
+        ),
+        ("tokens/s, all replicas", "-" if speed is None else format_count(speed)),
+        ("seconds", f"{summary['seconds']:.1f}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per algorithm, in the order of their first appearance.
+
+    Returns:
+      `algorithm`, `seeds`, `validation_loss` (mean over the seeds that finished, None without
+      any), `spread` (largest minus smallest, None below two), `bytes_sent` (mean), `ratio` (to
+      the first row's bytes), `tokens_per_second` (mean), `diverged` (number of seeds).
+    """
+    by_algorithm: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        by_algorithm.setdefault(summary["algorithm"], []).append(summary)
+    rows: list[dict[str, Any]] = []
+    for algorithm, runs in by_algorithm.items():
+        done = [run for run in runs if run["status"] == "finished"]
+        losses = [run["validation_loss"] for run in done]
+        speeds = [run["tokens_per_second"] for run in done if run["tokens_per_second"]]
+        sent = statistics.fmean(run["bytes_sent"] for run in done) if done else None
+        first = rows[0]["bytes_sent"] if rows else sent
+        rows.append(
+            {
+                "algorithm": algorithm,
+                "seeds": [run["seed"] for run in done],
+                "validation_loss": statistics.fmean(losses) if losses else None,
+                "spread": max(losses) - min(losses) if len(losses) > 1 else None,
+                "bytes_sent": sent,
+                "ratio": sent / first if sent is not None and first else None,
+                "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+                "diverged": sum(run["status"] == "diverged" for run in runs),
+            }
+        )
+    return rows
+
+
+def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
+    """The rows of `compare_rows` side by side."""
+    first = rows[0]["algorithm"] if rows else ""
+    table = Table(
+        caption="validation loss: nats per byte, consensus model; "
+        f"bytes {'that a replica would send' if would else 'sent per replica'}",
+        caption_justify="left",
+    )
+    table.add_column("algorithm", overflow="fold")  # settings make long names
+    for name in ("validation", "spread", "bytes", f"of {first}", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
+        table.add_row(
+            row["algorithm"],
+            format_loss(row["validation_loss"]) + diverged,
+            format_loss(row["spread"]),
+            "-" if row["bytes_sent"] is None else format_bytes(row["bytes_sent"]),
+            "-" if row["ratio"] is None else f"{100 * row['ratio']:.3g} %",
+            "-" if row["tokens_per_second"] is None else format_count(row["tokens_per_second"]),
+        )
+    return table

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +9,18 @@ from typing import TextIO
 
 from rich.console import Console
 
-from jaxslowmo.data import read_corpus
+from jaxslowmo.data import Contents, read_corpus
 
 from ._errors import EXIT_CODES, CommandError, usage_errors
-from ._output import say
-from ._tables import run_table
-from ._units import format_count, format_loss
-from .config._train import TrainConfig
-from .processes._join import join_cluster
-from .processes._launchers import ALONE, Cluster, is_one_of_several, known_processes
-from .processes._peers import failing_together
-from .processes._restarts import last_saved
-from .processes._watch import Watch
-from .run._devices import ask_for_devices, choose_mesh
+from ._output import Reporter, format_count, format_loss, run_table, say
+from .config._training import TrainConfig
+from .processes._peers import ALONE, Cluster, is_one_of_several, known_processes
+from .processes._watch import Watch, failing_together, join_cluster
+from .run._agreement import as_it_was, clear, follow, lead
+from .run._division import ask_for_devices, choose_mesh, divide_text
 from .run._job import Job, RunResult
 from .run._model import form_of
-from .run._opening import Opening, opened
-from .run._text import divide_text
-from .run.records._progress import Reporter
+from .run._run_folder import RunFolder, locked_folder
 
 
 def train(config: TrainConfig, out: Path | None) -> int:
@@ -43,22 +36,17 @@ def train(config: TrainConfig, out: Path | None) -> int:
         raise CommandError("--out must be given where there are several processes: they share it")
     ask_for_devices(config, known_processes(config.cluster))
     cluster = join_cluster(config.cluster)
-    watch = Watch(
-        cluster.index,
-        cluster.count,
-        config.cluster.stall_timeout,
-        functools.partial(last_saved, out),
-    )
+    last_saved = RunFolder(out).last_saved
+    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, last_saved)
     with failing_together(watch, config.cluster.heartbeat_timeout):
         return _train(config, out, dataclasses.replace(cluster, watch=watch))
 
 
 def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
     with contextlib.ExitStack() as stack:
-        opening, job = _made_ready(config, out, cluster, stack)
-        config, folder = opening.config, opening.folder
-        # Not before: a wrong call should delete nothing.
-        opening.begin()
+        folder, config, job = _made_ready(config, out, cluster, stack)
+        if config.overwrite:  # not before: a wrong call should delete nothing
+            clear(folder, config, cluster)
         logs = config.cluster.process_logs
         console = Console(file=stack.enter_context(_output_of(cluster, folder, logs=logs)))
         name, where = config.algorithm.algorithm, job.placement
@@ -72,20 +60,58 @@ def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
 
 def _made_ready(
     config: TrainConfig, out: Path | None, cluster: Cluster, stack: contextlib.ExitStack
-) -> tuple[Opening, Job]:
-    """The folder of the run, which stays its own until the stack ends, and its programs."""
+) -> tuple[RunFolder, TrainConfig, Job]:
+    """Return the folder, which is the run's until the stack ends, its options and programs."""
     with usage_errors():
         form_of(config)  # only for its checks: what cannot be shared so leaves no folder
         corpus = read_corpus(config.data)
-    opening = stack.enter_context(opened(config, out, corpus.contents, cluster))
-    config = opening.config
+    folder, config = stack.enter_context(opened(config, out, corpus.contents, cluster))
     with usage_errors():
         placement = choose_mesh(config, cluster)
         text = divide_text(config, corpus, placement.mesh)
-        return opening, Job(config, placement, text, cluster=cluster)
+        return folder, config, Job(config, placement, text, cluster=cluster)
 
 
-def _conclude(console: Console, result: RunResult, folder: Path) -> None:
+@contextlib.contextmanager
+def opened(
+    config: TrainConfig, out: Path | None, corpus: Contents, cluster: Cluster
+) -> Iterator[tuple[RunFolder, TrainConfig]]:
+    """Context in which the folder of a run is its own, and all processes want the same.
+
+    Args:
+      config: as it was given.
+      out: folder of the run.
+      corpus: what this process reads; without the texts, most of which a process can forget.
+      cluster: the processes.
+
+    Yields:
+      The folder, and the configuration that all processes follow.
+
+    Raises:
+      CommandError: another run is going on in the folder or has left something there; the run to go
+        on with had other options or text; or as for `lead`.
+
+    Communication: with several processes that of `lead`.
+    """
+    if not cluster.is_first:
+        assert out is not None  # several processes must be given it
+        folder = RunFolder(out)
+        yield folder, follow(config, folder, corpus, cluster)
+        return
+    with locked_folder(out, "train") as folder:
+        given, resumes = config, config.checkpoint.resume
+        if not config.overwrite:
+            folder.refuse_leftovers(may_resume=True, resumes=resumes)
+        if resumes:
+            with usage_errors():
+                config = as_it_was(config, folder, corpus)
+        folder.keep_listing(corpus)
+        if cluster.count > 1:
+            lead(given, config, folder, corpus, cluster)
+        yield folder, config
+
+
+def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
     console.print(run_table(result.summary))
     if result.statistics:
         console.print(str(result.statistics), highlight=False, soft_wrap=True, markup=False)
@@ -100,18 +126,18 @@ def _conclude(console: Console, result: RunResult, folder: Path) -> None:
         say(console, f"Stopped early: {best}. --resume with a larger --patience goes on.")
     if result.was_stopped and result.saved is not None:
         say(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    say(console, f"Results in {folder}")
+    say(console, f"Results in {folder.path}")
 
 
 @contextlib.contextmanager
-def _output_of(cluster: Cluster, folder: Path, *, logs: bool) -> Iterator[TextIO | None]:
+def _output_of(cluster: Cluster, folder: RunFolder, *, logs: bool) -> Iterator[TextIO | None]:
     """Where a process writes what it has to say: the first to the terminal, others to their log."""
     if cluster.is_first:
         yield None
         return
     path = Path(os.devnull)
     if logs:
-        path = folder / "logs" / f"process-{cluster.index}.txt"
+        path = folder.logs / f"process-{cluster.index}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", buffering=1) as file:
         yield file

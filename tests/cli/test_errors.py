@@ -105,19 +105,11 @@ def test_a_folder_for_results_that_cannot_be_made_is_refused(call, tmp_path, tex
         (
             "rich",
             "train",
-            [
-                "_app",
-                "_output",
-                "_train",
-                "_tables",
-                "run._job",
-                "run.records._recorder",
-                "run.records._progress",
-            ],
+            ["_app", "_output", "_train", "run._job", "run._recorder", "run._metrics"],
         ),
-        ("flax", "train", ["_app", "_train", "run._job", "run.records._recorder", "run._text"]),
-        ("tensorboardX", "train", ["_app", "_train", "run._job", "run.records._tensorboard"]),
-        ("matplotlib", "compare", ["_app", "_compare", "figures._comparison", "figures._style"]),
+        ("flax", "train", ["_app", "_train", "run._job", "run._recorder", "run._division"]),
+        ("tensorboardX", "train", ["_app", "_train", "run._job", "run._tensorboard"]),
+        ("matplotlib", "compare", ["_app", "_compare", "_figures"]),
     ],
 )
 def test_a_missing_extra_is_named(call, monkeypatch, text, package, command, modules):
@@ -132,7 +124,7 @@ def test_a_missing_extra_is_named(call, monkeypatch, text, package, command, mod
         for module in (
             "jaxslowmo.models",
             "jaxslowmo.language.models._gpt",
-            "jaxslowmo.language.models._presets",
+            "jaxslowmo.language.models._gpt",
         ):
             monkeypatch.delitem(sys.modules, module, raising=False)
     needs_it = {"tensorboardX": ("--tensorboard", "--preset", "tiny", "--data", text)}

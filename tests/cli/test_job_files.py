@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from jaxslowmo.cli._app import app
-from jaxslowmo.cli.config._train import TrainConfig, train_config
+from jaxslowmo.cli.config._training import TrainConfig, train_config
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 SCRIPTS = sorted(JOBS.glob("*.sh"))

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import typer
 
-from jaxslowmo.cli import _app, _compare, _train
-from jaxslowmo.cli.config._train import TrainConfig, train_options
-from jaxslowmo.cli.inspect import _graph, _graphs, _run, _schedule
-from jaxslowmo.cli.sample import _sample
-from jaxslowmo.cli.tune import _buckets
+from jaxslowmo.cli import _app
+from jaxslowmo.cli.config._training import TrainConfig, train_options
 
 INVALID = "Invalid value for"  # of typer, which says what it takes
 HUGE = "1" + 20 * "0"
@@ -327,13 +324,9 @@ def told(monkeypatch) -> dict[str, Any]:
         found.update(values(config), paths=paths)
         return 0
 
-    for module, name in (
-        *((_train, "train"), (_compare, "compare"), (_sample, "sample")),
-        *((_graph, "inspect_graph"), (_graphs, "inspect_graphs"), (_buckets, "tune_buckets")),
-        (_schedule, "inspect_schedule"),
-        (_run, "inspect_config"),
-    ):
-        monkeypatch.setattr(module, name, with_config)
+    inspected = ("inspect_graph", "inspect_graphs", "inspect_schedule", "inspect_config")
+    for name in ("train", "compare", "sample", "tune_buckets", *inspected):
+        monkeypatch.setattr(f"jaxslowmo.cli._{name}.{name}", with_config)
 
     def supervise(argv, out, **_):
         found["paths"] = (out,)

@@ -9,8 +9,9 @@ import tempfile
 import pytest
 
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli._output import json_line, make_folder, write_json
-from jaxslowmo.cli.config._train import TrainConfig
+from jaxslowmo.cli._output import json_line, write_json
+from jaxslowmo.cli.config._training import TrainConfig
+from jaxslowmo.cli.run._run_folder import make_folder
 
 
 def test_folders(tmp_path, monkeypatch):

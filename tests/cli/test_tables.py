@@ -1,6 +1,6 @@
 """Summaries as tables."""
 
-from jaxslowmo.cli._tables import compare_rows
+from jaxslowmo.cli._output import compare_rows
 
 
 def test_rows_average_over_the_seeds_that_finished():

@@ -1,6 +1,6 @@
 """Numbers as people read them."""
 
-from jaxslowmo.cli._units import format_bytes, format_count, format_limit, format_loss
+from jaxslowmo.cli._output import format_bytes, format_count, format_limit, format_loss
 
 
 def test_numbers_have_three_digits():

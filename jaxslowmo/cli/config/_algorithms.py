@@ -1,6 +1,7 @@
 """Which algorithm a run takes, and its settings."""
 
 import dataclasses
+import functools
 
 from jaxslowmo.topology import GRAPHS, Mixing, self_weighted, uniform_mixing
 
@@ -21,105 +22,89 @@ _SLOW = _of("slowmo", "slowmo_sgp")
 _OUTER = _of("slowmo", "slowmo_sgp", "diloco")
 _PARAMETERS = _of(*(name for name in ALGORITHMS if name != "all_reduce"))
 
+_option = functools.partial(option, panel="Algorithm")
+
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig(Checked):
     """What the replicas exchange, and when. `refuse_unused` tells of what nobody uses."""
 
-    algorithm: str = option(
+    algorithm: str = _option(
         "slowmo",
         "What replicas exchange: gradients every step (all_reduce), parameters with a few peers "
         "every step (sgp) or with all now and then; slowmo goes over local_sgd, slowmo_sgp over "
         "sgp.",
-        panel="Algorithm",
         choices=ALGORITHMS,
     )
-    bucket_mib: float = option(
-        25, "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
-        "tune buckets.", panel="Algorithm", goes_with=_of("all_reduce"), least=0, below=2**20,
-    )  # fmt: skip
-    sync_every: int = option(
-        12,
-        "Steps between averages, of local_sgd and under slowmo.",
-        panel="Algorithm",
-        goes_with=_AVERAGE,
-        least=1,
+    bucket_mib: float = _option(
+        25,
+        "Size of all_reduce's gradient buckets in MiB, the first one at most 1; see jaxslowmo "
+        "tune buckets.",
+        goes_with=_of("all_reduce"),
+        least=0,
+        below=2**20,
     )
-    slow_every: int = option(
-        48,
-        "Steps between slow (outer) steps of slowmo and diloco.",
-        panel="Algorithm",
-        goes_with=_OUTER,
-        least=1,
+    sync_every: int = _option(
+        12, "Steps between averages, of local_sgd and under slowmo.", goes_with=_AVERAGE, least=1
     )
-    graph: str = option(
+    slow_every: int = _option(
+        48, "Steps between slow (outer) steps of slowmo and diloco.", goes_with=_OUTER, least=1
+    )
+    graph: str = _option(
         "npeer_directed_exponential",
         "Who sends to whom in sgp; see jaxslowmo inspect graph.",
-        panel="Algorithm",
         goes_with=_GOSSIP,
         choices=tuple(GRAPHS),
     )
-    peers_per_step: int | None = option(
-        None, "Peers that a replica sends to in a step of sgp (default: the graph's).",
-        panel="Algorithm", goes_with=_GOSSIP, least=1,
-    )  # fmt: skip
-    overlap: int = option(
+    peers_per_step: int | None = _option(
+        None,
+        "Peers that a replica sends to in a step of sgp (default: the graph's).",
+        goes_with=_GOSSIP,
+        least=1,
+    )
+    overlap: int = _option(
         0,
         "sgp: 0 sends the new parameters; 1 those of before the step, beside the computation of "
         "the gradients (with --mode host, or a graph that does not rotate); k mixes in what was "
         "sent k - 1 steps earlier.",
-        panel="Algorithm",
         goes_with=_GOSSIP,
         least=0,
         below=2**10,  # each is a copy of the parameters in memory
     )
-    mixing: str = option(
+    mixing: str = _option(
         "uniform",
         "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
-        panel="Algorithm",
         goes_with=_GOSSIP,
     )
-    slow_momentum: float = option(
-        0.5, "Momentum of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW, least=0, below=1
+    slow_momentum: float = _option(
+        0.5, "Momentum of slowmo's slow step.", goes_with=_SLOW, least=0, below=1
     )
-    slow_learning_rate: float = option(
-        1.0, "Step size of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW, least=0
+    slow_learning_rate: float = _option(
+        1.0, "Step size of slowmo's slow step.", goes_with=_SLOW, least=0
     )
-    nesterov: bool = option(
-        False, "Nesterov form of slowmo's slow step.", panel="Algorithm", goes_with=_SLOW
+    nesterov: bool = _option(False, "Nesterov form of slowmo's slow step.", goes_with=_SLOW)
+    shard_state: bool = _option(
+        True, "Spread slow state over the replicas (slowmo, diloco).", goes_with=_OUTER
     )
-    shard_state: bool = option(
-        True,
-        "Spread slow state over the replicas (slowmo, diloco).",
-        panel="Algorithm",
-        goes_with=_OUTER,
-    )
-    exact_average: bool = option(
+    exact_average: bool = _option(
         True,
         "Average in slowmo's slow step; without, it takes what its base left (and implies "
         "--no-shard-state).",
-        panel="Algorithm",
         goes_with=_SLOW,
     )
-    codec: str = option(
+    codec: str = _option(
         "none",
         "Send parameters in 16 bits (slow state is then whole on each replica); error feedback "
         "is on, and helps sgp in bfloat16.",
-        panel="Algorithm",
         goes_with=_PARAMETERS,
         choices=("none", "bfloat16", "float16"),
     )
-    outer_learning_rate: float = option(
-        0.7,
-        "Learning rate of diloco's outer optimizer (SGD).",
-        panel="Algorithm",
-        goes_with=_of("diloco"),
-        least=0,
+    outer_learning_rate: float = _option(
+        0.7, "Learning rate of diloco's outer optimizer (SGD).", goes_with=_of("diloco"), least=0
     )
-    outer_momentum: float = option(
+    outer_momentum: float = _option(
         0.9,
         "Nesterov momentum of diloco's outer optimizer.",
-        panel="Algorithm",
         goes_with=_of("diloco"),
         least=0,
         below=1,

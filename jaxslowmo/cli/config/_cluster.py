@@ -1,67 +1,58 @@
 """Options of `jaxslowmo train` alone: the processes that train together."""
 
 import dataclasses
+import functools
 import ipaddress
 import re
 
 from ._fields import Checked, option
 
 CLUSTERS = ("auto", "none", "slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
-_CLUSTER = "Cluster"
+_option = functools.partial(option, panel="Cluster")
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig(Checked):
     """Which processes train together."""
 
-    coordinator: str | None = option(
+    coordinator: str | None = _option(
         None,
         "HOST:PORT at which process 0 waits for the others; with --num-processes and "
         "--process-id. Under a launcher that jax knows none of the three is needed.",
-        panel=_CLUSTER,
     )
-    coordinator_bind: str | None = option(
+    coordinator_bind: str | None = _option(
         None,
         "Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of "
         "its host.",
-        panel=_CLUSTER,
     )
-    num_processes: int | None = option(
-        None, "Processes that train together.", panel=_CLUSTER, least=1
-    )
-    process_id: int | None = option(None, "Which of them this is, from 0.", panel=_CLUSTER, least=0)
-    cluster: str = option(
+    num_processes: int | None = _option(None, "Processes that train together.", least=1)
+    process_id: int | None = _option(None, "Which of them this is, from 0.", least=0)
+    cluster: str = _option(
         "auto",
         "The launcher that tells a process its place: found by its environment (auto), none, or "
         "the one of jax.distributed that is named.",
-        panel=_CLUSTER,
         choices=CLUSTERS,
     )
-    heartbeat_timeout: int = option(
+    heartbeat_timeout: int = _option(
         10,
         "Seconds after which a silent process is given up. A pause of up to half of them always "
         "survives.",
-        panel=_CLUSTER,
         least=2,
     )
-    startup_timeout: int = option(
-        300, "Seconds to wait at the start for the other processes.", panel=_CLUSTER, least=1
+    startup_timeout: int = _option(
+        300, "Seconds to wait at the start for the other processes.", least=1
     )
-    stall_timeout: int = option(
+    stall_timeout: int = _option(
         1800,
         "Seconds in which no step ends and nothing is saved after which all processes end, with "
         "code 75; 0: wait for ever.",
-        panel=_CLUSTER,
         least=0,
     )
-    process_logs: bool = option(
-        False, "Every process writes OUT/logs/process-ID.txt.", panel=_CLUSTER
-    )
-    restarts: int = option(
+    process_logs: bool = _option(False, "Every process writes OUT/logs/process-ID.txt.")
+    restarts: int = _option(
         0,
         "With several processes: how often each starts again when another was lost, itself was "
         "killed, or a disk was full, before there is a newer checkpoint.",
-        panel=_CLUSTER,
         least=0,
     )
 

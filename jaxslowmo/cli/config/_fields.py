@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
+from .._errors import as_flag
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -24,66 +26,64 @@ _TOO_MANY = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What the command line knows of a field; `option` says what the attributes are."""
+    """What the command line knows of a field that is an option.
 
-    help: str
-    panel: str | None
-    choices: tuple[str, ...]
-    least: float | None
-    below: float | None
-    parse: Callable[[str, str], Any] | None
-    text: str | None
-    shows_default: bool
-    flag: str | None
-    goes_with: tuple[str, tuple[Any, ...]] | None
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    panel: str | None = None,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    below: float | None = None,
-    parse: Callable[[str, str], Any] | None = None,
-    shows_default: bool = True,
-    flag: str | None = None,
-    goes_with: tuple[str, tuple[Any, ...]] | None = None,
-) -> Any:
-    """A field with what a command-line option needs to know.
-
-    Args:
-      default: its value where the option is not given, unless a preset has another; with
-        `parse` as text.
+    Attributes:
       help: what it says in `--help`.
       panel: under which heading it stands there; None: with the command's own options.
       choices: the only values; () allows any.
       least: lower bound.
       below: exclusive upper bound; of integers without one it is 2**31.
       parse: `parse(flag, text)` is the value of an option that is given as text.
+      text: the default of such an option.
       shows_default: `--help` tells the default.
       flag: how it is called, where that is not "--" and the field's name.
       goes_with: name of another field and those of its values beside which this one does something;
         None: it always does.
     """
+
+    help: str
+    panel: str | None = None
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    below: float | None = None
+    parse: Callable[[str, str], Any] | None = None
+    text: str | None = None
+    shows_default: bool = True
+    flag: str | None = None
+    goes_with: tuple[str, tuple[Any, ...]] | None = None
+
+
+def option(
+    default: Any, help: str, *, parse: Callable[[str, str], Any] | None = None, **rule: Any
+) -> Any:
+    """Return a field with what a command-line option needs to know.
+
+    Args:
+      default: its value where the option is not given, unless a preset has another; with
+        `parse` as text.
+      help: as in `Rule`.
+      parse: as in `Rule`.
+      **rule: further attributes of `Rule`.
+    """
     text, value = (default, parse("", default)) if parse else (None, default)
-    rule = Rule(help, panel, choices, least, below, parse, text, shows_default, flag, goes_with)
-    return dataclasses.field(default=value, metadata={_KEY: rule})
+    rules = Rule(help, parse=parse, text=text, **rule)
+    return dataclasses.field(default=value, metadata={_KEY: rules})
 
 
-def options_of(config: Any) -> dict[str, tuple[dataclasses.Field[Any], Rule]]:
-    """Field and rule of those fields of a configuration, or its class, that are options."""
-    return {
-        field.name: (field, field.metadata[_KEY])
-        for field in dataclasses.fields(config)
-        if _KEY in field.metadata
-    }
+def options_of(config: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Return those fields of a configuration, or its class, that are options, by name."""
+    return {field.name: field for field in dataclasses.fields(config) if _KEY in field.metadata}
 
 
-def flag_of(name: str, rule: Rule | None = None) -> str:
-    """How the option of a field is called."""
-    return (rule and rule.flag) or f"--{name.replace('_', '-')}"
+def rule_of(field: dataclasses.Field[Any]) -> Rule:
+    """Return the rule of a field that is an option."""
+    return field.metadata[_KEY]
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return how the option of a field is called."""
+    return rule_of(field).flag or as_flag(field.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Checked:
     """Values against the rules of their options; `ValueError` with option, rule and value."""
 
     def __post_init__(self) -> None:
-        for name, (_, rule) in options_of(self).items():
+        for name, field in options_of(self).items():
             value = getattr(self, name)
             if value is not None:
-                _check(flag_of(name, rule), rule, value)
+                _check(flag_of(field), rule_of(field), value)
 
 
 def _check(flag: str, rule: Rule, value: Any) -> None:

@@ -1,52 +1,55 @@
 """Options of training about the axes of its devices, and the schedule of a pipeline along one."""
 
 import dataclasses
+import functools
 import math
 
 from ._fields import Checked, option
 
-_PANEL = "Devices"
 # In this order from slow links to fast ones, as a mesh of them lays its devices out.
 AXES = ("replica", "device", "stage", "fsdp", "tensor")
 # Those over which a model is shared; "device" shares the batch alone.
 MODEL_AXES = ("stage", "fsdp", "tensor")
-PIPELINES = ("one_f_one_b", "gpipe", "interleaved", "zero_bubble", "zbv", "lockstep")
+# Those of the library, in its order, which tests compare; to read its lists would load jax.
+PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
 EXECUTORS = ("one_program", "host")
 _TICKS_PER_STAGE = 4  # microbatches per stage where nobody says how many
+_option = functools.partial(option, panel="Devices")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Checked):
     """Over which axes a replica is shared."""
 
-    mesh: str | None = option(
+    mesh: str | None = _option(
         None,
         "Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device "
         "(which share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In "
         "place of --replicas and --devices-per-replica.",
-        panel=_PANEL,
     )
-    pipeline: str = option(
-        "one_f_one_b", "Of the stages: which computes what when; see jaxslowmo inspect schedule.",
-        panel=_PANEL, choices=PIPELINES, flag="--schedule",
-    )  # fmt: skip
-    microbatches: int | None = option(
+    pipeline: str = _option(
+        "one_f_one_b",
+        "Of the stages: which computes what when; see jaxslowmo inspect schedule.",
+        choices=PIPELINES,
+        flag="--schedule",
+    )
+    microbatches: int | None = _option(
         None,
         "Of the stages: parts of a batch that go through them one after the other (default: up to "
         f"{_TICKS_PER_STAGE} per stage, as many as divide the batch).",
-        panel=_PANEL,
         least=1,
     )
-    chunks: int | None = option(
-        None, "Of the stages: parts of the model on each (default: 2 of interleaved, zbv; else 1).",
-        panel=_PANEL, least=1,
-    )  # fmt: skip
-    executor: str = option(
+    chunks: int | None = _option(
+        None,
+        "Of the stages: parts of the model on each (default: 2 of interleaved, zbv; else 1).",
+        least=1,
+    )
+    executor: str = _option(
         "one_program",
         "Of the stages: one program on all of them, or programs of each stage that the host starts "
         "one by one, which wait less for each other but take a single process.",
-        panel=_PANEL, choices=EXECUTORS,
-    )  # fmt: skip
+        choices=EXECUTORS,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

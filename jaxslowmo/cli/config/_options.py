@@ -1,19 +1,96 @@
-"""Command-line options out of configuration fields, so that neither can lack what the other has."""
+"""Options of the commands, made from fields of configurations: their help, and what none uses."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from .._errors import CommandError, usage_errors
-from ._fields import Checked, Rule, flag_of, options_of
-from ._train import PRESET_DEFAULTS, train_options
+from ._algorithms import AlgorithmConfig
+from ._fields import Checked, Rule, flag_of, options_of, rule_of
+from ._training import PRESET_DEFAULTS, TrainConfig, train_options
 
-# The parameter of a command that takes the options of a `TrainConfig`.
-TRAIN = "train"
+_INDENT = 6
 _CHOICE = "<choice>"
+# The parameter of a command that takes the options of a `TrainConfig`.
+_TRAIN = "train"
+_OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
+# typer has brought its own click since 0.26: the classes are those that it uses.
+_CONTEXT: Any = TyperCommand.context_class
+_FORMATTER: Any = _CONTEXT.formatter_class
+
+
+class _Formatter(_FORMATTER):
+    """Writes a term on a line of its own and what it means below, so that neither is squeezed.
+
+    Tables of two columns break names of options and lists of choices on a narrow terminal.
+    """
+
+    def write_text(self, text: str) -> None:
+        for paragraph in text.split("\n\n"):
+            self.write(self._wrapped(paragraph, self.current_indent))
+            self.write("\n")
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        del col_max, col_spacing
+        for term, meaning in rows:
+            self.write(self._wrapped(term, self.current_indent))
+            self.write("\n" + self._wrapped(meaning, self.current_indent + _INDENT) + "\n")
+
+    def _wrapped(self, text: str, indent: int) -> str:
+        return textwrap.fill(
+            " ".join(text.split()),
+            width=max(self.width, indent + 20),
+            initial_indent=" " * indent,
+            subsequent_indent=" " * indent,
+            break_long_words=False,  # options are long words
+            break_on_hyphens=False,
+        )
+
+
+class _Context(_CONTEXT):
+    formatter_class = _Formatter
+
+
+class _Described:
+    help: str | None
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The whole first paragraph, where commands are listed."""
+        del limit
+        return (self.help or "").strip().partition("\n\n")[0]
+
+
+class Command(_Described, TyperCommand):
+    """A command whose help stands under the headings of its options."""
+
+    context_class = _Context
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes arguments and options, those without a heading first."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = f"{parameter.param_type_name.title()}s"
+                panel = getattr(parameter, "rich_help_panel", None) or kind
+                panels.setdefault(panel, []).append(record)
+        for panel, records in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+class Group(_Described, TyperGroup):
+    """Commands whose list says what each is for."""
+
+    context_class = _Context
 
 
 def with_options(
@@ -32,29 +109,26 @@ def with_options(
       train: names of the fields of a `TrainConfig` and its parts that are options, too. None
         stands for one that was not given: presets decide.
     """
-    hints = get_type_hints(config) if config else {}
     own = options_of(config) if config else {}
 
     def called(**options: Any) -> None:
         given: dict[str, Any] = {}
         with usage_errors():
-            for name, (_, rule) in own.items():
-                value = options.pop(name)
+            for name, field in own.items():
+                value, parse = options.pop(name), rule_of(field).parse
                 if value is not None:
-                    given[name] = rule.parse(flag_of(name, rule), value) if rule.parse else value
+                    given[name] = parse(flag_of(field), value) if parse else value
         if train:
-            given[TRAIN] = {name: options.pop(name) for name in train}
+            given[_TRAIN] = {name: options.pop(name) for name in train}
         command(**options, **given)
 
-    parameters = [_parameter(name, hints[name], field, rule) for name, (field, rule) in own.items()]
+    parameters = [_parameter(field) for field in own.values()]
     parameters += [
         parameter
         for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != TRAIN
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != _TRAIN
     ]
-    parameters += [
-        _train_parameter(name, *found) for name, found in train_options().items() if name in train
-    ]
+    parameters += [_train_parameter(x) for name, x in train_options().items() if name in train]
     called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     called.__annotations__ = {p.name: p.annotation for p in parameters}
     called.__doc__ = command.__doc__
@@ -79,27 +153,28 @@ def path_option(flag: str, help: str) -> Any:
 
 def same_option(config: type[Checked], name: str) -> Any:
     """The option of a field of another command's configuration."""
-    _, rule = options_of(config)[name]
+    rule = rule_of(options_of(config)[name])
     return typer.Option(help=rule.help, min=rule.least)
 
 
-def _parameter(name: str, kind: Any, field: Any, rule: Rule) -> inspect.Parameter:
-    """Of a command's own configuration: typer shows the default."""
-    flag = flag_of(name, rule)
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """Return the option of a command's own configuration: typer shows the default."""
+    rule = rule_of(field)
     shown = rule.text if rule.parse else field.default
     option = typer.Option(
         shown if rule.shows_default else None,
-        flag,
+        flag_of(field),
         help=_help(rule),
         show_default=rule.shows_default and shown is not None,
         metavar=_CHOICE if rule.choices else None,
     )
-    return _optional(name, str if rule.parse else kind, option)
+    return _optional(field.name, str if rule.parse else field.type, option)
 
 
-def _train_parameter(name: str, kind: Any, field: Any, rule: Rule) -> inspect.Parameter:
-    """Of training: whether it was given decides between its value and the preset's."""
-    flag, help = flag_of(name, rule), _help(rule)
+def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """Return an option of training: whether it was given decides if it or the preset counts."""
+    name, kind, rule, flag = field.name, field.type, rule_of(field), flag_of(field)
+    help = _help(rule)
     if field.default is not None:
         default = str(field.default).lower() if kind is bool else field.default
         by_preset = any(name in values for values in PRESET_DEFAULTS.values())
@@ -124,3 +199,70 @@ def _optional(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None
     )
+
+
+def refuse_unused(
+    given: Mapping[str, Any], config: TrainConfig, algorithms: Collection[str] = ()
+) -> None:
+    """Refuses options without an effect beside the others.
+
+    Args:
+      given: values by field name, of `TrainConfig` and its parts; None stands for not given.
+      config: what came of them, with presets and defaults.
+      algorithms: those that are trained; () is the one of `config`.
+
+    Raises:
+      ValueError: naming the first such option, what it goes with, and its value.
+    """
+    flat = config.flat()
+    for name, field in train_options().items():
+        goes_with = rule_of(field).goes_with
+        if given.get(name) is None or goes_with is None:
+            continue
+        other, values = goes_with
+        there = set(algorithms) if other == "algorithm" and algorithms else {flat[other]}
+        if not there & set(values):
+            _refuse(*_as_typed(name, given[name]), other, values, there)
+    for name in _OF_STAGES:
+        if given.get(name) is not None and config.mesh.num_stages == 1:
+            flag = flag_of(train_options()[name])
+            raise ValueError(f"{flag} goes with a stage of 2 or more in --mesh; got {given[name]}")
+    saves = flat["checkpoint_every"] or flat["resume"]
+    if given.get("on_nan") == "rollback" and not saves:
+        raise ValueError("--on-nan rollback needs --checkpoint-every, for something to go back to")
+    if given.get("shard_state") and not flat["exact_average"]:
+        raise ValueError("--shard-state does not go with --no-exact-average, which shards nothing")
+    if given.get("shard_state") and flat["codec"] != "none":
+        raise ValueError(
+            f"--shard-state does not go with --codec {flat['codec']}, which needs a whole anchor"
+        )
+
+
+def check_setting(algorithm: str, name: str, value: Any) -> None:
+    """Of a comparison: refuses a setting of an algorithm that this does not use.
+
+    Raises:
+      ValueError: naming the setting, what it goes with, and its value.
+    """
+    goes_with = rule_of(options_of(AlgorithmConfig)[name]).goes_with
+    if goes_with is not None and algorithm not in goes_with[1]:
+        said = str(value).lower() if isinstance(value, bool) else value
+        _refuse(name, f"; got {said}", *goes_with, {algorithm})
+
+
+def _as_typed(name: str, value: Any) -> tuple[str, str]:
+    """The option as it was given; a switch has no value to tell, but two names."""
+    flag = flag_of(train_options()[name])
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}", ""
+    return flag, f"; got {value}"
+
+
+def _refuse(
+    what: str, got: str, other: str, values: Collection[Any], there: Collection[Any]
+) -> None:
+    flag = flag_of(train_options()[other])
+    if set(values) == {True}:
+        raise ValueError(f"{what} goes with {flag}, which was not given{got}")
+    wanted, found = " or ".join(map(str, values)), ", ".join(sorted(there))
+    raise ValueError(f"{what} goes with {flag} {wanted}, not with {found}{got}")

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .._errors import LOST_A_PROCESS, TERMINATED, CommandError
-from ._children import Children
-from ._launchers import LAUNCHED
-from ._restarts import Ended, keep_running, pass_on
+from ._peers import LAUNCHED
+from ._restarts import Children, EndOfStart, keep_running, pass_on
 
 # Beyond the heartbeat: what survivors need to notice that a process is gone, and to end.
 _GRACE_SECONDS = 10
@@ -49,7 +48,7 @@ def launch(
       Ctrl-C; 143 after SIGTERM that came too early for something to be saved.
     """
 
-    def attempt(children: Children, arguments: list[str]) -> Ended:
+    def attempt(children: Children, arguments: list[str]) -> EndOfStart:
         with _own_port() as port:
             group = _Group(children, processes, port, arguments)
             return group.wait(heartbeat_timeout + _GRACE_SECONDS)
@@ -111,7 +110,7 @@ class _Group:
             )
             self._voices.pass_on(self._processes[-1])
 
-    def wait(self, patience: float) -> Ended:
+    def wait(self, patience: float) -> EndOfStart:
         """How the process that failed first ended, once all have; code 0 if none failed.
 
         Args:
@@ -127,17 +126,17 @@ class _Group:
                 self._children.send(signal.SIGKILL)
         self._voices.end()
         if len(self._processes) < self._wanted:
-            return Ended(TERMINATED, "not all processes were started")
-        return failed or self._failure() or Ended(0, "all processes ended", is_told=True)
+            return EndOfStart(TERMINATED, "not all processes were started")
+        return failed or self._failure() or EndOfStart(0, "all processes ended", is_told=True)
 
-    def _failure(self) -> Ended | None:
+    def _failure(self) -> EndOfStart | None:
         failed = [(i, p.poll() or 0) for i, p in enumerate(self._processes) if p.poll()]
         if not failed:
             return None
         # Who lost another process did not fail first.
         index, code = min(failed, key=lambda pair: pair[1] == LOST_A_PROCESS)
         is_told, code = code > 0, 128 - code if code < 0 else code
-        return Ended(code, f"process {index} ended with code {code}", is_told=is_told)
+        return EndOfStart(code, f"process {index} ended with code {code}", is_told=is_told)
 
 
 class _Voices:

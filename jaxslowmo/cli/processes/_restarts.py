@@ -2,30 +2,91 @@
 
 import contextlib
 import dataclasses
-import json
-import os
-import re
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from .._errors import FINAL, INTERRUPTED, TERMINATED
-from ._children import Children
+from ..run._run_folder import RunFolder
+from ._peers import Handler, handling
+
+_TICK_SECONDS = 0.1
+
+
+class Children:
+    """Context in which SIGTERM and Ctrl-C end the command, whatever it does just then.
+
+    Both are passed on, as SIGTERM, to the processes that run, so that they save and stop at one
+    step; a second Ctrl-C kills them. It must be entered in the main thread.
+
+    Attributes:
+      asked: the signal that came, Ctrl-C before SIGTERM; None as long as none did. From then on the
+        command starts nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._handled = contextlib.ExitStack()
+
+    def __enter__(self) -> "Children":
+        handlers: dict[int, Handler] = {signal.SIGINT: self._end, signal.SIGTERM: self._end}
+        self._handled.enter_context(handling(handlers))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handled.close()
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], **options: Any
+    ) -> "subprocess.Popen[Any]":
+        """Starts a process; one that a signal came before, or meanwhile, gets it at once.
+
+        Args:
+          command: program and arguments.
+          environ: all of its environment.
+          **options: further ones of `subprocess.Popen`.
+        """
+        process = subprocess.Popen(command, env=environ, **options)
+        self._processes.append(process)
+        # The handler may have run before this process was there for it to see.
+        if self.asked is not None:
+            self.send(signal.SIGTERM)
+        return process
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all processes that run."""
+        self._processes = [process for process in self._processes if process.poll() is None]
+        for process in self._processes:
+            process.send_signal(number)
+
+    def pause(self, seconds: float) -> None:
+        """Waits; not longer than until a signal comes."""
+        end = time.monotonic() + seconds
+        while self.asked is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _TICK_SECONDS))
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        again = number == self.asked == signal.SIGINT
+        if self.asked != signal.SIGINT:
+            self.asked = signal.Signals(number)
+        self.send(signal.SIGKILL if again else signal.SIGTERM)
+
 
 _FIRST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 # What has failed so often at one step will fail there again.
 _MOST_AT_ONE_STEP = 5
-# Checkpoints are called so: `int` would take other names for numbers, too.
-_STEP = re.compile(r"0|[1-9][0-9]{0,9}")
-_STEPS_END = 2**31
-# The end of metrics.jsonl that is read: more than its longest line.
-_TAIL_BYTES = 2**16
 _OVERWRITE, _RESUME = "--overwrite", "--resume"
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class EndOfStart:
     """How a start ended.
 
     Attributes:
@@ -47,7 +108,7 @@ class Ended:
 
 
 def keep_running(
-    attempt: Callable[[Children, list[str]], Ended],
+    attempt: Callable[[Children, list[str]], EndOfStart],
     argv: Sequence[str],
     out: Path,
     *,
@@ -76,7 +137,8 @@ def keep_running(
         # In one piece: other processes write there, too.
         pass_on(f"{speaker}: {'; '.join(filter(None, parts))}\n")
 
-    arguments, again, ended = list(argv), _Restarts(out, restarts), None
+    folder = RunFolder(out)
+    arguments, again, ended = list(argv), _Restarts(folder, restarts), None
     with Children() as children:
         while children.asked is None:
             ended = attempt(children, arguments)
@@ -86,7 +148,7 @@ def keep_running(
                 return ended.code
             wait, plan = again.after(ended)
             if plan or not ended.is_told:
-                say(ended.what, last_saved(out), plan)
+                say(ended.what, folder.last_saved(), plan)
             if wait is None:
                 return ended.code
             ended = None
@@ -96,31 +158,31 @@ def keep_running(
             return INTERRUPTED
         if ended is not None and ended.is_final and ended.is_told:
             return ended.code
-        say("ended by SIGTERM", last_saved(out))
+        say("ended by SIGTERM", folder.last_saved())
         return TERMINATED
 
 
 class _Restarts:
     """How often and when a run is started again."""
 
-    def __init__(self, out: Path, most: int) -> None:
-        self._out, self._most = out, most
+    def __init__(self, folder: RunFolder, most: int) -> None:
+        self._folder, self._most = folder, most
         self._left, self._wait = most, _FIRST_WAIT
-        self._saved = _newest_checkpoint(out)
+        self._saved = folder.newest_step()
         self._place: int | None = None
         self._at_place = 0
         # Of a run that lay there before: they are to be deleted with --overwrite.
-        self._old = _checkpoint_ids(out)
+        self._old = _checkpoint_ids(folder)
 
-    def after(self, ended: Ended) -> tuple[int | None, str]:
+    def after(self, ended: EndOfStart) -> tuple[int | None, str]:
         """Seconds until the next start, None if there is none, and what to say of it."""
         if ended.is_final:
             return None, ""
-        before, self._saved = self._saved, _newest_checkpoint(self._out)
+        before, self._saved = self._saved, self._folder.newest_step()
         if self._saved is not None and (before is None or self._saved > before):
             self._left, self._wait = self._most, _FIRST_WAIT
         if not ended.is_late:
-            place = _last_recorded(self._out)
+            place = self._folder.last_recorded()
             place = self._saved if place is None else place
             self._at_place = self._at_place + 1 if place == self._place else 1
             self._place = place
@@ -137,7 +199,7 @@ class _Restarts:
         """The arguments of a start that goes on from the last checkpoint."""
         if _OVERWRITE in arguments:
             # It failed before it had deleted the old run, which nobody wants to go on with.
-            if self._old & _checkpoint_ids(self._out):
+            if self._old & _checkpoint_ids(self._folder):
                 return list(arguments)
             arguments = [argument for argument in arguments if argument != _OVERWRITE]
         return [*arguments, *([] if _RESUME in arguments else [_RESUME])]
@@ -150,54 +212,11 @@ def pass_on(text: str) -> None:
         sys.stderr.flush()
 
 
-def last_saved(out: Path) -> str:
-    """Which step a run that starts again would go on from, in words."""
-    step, folder = _newest_checkpoint(out), out / "checkpoints"
-    if step is None:
-        return f"no checkpoint in {folder}"
-    return f"the last saved step is {step}, in {folder}"
-
-
-def _newest_checkpoint(out: Path) -> int | None:
-    return max(saved_steps(out), default=None)
-
-
-def saved_steps(out: Path) -> list[int]:
-    """Steps of the complete checkpoints of a run, in any order."""
-    try:
-        names = os.listdir(out / "checkpoints")
-    except OSError:
-        return []
-    steps = [int(name) for name in names if _STEP.fullmatch(name)]
-    return [step for step in steps if step < _STEPS_END]
-
-
-def _checkpoint_ids(out: Path) -> set[tuple[int, int, int]]:
-    """What tells a checkpoint from one that is written in its place."""
-    found = set()
-    for step in saved_steps(out):
-        try:
-            status = (out / "checkpoints" / str(step)).stat()
-        except OSError:
-            continue
-        found.add((step, status.st_ino, status.st_mtime_ns))
-    return found
-
-
-def _last_recorded(out: Path) -> int | None:
-    """The last step in metrics.jsonl; None where there is none."""
-    try:
-        with (out / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            # Cut off, or damaged.
-            continue
-        if isinstance(step, int):
-            return step
-    return None
+def _checkpoint_ids(folder: RunFolder) -> set[tuple[int, int, int]]:
+    """Return what tells a checkpoint from one that is written in its place."""
+    ids = set()
+    for step in folder.saved_steps():
+        with contextlib.suppress(OSError):
+            status = (folder.checkpoints / str(step)).stat()
+            ids.add((step, status.st_ino, status.st_mtime_ns))
+    return ids

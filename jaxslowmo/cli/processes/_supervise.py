@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .._errors import LOST_A_PROCESS
-from ._children import Children
-from ._launchers import CHILD
-from ._restarts import Ended, keep_running, pass_on
+from ._peers import CHILD
+from ._restarts import Children, EndOfStart, keep_running, pass_on
 
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
@@ -144,7 +143,7 @@ class _Child:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
 
-    def wait(self) -> Ended:
+    def wait(self) -> EndOfStart:
         """How it ended; with code 75 where another process was lost."""
         self._reader.start()
         code = self._process.wait()
@@ -154,10 +153,10 @@ class _Child:
         aborted = code == -signal.SIGABRT and loss is not None
         if aborted or _ended_waiting(lines):
             what = loss or "another process died or cannot be reached"
-            return Ended(LOST_A_PROCESS, what, is_late=loss == _LATE)
+            return EndOfStart(LOST_A_PROCESS, what, is_late=loss == _LATE)
         if code < 0:
-            return Ended(128 - code, f"this process was killed by {_signal_name(-code)}")
-        return Ended(code, f"this process ended with code {code}", is_told=True)
+            return EndOfStart(128 - code, f"this process was killed by {_signal_name(-code)}")
+        return EndOfStart(code, f"this process ended with code {code}", is_told=True)
 
     def _read(self) -> None:
         assert self._process.stderr is not None

@@ -1,4 +1,6 @@
-"""A thread that ends a process whose main thread cannot: it waits for others that never come.
+"""Processes that train together: they join, watch each other, and end together.
+
+A thread ends a process whose main thread cannot, since it waits for others that never come.
 
 An exchange between processes runs in C++, where no handler of Python's runs, and neither a process
 that failed nor a signal ends it. So what failed is told by a note, and every process looks for it.
@@ -10,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NoReturn
@@ -17,8 +20,22 @@ from typing import Any, NoReturn
 import jax
 
 from ..._support.coordinator import NoNoteError, tell, told, wait_for
-from .._errors import TERMINATED, TRY_AGAIN
+from .._errors import (
+    FAILED,
+    LOST_A_PROCESS,
+    TERMINATED,
+    TRY_AGAIN,
+    CommandError,
+    code_of,
+    describe,
+)
+from ..config._cluster import ClusterConfig
+from ._address import bind_address
+from ._peers import Cluster
+from ._supervise import PEER_FAILED
 
+# Errors of the runtime that no other process can have caused: no memory left on a device, mostly.
+_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 _FAILED = "jaxslowmo/failed"
 _SEEN = "jaxslowmo/seen"
 # Where jax's own thread notes that a process got SIGTERM.
@@ -191,3 +208,73 @@ def write_to_stderr(text: str) -> None:
         sys.stderr.flush()
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
+
+
+def join_cluster(config: ClusterConfig) -> Cluster:
+    """Connects to the other processes: before anything else touches a device.
+
+    Raises:
+      CommandError: where they cannot be found or do not come in time, or process 0 cannot listen
+        where it should.
+    """
+    given = {
+        "coordinator_address": config.coordinator,
+        "num_processes": config.num_processes,
+        "process_id": config.process_id,
+    }
+    try:
+        jax.distributed.initialize(
+            **given,
+            cluster_detection_method=None if config.cluster == "auto" else config.cluster,
+            initialization_timeout=config.startup_timeout,
+            coordinator_bind_address=bind_address(config),
+            heartbeat_timeout_seconds=config.heartbeat_timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = config.coordinator or "found by the launcher"
+        raise CommandError(
+            f"the processes did not come together within --startup-timeout "
+            f"{config.startup_timeout} s (coordinator {where}): {str(error).splitlines()[0]}"
+        ) from error
+    return Cluster(jax.process_index(), jax.process_count())
+
+
+@contextlib.contextmanager
+def failing_together(watch: Watch, heartbeat_timeout: int) -> Iterator[None]:
+    """What one process does while the others do the same.
+
+    An error is told to the others before this process ends: at its end it would wait for them,
+    who wait for it in an exchange. An exchange that fails itself waits for the runtime to find out,
+    and abort with, who is gone. At the end of all, the processes part.
+    """
+    try:
+        with watch:
+            yield
+            jax.distributed.shutdown()  # waits for the others, and while it does they can be told
+    except Exception as error:
+        if lost_a_peer(error):
+            # One that failed has told so before it left, which ended the exchange.
+            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
+                watch.follow_failed()
+            write_to_stderr(f"{PEER_FAILED}: {error}\n")
+            time.sleep(heartbeat_timeout + 5)
+            os._exit(LOST_A_PROCESS)
+        code = code_of(error)
+        line = str(error) if isinstance(error, CommandError) else describe(error)
+        if code == FAILED and not isinstance(error, CommandError):
+            traceback.print_exc()
+        else:
+            say_error(line)
+        watch.announce(code, line)
+        os._exit(code)
+
+
+def lost_a_peer(error: BaseException | None) -> bool:
+    """Whether a lost process may have caused an error, or one that led to it."""
+    while error is not None:
+        # jax raises a failed exchange as a ValueError, too, where it dispatches it from C++.
+        of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        if of_runtime and not str(error).startswith(_OWN):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

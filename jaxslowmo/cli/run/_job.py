@@ -12,21 +12,17 @@ from jax.experimental import multihost_utils
 import jaxslowmo as js
 from jaxslowmo.models import num_parameters
 
-from ..config._train import TrainConfig
-from ..processes._launchers import ALONE, Cluster
-from ..processes._stop import StopOnSignal
-from ._devices import Placement
+from .._output import Reporter
+from ..config._training import TrainConfig
+from ..processes._peers import ALONE, Cluster, StopOnSignal
+from ._division import RunBatches, RunDevices, Text
 from ._keeper import Keeper, Progress
-from ._model import form_of, loss_fn_of
-from ._moved import saved_form
-from ._precision import policy_of
+from ._metrics import RunFiles
+from ._model import form_of, loss_fn_of, policy_of, saved_form
 from ._recipes import build_algorithm
+from ._recorder import ByteLedger, Recorder
+from ._run_folder import RunFolder
 from ._session import Session
-from ._text import RunBatches, Text
-from .records._bytes import ByteLedger
-from .records._files import RunFiles
-from .records._progress import Reporter
-from .records._recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Job:
     def __init__(
         self,
         config: TrainConfig,
-        placement: Placement,
+        placement: RunDevices,
         text: Text,
         label: str | None = None,
         cluster: Cluster = ALONE,
@@ -79,7 +75,7 @@ class Job:
         self.label = label or config.algorithm.algorithm
         self._cluster = cluster
         if config.tensorboard:
-            importlib.import_module(f"{__package__}.records._tensorboard")  # or it is missing
+            importlib.import_module(f"{__package__}._tensorboard")  # or it is missing
         self._form = form_of(config)
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
@@ -127,16 +123,16 @@ class Job:
         return "ready" if is_ready else "reverse"
 
     def run(
-        self, config: TrainConfig, out: Path, reporter: Reporter, *, saves: bool = False
+        self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False
     ) -> RunResult:
-        """Trains and writes config.json, metrics.jsonl and summary.json to `out`.
+        """Trains and writes config.json, metrics.jsonl and summary.json to `folder`.
 
         With `config.statistics` also statistics.json. Ctrl-C and SIGTERM end it after the step in
         progress, a loss that is not finite as soon as it is read.
 
         Args:
           config: the job's, with the seed of the run.
-          out: folder of the run.
+          folder: of the run.
           reporter: shows the progress.
           saves: keep checkpoints and resume from them, as `config.checkpoint` says.
 
@@ -148,7 +144,15 @@ class Job:
         resumes = saves and config.checkpoint.resume
         with (
             StopOnSignal(self._cluster) as stop,  # until the last save is complete
-            self._keeper(config, out, params) as keeper,
+            Keeper(
+                config,
+                folder,
+                self.step,
+                params,
+                cluster=self._cluster,
+                corpus=self.text.fingerprint,
+                saved_form=lambda extra: saved_form(extra, self._form),
+            ) as keeper,
         ):
             found = keeper.newest() if resumes else None
             state, done, notes = found or (self.step.init(params, seed=config.seed), Progress(), ())
@@ -156,7 +160,7 @@ class Job:
             ledger = ByteLedger.of_step(self.step, state, batches.batch(0), sent=done.bytes_sent)
             rate = config.statistics_rate if config.statistics else None
             measured = js.measured(self.step, rate=rate) if rate else None
-            with RunFiles(out, config, writes=self._cluster.is_first, after=done.step) as files:
+            with RunFiles(folder, config, writes=self._cluster.is_first, after=done.step) as files:
                 recorder = Recorder(config, ledger, self._algorithm.schedule, files, reporter)
                 recorder.best = done.best
                 if found:
@@ -165,7 +169,7 @@ class Job:
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if resumes:
-                        reporter.say(f"There is no checkpoint in {out}: from scratch.")
+                        reporter.say(f"There is no checkpoint in {folder.path}: from scratch.")
                     # All replicas start alike.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 session = Session(
@@ -181,23 +185,11 @@ class Job:
                 status, state = session.train(state, done.step)
                 if saves and config.checkpoint.export and status == "finished":
                     with stop.besides_steps():
-                        self._export(out / "model", state)
+                        self._export(folder.model, state)
         summary = recorder.summary(status) | self._facts(ledger)
         statistics = measured.report() if measured else None
         files.finish(summary, statistics)
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
-
-    def _keeper(self, config: TrainConfig, out: Path, params: Any) -> Keeper:
-        corpus = self.text.fingerprint
-        return Keeper(
-            config,
-            out,
-            self.step,
-            params,
-            cluster=self._cluster,
-            corpus=corpus,
-            saved_form=lambda extra: saved_form(extra, self._form),
-        )
 
     def _facts(self, ledger: ByteLedger) -> dict[str, Any]:
         """What summary.json tells besides the recorder's numbers."""
@@ -215,4 +207,5 @@ class Job:
 
         mean = self._form.join(self.step.consensus(state))
         one = jax.tree.map(lambda x: x[None], mean)  # the mean of which is itself
-        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}))
+        shape = {"model": dataclasses.asdict(self._form.config)}
+        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)

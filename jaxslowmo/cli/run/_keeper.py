@@ -3,19 +3,17 @@
 import dataclasses
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jaxslowmo as js
 
 from .._errors import CommandError, code_of
-from ..config._train import TrainConfig
-from ..processes._launchers import Cluster
-from ..processes._peers import lost_a_peer
-from ..processes._restarts import last_saved
-from ._alike import refuse_to_resume
-from .records._best import Best
+from ..config._training import TrainConfig
+from ..processes._peers import Cluster
+from ..processes._watch import lost_a_peer
+from ._agreement import refuse_to_resume
+from ._recorder import Best
+from ._run_folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Keeper:
     def __init__(
         self,
         config: TrainConfig,
-        folder: Path,
+        folder: RunFolder,
         step: js.TrainStep,
         params: Any,
         *,
@@ -77,7 +75,7 @@ class Keeper:
         saved_form: Callable[[dict[str, Any]], Any],
     ) -> None:
         self._config, self._options, self._corpus = config, config.checkpoint, corpus
-        self._folder, self._step, self._params = folder / "checkpoints", step, params
+        self._folder, self._step, self._params = folder, step, params
         self._cluster, self._saved_form = cluster, saved_form
         self._checkpoints: Any = None
         self._begun: int | None = None
@@ -88,12 +86,7 @@ class Keeper:
     def __enter__(self) -> "Keeper":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After an error of one process the others may not come to the end of a save.
         if error is not None and self._cluster.count > 1:
             return
@@ -126,7 +119,7 @@ class Keeper:
             try:
                 self._open().save(progress.step, state, extra=extra)
                 self._begun = progress.step
-            except self._error_of_checkpoints() as error:
+            except Exception as error:
                 self._failed(error, is_last=wait)
         if wait:
             self._settle(is_last=True)
@@ -152,16 +145,17 @@ class Keeper:
         try:
             self._checkpoints.wait()
             self.last, self._failures = begun, 0
-        except self._error_of_checkpoints() as error:
+        except Exception as error:
             self._failed(error, is_last=is_last)
         finally:
             self._is_told = False
 
     def _failed(self, error: Exception, *, is_last: bool) -> None:
-        from jaxslowmo.checkpoint import UnansweredError
+        from jaxslowmo.checkpoint import CheckpointError, UnansweredError
 
         # Whether all have failed alike is not known where one does not answer.
-        if isinstance(error, UnansweredError) or lost_a_peer(error):
+        is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
+        if not is_alike or lost_a_peer(error):
             raise error
         self._failures += 1
         if is_last or self._failures >= self._options.max_failed_saves:
@@ -176,12 +170,7 @@ class Keeper:
             print(line, file=sys.stderr, flush=True)
 
     def _describe(self, error: Any) -> str:
-        return f"{error.reason}; {last_saved(self._folder.parent)}"
-
-    def _error_of_checkpoints(self) -> type[Exception]:
-        from jaxslowmo.checkpoint import CheckpointError
-
-        return CheckpointError
+        return f"{error.reason}; {self._folder.last_saved()}"
 
     def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
         """The newest checkpoint: state, progress, and what is not as it was, in sentences.
@@ -194,7 +183,7 @@ class Keeper:
         from jaxslowmo.checkpoint import CheckpointError
 
         self._settle()
-        if not self._folder.exists() or not self._open().steps():
+        if not self._folder.checkpoints.exists() or not self._open().steps():
             return None
         try:
             found = self._open().restore(
@@ -213,7 +202,8 @@ class Keeper:
         if self._checkpoints is None:
             from jaxslowmo.checkpoint import Checkpoints
 
-            self._checkpoints = Checkpoints(self._folder, keep=self._options.keep)
+            path = self._folder.checkpoints
+            self._checkpoints = Checkpoints(path, keep=self._options.keep)
             if self._cluster.watch is not None:
                 self._cluster.watch.follow(self._checkpoints.written)
         return self._checkpoints

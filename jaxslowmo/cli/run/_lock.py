@@ -10,11 +10,9 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from .._errors import CommandError
-from .._output import writing_to
+from .._errors import CommandError, writing_to
 
 NAME = "lock"
 # A holder that cannot be looked at from here is taken for dead when it touched the file this long
@@ -59,12 +57,7 @@ class FolderLock:
         threading.Thread(target=self._touch, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         with contextlib.suppress(OSError):
             self._give_back()
@@ -137,7 +130,7 @@ def sees_lock(folder: Path, token: str, seconds: float) -> bool:
     """Whether the lock with this token is in a folder, which a file server may show late."""
     end = time.monotonic() + seconds
     while True:
-        if _facts(_content(folder / NAME) or b"").get("token") == token:
+        if facts_of(_content(folder / NAME) or b"").get("token") == token:
             return True
         if time.monotonic() >= end:
             return False
@@ -157,7 +150,7 @@ def _this_process() -> dict[str, Any]:
 
 def _is_alive(content: bytes) -> bool | None:
     """Whether the process that a lock names lives; None where that cannot be told from here."""
-    held, here = _facts(content), _this_process()
+    held, here = facts_of(content), _this_process()
     pid = held.get("pid")
     if not isinstance(pid, int) or any(held.get(k) != here[k] for k in ("host", "namespace")):
         return None
@@ -190,7 +183,8 @@ def _namespace() -> str | None:
         return None
 
 
-def _facts(content: bytes) -> dict[str, Any]:
+def facts_of(content: bytes) -> dict[str, Any]:
+    """Return the object that JSON holds; {} where it is damaged, or something else."""
     try:
         facts = json.loads(content)
     except ValueError:
@@ -199,7 +193,7 @@ def _facts(content: bytes) -> dict[str, Any]:
 
 
 def _in_use(folder: Path, content: bytes) -> str:
-    held = _facts(content)
+    held = facts_of(content)
     who = (
         f"process {held['pid']} on {held.get('host')} since {held.get('since')}"
         if "pid" in held

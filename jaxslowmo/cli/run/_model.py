@@ -1,14 +1,16 @@
-"""The model of a run, on the devices that share it."""
+"""The model of a run: its parameters, on the devices that share it, and its precision."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jaxslowmo as js
+from jaxslowmo.checkpoint import SavedForm
 from jaxslowmo.models import (
     GPTConfig,
     GPTLayers,
@@ -22,7 +24,34 @@ from jaxslowmo.models import (
 )
 from jaxslowmo.pipeline.model import model_blocks
 
-from ..config._train import TrainConfig
+from ..config._cluster import ClusterConfig
+from ..config._fields import options_of
+from ..config._training import MOST_LOSS_SCALE, TrainConfig, train_config
+from ._agreement import saved_values
+
+# Of the model: they multiply statistics that are float32 anyway.
+_NORMS = ("norm", "blocks/*/norm_*")
+
+
+def policy_of(config: TrainConfig) -> js.Policy | None:
+    """Return the policy that `--dtype` says; None with stages."""
+    # A buffer of stages holds norms beside other weights, which no name tells apart. The layers
+    # themselves compute in this dtype: the policy only casts what they would cast.
+    return None if "stage" in config.model_axes else js.Policy(config.dtype, keep=_NORMS)
+
+
+def scaled(
+    optimizer: optax.GradientTransformation, config: TrainConfig
+) -> optax.GradientTransformation:
+    """The optimizer with the loss scale of the configuration; itself where it has none."""
+    if config.dtype != "float16" or not config.loss_scale:
+        return optimizer
+    return js.dynamic_loss_scale(
+        optimizer,
+        initial=config.loss_scale,
+        growth_interval=config.loss_scale_interval,
+        max_scale=MOST_LOSS_SCALE,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +151,7 @@ def form_of(config: TrainConfig) -> Form:
     Raises:
       ValueError: sizes of the mesh that do not fit those of the model.
     """
-    model, sizes = config_of(config), config.mesh.model_axes
+    model, sizes = config_of(config), config.model_axes
     if not sizes:
         return Form(model)
     _check_sizes(config, model)
@@ -153,7 +182,7 @@ def _in_layers(layers: GPTLayers, model: GPTConfig) -> tuple[js.LayeredModel, li
 
 def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax.Array], Any]:
     """The loss of parameters in a form, for the windows of a replica."""
-    shared = {"fsdp", "tensor"} & set(config.mesh.model_axes)
+    shared = {"fsdp", "tensor"} & set(config.model_axes)
     rules = gpt_rules(mesh) if shared else None
     if form.layout is None:
         return gpt_loss_fn(form.config, rules)
@@ -171,7 +200,7 @@ def loss_fn_of(config: TrainConfig, form: Form, mesh: Any) -> Callable[[Any, jax
 
 
 def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
-    sizes = config.mesh.model_axes
+    sizes = config.model_axes
     for axis, what, size in (
         ("tensor", "attention heads", model.num_heads),
         ("tensor", "symbols", model.vocab_size),
@@ -187,3 +216,26 @@ def _check_sizes(config: TrainConfig, model: GPTConfig) -> None:
             f"--dtype float16 does not go with stages, between which small gradients would "
             f"vanish, in --mesh {config.mesh.mesh}; bfloat16 does"
         )
+
+
+def config_then(extra: Mapping[str, Any]) -> TrainConfig:
+    """What a saved state follows from; where its processes were does not matter for that."""
+    unused = {*options_of(ClusterConfig), "resume", "overwrite"}
+    values = saved_values(extra["config"])
+    return train_config({name: value for name, value in values.items() if name not in unused})
+
+
+def saved_form(extra: Mapping[str, Any], now: Form) -> SavedForm | None:
+    """The form of the parameters of a checkpoint; None where it has the names of now.
+
+    Args:
+      extra: what was saved beside the state.
+      now: the form that they shall have.
+    """
+    then = form_of(config_then(extra))
+    # In stages parameters have the names of layers, without them those of flax's modules. From
+    # stages to others the checkpoint knows the way.
+    if (then.layout is None) == (now.layout is None):
+        return None
+    types = then.stack(gpt_types(then.config))
+    return SavedForm(types, lambda tree: now.stack(then.unstack(tree)))

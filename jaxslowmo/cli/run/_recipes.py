@@ -11,8 +11,8 @@ import jaxslowmo as js
 from jaxslowmo.topology import make_graph
 
 from ..config._algorithms import ALGORITHMS, AlgorithmConfig, parse_mixing
-from ..config._train import OptimizerConfig, TrainConfig
-from ._precision import scaled
+from ..config._training import OptimizerConfig, TrainConfig
+from ._model import scaled
 
 # What replicas exchange besides gradients, in words; in this order where there are several.
 _AVERAGE = "average every {sync_every}"
@@ -22,7 +22,7 @@ _EXCHANGES = (_AVERAGE, _SLOW, _GOSSIP)
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class RecipeInputs:
     """What a row builds from.
 
     Attributes:
@@ -51,61 +51,61 @@ class Setting:
         return None if make is None else make(error_feedback=True)
 
 
-def _all_reduce(setting: Setting) -> optax.GradientTransformation:
-    size = round(setting.config.bucket_mib * 2**20)
+def _all_reduce(inputs: RecipeInputs) -> optax.GradientTransformation:
+    size = round(inputs.config.bucket_mib * 2**20)
     return js.all_reduce_gradients(
-        ("replica", "device") if setting.two_levels else "replica",
+        ("replica", "device") if inputs.two_levels else "replica",
         bucket_bytes=size,
         first_bucket_bytes=min(size, 2**20),
     )
 
 
-def _local_sgd(setting: Setting) -> js.ParameterTransform:
+def _local_sgd(inputs: RecipeInputs) -> js.ParameterTransform:
     return js.local_sgd(
-        "replica", sync_every=setting.config.sync_every, codec=setting.codec, **setting.levels
+        "replica", sync_every=inputs.config.sync_every, codec=inputs.codec, **inputs.levels
     )
 
 
-def _sgp(setting: Setting) -> js.ParameterTransform:
-    config = setting.config
+def _sgp(inputs: RecipeInputs) -> js.ParameterTransform:
+    config = inputs.config
     return js.sgp(
         "replica",
         graph=lambda n: make_graph(config.graph, n, peers_per_step=config.peers_per_step),
         mixing=parse_mixing(config.mixing),
         overlap=config.overlap,
-        codec=setting.codec,
-        **setting.levels,
+        codec=inputs.codec,
+        **inputs.levels,
     )
 
 
-def _slowmo(setting: Setting, base: js.ParameterTransform) -> js.ParameterTransform:
-    config = setting.config
+def _slowmo(inputs: RecipeInputs, base: js.ParameterTransform) -> js.ParameterTransform:
+    config = inputs.config
     return js.slowmo(
         "replica",
         base=base,
         sync_every=config.slow_every,
         momentum=config.slow_momentum,
         slow_learning_rate=config.slow_learning_rate,
-        learning_rate=setting.schedule,
-        shard_state=config.shard_state and config.exact_average and setting.codec is None,
+        learning_rate=inputs.schedule,
+        shard_state=config.shard_state and config.exact_average and inputs.codec is None,
         exact_average=config.exact_average,
         nesterov=config.nesterov,
-        codec=setting.codec if config.exact_average else None,
-        **setting.levels,
+        codec=inputs.codec if config.exact_average else None,
+        **inputs.levels,
     )
 
 
-def _diloco(setting: Setting) -> js.ParameterTransform:
-    config = setting.config
+def _diloco(inputs: RecipeInputs) -> js.ParameterTransform:
+    config = inputs.config
     return js.diloco(
         "replica",
         sync_every=config.slow_every,
         outer_optimizer=optax.sgd(
             config.outer_learning_rate, momentum=config.outer_momentum, nesterov=True
         ),
-        shard_state=config.shard_state and setting.codec is None,
-        codec=setting.codec,
-        **setting.levels,
+        shard_state=config.shard_state and inputs.codec is None,
+        codec=inputs.codec,
+        **inputs.levels,
     )
 
 
@@ -124,8 +124,8 @@ class Recipe:
     colour: str
     marker: str
     exchanges: tuple[str, ...] = ()
-    gradients: Callable[[Setting], optax.GradientTransformation] | None = None
-    sync: Callable[[Setting], js.ParameterTransform] | None = None
+    gradients: Callable[[RecipeInputs], optax.GradientTransformation] | None = None
+    sync: Callable[[RecipeInputs], js.ParameterTransform] | None = None
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -179,9 +179,9 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
     schedule = learning_rate_schedule(config.optimizer, config.schedule_length)
     recipe = RECIPES[config.algorithm.algorithm]
     two_levels = config.devices_per_replica > 1
-    setting = Setting(config.algorithm, schedule, two_levels=two_levels, specs=specs)
-    gradients = recipe.gradients(setting) if recipe.gradients else None
-    sync = recipe.sync(setting) if recipe.sync else None
+    inputs = RecipeInputs(config.algorithm, schedule, two_levels=two_levels, specs=specs)
+    gradients = recipe.gradients(inputs) if recipe.gradients else None
+    sync = recipe.sync(inputs) if recipe.sync else None
     if config.checkpoint.check_parameters:
         if sync is None:
             raise ValueError(

@@ -11,11 +11,11 @@ import numpy as np
 import jaxslowmo as js
 from jaxslowmo.tree import all_finite
 
-from ..config._train import TrainConfig
-from ..processes._stop import StopOnSignal
+from ..config._training import TrainConfig
+from ..processes._peers import StopOnSignal
+from ._division import RunBatches
 from ._keeper import Keeper, Progress
-from ._text import RunBatches
-from .records._recorder import Recorder
+from ._recorder import Recorder
 
 Evaluation = Callable[[js.StepResult], Mapping[str, float]]
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.extras import needed_by
-from ._gpt import Block, GPTConfig, byte_loss, check_windows
+from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows
 from ._sharding import Rules, constrained
 
 with needed_by("jaxslowmo.models"):
@@ -80,7 +80,7 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
         x = constrained(symbols, "batch", None, "vocab") @ params["embed"]["kernel"].astype(dtype)
         return constrained(x + params["positions"].astype(dtype), "batch", None, None)
 
-    block = _pure(lambda rngs: Block(config, rngs=rngs))
+    block = _pure(lambda rngs: GPTBlock(config, rngs=rngs))
     norm = _pure(lambda rngs: nnx.LayerNorm(config.embed_dim, dtype=dtype, rngs=rngs))
 
     def head(params: Mapping[str, Any], x: jax.Array) -> jax.Array:

@@ -4,11 +4,10 @@ import typing
 
 import pytest
 
-from jaxslowmo.cli.config._mesh import EXECUTORS, PIPELINES, parse_mesh
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.config._unused import refuse_unused
+from jaxslowmo.cli.config._mesh import EXECUTORS, parse_mesh
+from jaxslowmo.cli.config._options import refuse_unused
+from jaxslowmo.cli.config._training import train_config
 from jaxslowmo.pipeline import Executor
-from jaxslowmo.pipeline.schedules import KINDS
 
 
 def test_axes_are_read_in_the_order_of_links():
@@ -20,10 +19,6 @@ def test_axes_are_read_in_the_order_of_links():
     assert config.axes == {"replica": 3, "device": 2, "stage": 2}
     assert config.devices_of_a_replica == 4
     assert train_config({"mesh": "fsdp=2"}).replicas == 1
-
-
-def test_the_kinds_of_schedules_are_those_of_the_library():
-    assert set(PIPELINES) == set(KINDS)
 
 
 def test_the_executors_are_those_of_the_library():

@@ -6,13 +6,12 @@ import pytest
 import typer
 
 from jaxslowmo.cli._app import app
-from jaxslowmo.cli.config._checkpoint import CheckpointConfig
+from jaxslowmo.cli._errors import as_flag
 from jaxslowmo.cli.config._cluster import ClusterConfig
-from jaxslowmo.cli.config._compare import CompareConfig
+from jaxslowmo.cli.config._commands import CompareConfig, TuneBucketsConfig
 from jaxslowmo.cli.config._fields import flag_of, options_of
-from jaxslowmo.cli.config._train import PARTS, TrainConfig, train_options
-from jaxslowmo.cli.inspect._config import InspectGraphConfig, InspectGraphsConfig
-from jaxslowmo.cli.tune._config import TuneBucketsConfig
+from jaxslowmo.cli.config._inspect import InspectGraphConfig, InspectGraphsConfig
+from jaxslowmo.cli.config._training import PARTS, CheckpointConfig, TrainConfig, train_options
 
 
 def flags_of(*names: str) -> set[str]:
@@ -23,7 +22,7 @@ def flags_of(*names: str) -> set[str]:
 
 
 def test_train_has_an_option_for_every_field():
-    flags = {flag_of(name, rule) for name, (_, _, rule) in train_options().items()}
+    flags = {flag_of(field) for field in train_options().values()}
     assert flags_of("train") == flags | {"--out"}
     assert len(flags) == sum(len(options_of(cls)) for cls in (TrainConfig, *PARTS.values()))
 
@@ -32,7 +31,7 @@ def test_compare_leaves_out_what_it_decides_and_what_is_of_one_run():
     missing = flags_of("train") - flags_of("compare")
     alone = {*options_of(CheckpointConfig), *options_of(ClusterConfig)}
     assert missing == {
-        *map(flag_of, alone),
+        *map(as_flag, alone),
         *("--algorithm", "--seed", "--patience", "--statistics", "--statistics-rate"),
     }
 
@@ -47,6 +46,6 @@ def test_compare_leaves_out_what_it_decides_and_what_is_of_one_run():
     ],
 )
 def test_commands_have_an_option_for_every_field_of_their_own(command, config):
-    flags = {flag_of(name, rule) for name, (_, rule) in options_of(config).items()}
+    flags = {flag_of(field) for field in options_of(config).values()}
     assert flags
     assert flags <= flags_of(*command.split())

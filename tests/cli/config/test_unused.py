@@ -6,11 +6,11 @@ import optax
 import pytest
 
 from jaxslowmo.cli.config._algorithms import ALGORITHMS, AlgorithmConfig
-from jaxslowmo.cli.config._compare import CompareConfig
-from jaxslowmo.cli.config._fields import options_of
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.config._unused import refuse_unused
-from jaxslowmo.cli.run._recipes import RECIPES, Setting
+from jaxslowmo.cli.config._commands import CompareConfig
+from jaxslowmo.cli.config._fields import options_of, rule_of
+from jaxslowmo.cli.config._options import refuse_unused
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run._recipes import RECIPES, RecipeInputs
 
 
 class Watched:
@@ -27,7 +27,7 @@ class Watched:
 def looked_at(algorithm, **values):
     """The options that building and tracing the transforms of an algorithm looks at."""
     config = Watched(AlgorithmConfig(algorithm=algorithm, **values))
-    setting = Setting(config, optax.constant_schedule(0.1), two_levels=False)
+    setting = RecipeInputs(config, optax.constant_schedule(0.1), two_levels=False)
     recipe = RECIPES[algorithm]
     made = (recipe.gradients or recipe.sync)(setting)
 
@@ -44,9 +44,9 @@ def test_the_options_of_an_algorithm_are_those_that_its_recipe_looks_at(algorith
     # The state is sharded only with exact averages.
     seen = looked_at(algorithm) | looked_at(algorithm, exact_average=False)
     goes_with = {
-        name: rule.goes_with[1]
-        for name, (_, rule) in options_of(AlgorithmConfig).items()
-        if rule.goes_with
+        name: rule_of(field).goes_with[1]
+        for name, field in options_of(AlgorithmConfig).items()
+        if rule_of(field).goes_with
     }
     assert seen == {name for name, algorithms in goes_with.items() if algorithm in algorithms}
     assert set(goes_with) == set(options_of(AlgorithmConfig)) - {"algorithm"}

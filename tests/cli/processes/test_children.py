@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxslowmo.cli.processes._children import Children
+from jaxslowmo.cli.processes._restarts import Children
 from support.waiting import PATIENCE_SECONDS
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]

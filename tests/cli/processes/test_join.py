@@ -11,7 +11,7 @@ JOINS = """
 import sys
 from pathlib import Path
 from jaxslowmo.cli.config._cluster import ClusterConfig
-from jaxslowmo.cli.processes._join import join_cluster
+from jaxslowmo.cli.processes._watch import join_cluster
 join_cluster(ClusterConfig(coordinator=sys.argv[1], num_processes=1, process_id=0))
 listening = "0A"
 for table in ("tcp", "tcp6"):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxslowmo.cli.processes._children import Children
 from jaxslowmo.cli.processes._launch import _own_port, launch
+from jaxslowmo.cli.processes._restarts import Children
 from support.fake_children import ended_together, pids_with
 from support.waiting import PATIENCE_SECONDS, wait_until
 

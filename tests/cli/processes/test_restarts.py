@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from jaxslowmo.cli.processes import _restarts
-from jaxslowmo.cli.processes._children import Children
-from jaxslowmo.cli.processes._restarts import Ended, keep_running, last_saved
+from jaxslowmo.cli.processes._restarts import Children, EndOfStart, keep_running
+from jaxslowmo.cli.run._run_folder import RunFolder
 from support.waiting import PATIENCE_SECONDS
 
-LOST = Ended(75, "process 1 died")
-DONE = Ended(0, "", is_told=True)
+LOST = EndOfStart(75, "process 1 died")
+DONE = EndOfStart(0, "", is_told=True)
 
 
 @pytest.fixture
@@ -38,10 +38,10 @@ def run(out, *ends, restarts=100, argv=("train",)) -> tuple[int, list[list[str]]
     given: list[list[str]] = []
     left: list[Any] = list(ends)
 
-    def attempt(children, arguments) -> Ended:
+    def attempt(children, arguments) -> EndOfStart:
         given.append(arguments)
         end = left.pop(0)
-        return end if isinstance(end, Ended) else end()
+        return end if isinstance(end, EndOfStart) else end()
 
     code = keep_running(attempt, argv, out, restarts=restarts, speaker="error")
     assert not left
@@ -92,7 +92,7 @@ def test_the_count_is_of_starts_without_a_newer_checkpoint(out, waits, capsys):
 
 
 def test_without_restarts_the_line_says_what_happened(out, capsys):
-    assert run(out, Ended(137, "this process was killed by SIGKILL"), restarts=0)[0] == 137
+    assert run(out, EndOfStart(137, "this process was killed by SIGKILL"), restarts=0)[0] == 137
     line = f"error: this process was killed by SIGKILL; no checkpoint in {out}/checkpoints\n"
     assert capsys.readouterr().err == line
 
@@ -114,7 +114,7 @@ def test_five_failures_in_a_row_at_one_step_are_enough(out, waits, capsys, prepa
 
 
 def test_failures_at_other_steps_and_late_processes_do_not_count_as_in_a_row(out, waits):
-    late = Ended(75, "not all processes came together", is_late=True)
+    late = EndOfStart(75, "not all processes came together", is_late=True)
     further = [lambda step=step: (record(out, {"step": step}), LOST)[1] for step in (3, 4)]
     assert run(out, *[LOST] * 4, *[late] * 10, *further, *[LOST] * 3, DONE)[0] == 0
     assert len(waits) == 19
@@ -123,7 +123,7 @@ def test_failures_at_other_steps_and_late_processes_do_not_count_as_in_a_row(out
 @pytest.mark.parametrize("code", [0, 1, 2, 130, 143])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_would_only_come_back_is_not_started_again(out, capsys, code, is_told):
-    assert run(out, Ended(code, "it ended", is_told=is_told))[0] == code
+    assert run(out, EndOfStart(code, "it ended", is_told=is_told))[0] == code
     said = "" if is_told else f"error: it ended; no checkpoint in {out}/checkpoints\n"
     assert capsys.readouterr().err == said
 
@@ -132,12 +132,17 @@ def test_what_would_only_come_back_is_not_started_again(out, capsys, code, is_to
     ("number", "ended", "code", "line"),
     [
         (signal.SIGTERM, DONE, 0, ""),
-        (signal.SIGTERM, Ended(143, "killed"), 143, "error: ended by SIGTERM; no checkpoint in "),
-        (signal.SIGTERM, Ended(143, "ended", is_told=True), 143, ""),
+        (
+            signal.SIGTERM,
+            EndOfStart(143, "killed"),
+            143,
+            "error: ended by SIGTERM; no checkpoint in ",
+        ),
+        (signal.SIGTERM, EndOfStart(143, "ended", is_told=True), 143, ""),
         (signal.SIGTERM, LOST, 143, "error: ended by SIGTERM; no checkpoint in "),
-        (signal.SIGTERM, Ended(1, "ended", is_told=True), 1, ""),
+        (signal.SIGTERM, EndOfStart(1, "ended", is_told=True), 1, ""),
         (signal.SIGINT, DONE, 130, ""),
-        (signal.SIGINT, Ended(137, "killed"), 130, ""),
+        (signal.SIGINT, EndOfStart(137, "killed"), 130, ""),
     ],
 )
 def test_nothing_is_started_after_a_signal(out, capsys, number, ended, code, line):
@@ -203,7 +208,7 @@ def test_resume_is_given_once(out, waits):
 def test_only_a_number_that_a_step_can_have_is_a_checkpoint(out, names, words):
     for name in names:
         (out / "checkpoints" / name).mkdir()
-    assert words in last_saved(out)
+    assert words in RunFolder(out).last_saved()
 
 
 @pytest.mark.parametrize(
@@ -218,8 +223,8 @@ def test_only_a_number_that_a_step_can_have_is_a_checkpoint(out, names, words):
 )
 def test_the_last_recorded_step_is_read_off_damaged_records(tmp_path, text, step):
     (tmp_path / "metrics.jsonl").write_bytes(text)
-    assert _restarts._last_recorded(tmp_path) == step
+    assert RunFolder(tmp_path).last_recorded() == step
 
 
 def test_the_last_recorded_step_without_records(tmp_path):
-    assert _restarts._last_recorded(tmp_path) is None
+    assert RunFolder(tmp_path).last_recorded() is None

@@ -4,8 +4,7 @@ import signal
 
 import pytest
 
-from jaxslowmo.cli.processes._launchers import Cluster
-from jaxslowmo.cli.processes._stop import StopOnSignal, handling
+from jaxslowmo.cli.processes._peers import Cluster, StopOnSignal, handling
 from support.exhaustive import sweep
 from support.pairs import two_processes
 
@@ -52,8 +51,8 @@ def test_handlers_are_put_back_after_an_error():
 
 PROGRAM = """
 import os, signal, time
-from jaxslowmo.cli.processes._launchers import Cluster
-from jaxslowmo.cli.processes._stop import StopOnSignal
+from jaxslowmo.cli.processes._peers import Cluster
+from jaxslowmo.cli.processes._peers import StopOnSignal
 
 with StopOnSignal(Cluster(rank, 2)) as stop:
     for step in range(21, 20_000):  # of a run that goes on after step 20

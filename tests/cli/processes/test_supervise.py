@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxslowmo.cli._app import run
-from jaxslowmo.cli.processes._children import Children
-from jaxslowmo.cli.processes._launchers import CHILD
+from jaxslowmo.cli.processes._peers import CHILD
+from jaxslowmo.cli.processes._restarts import Children
 from jaxslowmo.cli.processes._supervise import describe_loss, supervise
 from support.fake_children import Fake, ended_together
 from support.waiting import PATIENCE_SECONDS, wait_until

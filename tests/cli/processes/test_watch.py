@@ -13,12 +13,11 @@ import pytest
 
 from jaxslowmo._support.coordinator import NoNoteError
 from jaxslowmo.cli.processes import _watch
-from jaxslowmo.cli.processes._peers import failing_together
-from jaxslowmo.cli.processes._watch import Watch
+from jaxslowmo.cli.processes._watch import Watch, failing_together
 from support.waiting import PATIENCE_SECONDS, wait_until
 
 
-class Ended(SystemExit):
+class EndOfStart(SystemExit):
     """In place of the process's end."""
 
 
@@ -46,7 +45,7 @@ def ends(monkeypatch):
 
     def end(code):
         codes.append(code)
-        raise Ended
+        raise EndOfStart
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -96,7 +95,7 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
             notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
             raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 
-    with pytest.raises(Ended):
+    with pytest.raises(EndOfStart):
         meets_one_that_fails()
     assert ends == [1]
     assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"

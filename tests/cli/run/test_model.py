@@ -8,9 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.run._model import form_of
-from jaxslowmo.cli.run._moved import saved_form
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run._model import form_of, saved_form
 from jaxslowmo.models import init_gpt
 
 

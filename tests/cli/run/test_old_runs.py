@@ -9,10 +9,9 @@ import pytest
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.checkpoint._arrays import prints_of
 from jaxslowmo.checkpoint._record import as_stored
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.run._devices import choose_mesh
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run._division import choose_mesh, divide_text
 from jaxslowmo.cli.run._job import Job
-from jaxslowmo.cli.run._text import divide_text
 from jaxslowmo.data import read_corpus
 from jaxslowmo.models import gpt_preset, init_gpt
 

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.processes._launchers import ALONE
+from jaxslowmo.cli._train import opened
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.processes._peers import ALONE
 from jaxslowmo.cli.run._job import Job
-from jaxslowmo.cli.run._opening import locked_folder, opened
+from jaxslowmo.cli.run._run_folder import locked_folder
 from jaxslowmo.data import Corpus, read_corpus
 from support.pairs import two_processes
 from support.waiting import PATIENCE_SECONDS
@@ -30,14 +31,15 @@ import time
 from pathlib import Path
 from jaxslowmo._support import coordinator as notes
 from jaxslowmo.cli._errors import code_of, describe
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.processes._launchers import Cluster
-from jaxslowmo.cli.run import _opening
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.processes._peers import Cluster
+from jaxslowmo.cli._train import opened
+from jaxslowmo.cli.run import _agreement
 from jaxslowmo.data import read_corpus
 
 root = Path(__file__).parent
-_opening._FILE_SERVER_SECONDS = 1.0
-version = _opening.version
+_agreement._FILE_SERVER_SECONDS = 1.0
+version = _agreement.version
 
 def meet(name):
     notes.tell(f"{name}/{rank}", "")
@@ -47,17 +49,18 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
     own = {"steps": 10, "out": "out", "text": "text"} | case[rank]
     out, data = root / str(i) / own.pop("out"), root / own.pop("text")
     number = own.pop("version", None)
-    _opening.version = (lambda package: number) if number else version
-    _opening._KEY = f"case{i}"
+    _agreement.version = (lambda package: number) if number else version
+    _agreement._KEY = f"case{i}"
     try:
         if own.pop("late", False):
             raise OSError(5, "late")
         config, corpus = train_config(own), read_corpus(data).contents
-        with _opening.opened(config, out, corpus, Cluster(rank, 2)) as found:
+        cluster = Cluster(rank, 2)
+        with opened(config, out, corpus, cluster) as (folder, config):
             if rank == 0:
                 time.sleep(0.5)
-            found.begin()
-            config = found.config
+            if config.overwrite:
+                _agreement.clear(folder, config, cluster)
             assert not config.overwrite or not (out / "checkpoints").exists()
             print("go", config.steps, config.schedule_length, config.checkpoint.resume)
             meet(f"through{i}")
@@ -192,8 +195,8 @@ def test_other_options_end_both_at_once_and_in_one_line(tmp_path):
 
 def test_a_run_is_told_of_one_that_is_going_on(tmp_path, call, text):
     out = tmp_path / "out"
-    with opened(train_config({}), out, read_corpus(text).contents, ALONE) as opening:
-        assert opening.folder == out
+    with opened(train_config({}), out, read_corpus(text).contents, ALONE) as (folder, _):
+        assert folder.path == out
         for command in (("train",), ("train", "--resume"), ("train", "--overwrite"), ("compare",)):
             outcome = call(*command, "--data", text, "--out", out)
             assert outcome.code == 2

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.cli.config._train import train_config
-from jaxslowmo.cli.run._precision import policy_of, scaled
+from jaxslowmo.cli.config._training import train_config
+from jaxslowmo.cli.run._model import policy_of, scaled
 from jaxslowmo.gradients.precision import computing_in
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt
 from jaxslowmo.tracing import as_full_loss

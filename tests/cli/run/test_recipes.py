@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxslowmo.cli.config._algorithms import ALGORITHMS
-from jaxslowmo.cli.config._train import OptimizerConfig, train_config
+from jaxslowmo.cli.config._training import OptimizerConfig, train_config
 from jaxslowmo.cli.run._recipes import (
     RECIPES,
     build_algorithm,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.cli.config._train import TrainConfig
-from jaxslowmo.cli.run import _text
+from jaxslowmo.cli.config._training import TrainConfig
+from jaxslowmo.cli.run import _division
 from jaxslowmo.data import read_corpus
 
 MESH = js.virtual_mesh({"replica": 2, "device": 2})
@@ -23,9 +23,9 @@ def whole(tmp_path):
         TrainConfig(), replicas=2, devices_per_replica=2, batch=4, data=str(tmp_path)
     )
     corpus = read_corpus(config.data)
-    text = _text.divide_text(config, corpus, MESH)
+    text = _division.divide_text(config, corpus, MESH)
     assert text.replicas == (0, 1)
-    return config, corpus, _text.RunBatches(text, config, MESH).batch(3)
+    return config, corpus, _division.RunBatches(text, config, MESH).batch(3)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,10 @@ def whole(tmp_path):
 def test_a_process_makes_the_rows_of_its_devices(whole, monkeypatch, parts, replicas, rows):
     config, corpus, batch = whole
     held = {("replica",): replicas, ("replica", "device"): parts}
-    monkeypatch.setattr(_text, "own_parts", lambda mesh, axes: held[axes])
-    text = _text.divide_text(config, corpus, MESH)
+    monkeypatch.setattr(_division, "own_parts", lambda mesh, axes: held[axes])
+    text = _division.divide_text(config, corpus, MESH)
     assert text.replicas == replicas
-    batches = _text.RunBatches(text, config, MESH)
+    batches = _division.RunBatches(text, config, MESH)
     np.testing.assert_array_equal(batches.batch(3), batch[rows])
     batches.position = 3
     np.testing.assert_array_equal(next(batches), batch[rows])

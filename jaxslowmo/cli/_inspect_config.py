@@ -1,0 +1,87 @@
+"""`jaxslowmo inspect config`: what a run would be, and what it would send."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jaxslowmo as js
+
+from ._errors import usage_errors
+from ._output import format_bytes, format_count, say
+from .config._training import TrainConfig
+from .run._division import RunDevices, Text, choose_mesh
+from .run._job import Job
+from .run._model import Form, form_of, parts_of, schedule_of
+
+_NOTHING = Text((), (), np.zeros((0, 0, 0), np.uint8), "", "")
+
+
+def inspect_config(config: TrainConfig) -> int:
+    """Prints where a run would lie, and the collectives of its steps; returns the exit code.
+
+    Nothing is trained and no text is read: programs are traced for the devices at hand.
+
+    Raises:
+      CommandError: what `train` would refuse, too few devices among it.
+    """
+    console = Console()
+    with usage_errors():
+        form = form_of(config)
+        placement = choose_mesh(config)
+        job = Job(config, placement, _NOTHING)
+    state = job.step.init(form.init(config.seed, placement.mesh))
+    facts = Table(show_header=False, title=config.algorithm.algorithm, title_justify="left")
+    for name, value in _facts(config, form, placement, job, state).items():
+        facts.add_row(name, value)
+    console.print(facts)
+    batch = np.zeros((config.replicas * config.batch, form.config.context_length + 1), np.uint8)
+    programs = job.step.traced_by_phase(state, batch)
+    lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
+    mesh = placement.mesh if isinstance(placement.mesh, jax.sharding.Mesh) else None
+    report = js.comm_report_of(lowered.get(None, lowered), mesh=mesh, compile=False)
+    say(console, "What a step sends, as bytes that go into each collective on one device:")
+    console.print(str(report), highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def _facts(
+    config: TrainConfig, form: Form, placement: RunDevices, job: Job, state: js.TrainState
+) -> dict[str, str]:
+    found = {
+        "devices": placement.description,
+        "parameters": format_count(job.num_parameters),
+        "parameters on a device": format_bytes(_on_a_device(state.params, placement, config)),
+        "optimizer and algorithm on a device": format_bytes(
+            _on_a_device(state.opt_state, placement, config)
+        ),
+        "windows of a replica in a step": str(config.batch),
+    }
+    if form.layout is None:
+        return found
+    schedule, executor = schedule_of(config), config.mesh.executor
+    timed = schedule.simulate(lockstep=executor == "one_program")
+    stages = [
+        " and ".join(f"{start} to {end - 1}" for start, end in own)
+        for own in parts_of(config, schedule)
+    ]
+    return found | {
+        "microbatches": str(schedule.num_microbatches),
+        "layers of each stage": "; ".join(stages),
+        "schedule": schedule.name,
+        "executor": executor,
+        "bubble, equal costs": f"{timed.bubble:.1%}",
+        "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
+    }
+
+
+def _on_a_device(tree: Any, placement: RunDevices, config: TrainConfig) -> int:
+    """Bytes of the arrays that the first device holds; of virtual replicas those of one."""
+    leaves = jax.tree.leaves(tree)
+    if placement.is_virtual:
+        return sum(x.nbytes for x in leaves) // config.replicas
+    shards = [x.addressable_shards[0].data for x in leaves]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in shards)

@@ -1,0 +1,154 @@
+"""`jaxslowmo inspect graph`."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxslowmo.topology import Graph, GraphAnalysis
+
+from ._errors import usage_errors
+from .config._inspect import InspectGraphConfig
+
+FOREVER = 1024  # rounds to show of nodes that never agree
+_FIELDS = (
+    "doubly_stochastic", "weights_move", "weight_range", "second_eigenvalue", "spectral_gap",
+    "spectral_gap_per_round", "tolerance", "mixes", "rounds_to_tolerance", "messages_mean",
+    "messages_max", "permutes_mean", "permutes_max", "model_bytes", "bytes_mean", "bytes_max",
+)  # fmt: skip
+
+
+def graph_facts(analysis: GraphAnalysis) -> dict[str, Any]:
+    """One value per name; `doubly_stochastic` of all rounds together."""
+    graph = analysis.graph
+    facts: dict[str, Any] = {
+        "graph": graph.name,
+        "num_nodes": graph.num_nodes,
+        "peers_per_step": graph.peers_per_step,
+        "num_rounds": graph.num_rounds,
+        "is_regular": graph.is_regular,
+        "is_dynamic": graph.is_dynamic,
+        "is_bipartite": graph.is_bipartite,
+    }
+    facts |= {name: getattr(analysis, name) for name in _FIELDS}
+    facts["doubly_stochastic"] = all(analysis.doubly_stochastic)
+    return facts
+
+
+def error_table(analysis: GraphAnalysis) -> dict[int, float]:
+    """Consensus errors after 0, 1, 2, 4, ... rounds, up to the first one within the tolerance."""
+    last = analysis.rounds_to_tolerance
+    counts = {0} | {2**k for k in range(64) if 2**k <= (FOREVER if last is None else last)}
+    if last is not None:
+        counts.add(last)
+    return {count: analysis.error(count) for count in sorted(counts)}
+
+
+_MOST_ROWS = 16
+_MOST_PEERS = 12
+
+
+def inspect_graph(config: InspectGraphConfig) -> int:
+    """Prints what there is to know about a graph, and returns the exit code.
+
+    Raises:
+      CommandError: for a graph or a mixing that the library refuses.
+    """
+    with usage_errors(num_nodes="nodes", table="phone_book"):
+        analysis = config.analyse()
+    if config.as_json:
+        print(json.dumps(_as_json(analysis, config), indent=2))
+        return 0
+    console = Console()
+    facts = Table(show_header=False, title=f"{analysis.graph.name}, {config.mixing} mixing")
+    for name, value in analysis.summary().items():
+        facts.add_row(name, value)
+    console.print(facts)
+    if analysis.graph.num_nodes > 1:
+        console.print(_phone_book(analysis.graph))
+        console.print(_rounds(analysis))
+        console.print(_errors(analysis))
+        console.print(
+            "consensus error: largest distance of all nodes from the mean, 1 at the start"
+        )
+    if config.matrices:
+        _print_matrices(analysis)
+    return 0
+
+
+def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig) -> dict[str, Any]:
+    graph = analysis.graph
+    facts = graph_facts(analysis) | {
+        "mixing": config.mixing,
+        "phone_book": graph.phone_book,
+        "errors": [{"rounds": t, "error": e} for t, e in error_table(analysis).items()],
+        "rounds": [
+            {
+                "out_peers": graph.out_peers(step),
+                "doubly_stochastic": analysis.doubly_stochastic[step],
+                "permutes": analysis.permutes[step],
+            }
+            for step in range(graph.num_rounds)
+        ],
+    }
+    if config.matrices:
+        for step, found in enumerate(facts["rounds"]):
+            found["matrix"] = analysis.matrix(step).tolist()
+        facts["product"] = analysis.product.tolist()
+    return facts
+
+
+def _phone_book(graph: Graph) -> Table:
+    table = Table(title="Phone book")
+    table.add_column("node", justify="right")
+    table.add_column("sends to, in turn" if graph.is_dynamic else "sends to")
+    rows = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
+    for node, row in enumerate(rows[:_MOST_ROWS]):
+        table.add_row(str(node), _some(row))
+    if len(rows) > _MOST_ROWS:
+        table.add_row("...", f"{len(rows) - _MOST_ROWS} more nodes")
+    return table
+
+
+def _rounds(analysis: GraphAnalysis) -> Table:
+    table = Table(title="Rounds of a rotation")
+    table.add_column("round", justify="right")
+    table.add_column("node 0 sends to")
+    table.add_column("doubly stochastic")
+    table.add_column("collective permutes", justify="right")
+    count = analysis.graph.num_rounds
+    for step in range(min(count, _MOST_ROWS)):
+        table.add_row(
+            str(step),
+            _some(analysis.graph.out_peers(step)[0]),
+            "yes" if analysis.doubly_stochastic[step] else "no",
+            str(analysis.permutes[step]),
+        )
+    if count > _MOST_ROWS:
+        table.add_row("...", f"{count - _MOST_ROWS} more rounds")
+    return table
+
+
+def _errors(analysis: GraphAnalysis) -> Table:
+    table = Table(title="Agreement")
+    table.add_column("after rounds", justify="right")
+    table.add_column("consensus error", justify="right")
+    for rounds, error in error_table(analysis).items():
+        table.add_row(str(rounds), f"{error:.3g}")
+    return table
+
+
+def _print_matrices(analysis: GraphAnalysis) -> None:
+    # Plain text: it is made to be copied, and lines of hundreds of numbers are not to be wrapped.
+    with np.printoptions(precision=4, suppress=True, linewidth=10**9, threshold=10**9):
+        for step in range(analysis.graph.num_rounds):
+            print(f"\nP[destination, source] of round {step}\n{analysis.matrix(step)}")
+        print(f"\nproduct over a rotation\n{analysis.product}")
+
+
+def _some(peers: Sequence[int]) -> str:
+    text = ", ".join(map(str, peers[:_MOST_PEERS]))
+    return text if len(peers) <= _MOST_PEERS else f"{text}, ... ({len(peers)} in all)"

@@ -1,0 +1,304 @@
+"""`jaxslowmo inspect graphs`: tables of graphs side by side, and their picture."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
+
+from .._support.files import write_anew
+from ._errors import CommandError
+from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._inspect_graph import FOREVER, graph_facts
+from ._output import say, write_json
+from .config._algorithms import parse_mixing
+from .config._inspect import InspectGraphsConfig, check_effort, split_graph
+from .run._run_folder import make_folder
+
+# By graph and number of nodes; a string says why there is no such graph.
+Analyses = Mapping[tuple[str, int], GraphAnalysis | str]
+
+_NONE = "none"
+_POINTS = 100  # of a curve
+BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
+
+
+def _rounds(analysis: GraphAnalysis) -> str:
+    rounds = analysis.rounds_to_tolerance
+    return "never" if rounds is None else str(rounds)
+
+
+def _messages(analysis: GraphAnalysis) -> str:
+    if analysis.messages_mean == analysis.messages_max:
+        return str(analysis.messages_max)
+    return f"{analysis.messages_mean:.1f} ({analysis.messages_max})"
+
+
+def _messages_to_tolerance(analysis: GraphAnalysis) -> str:
+    rounds = analysis.rounds_to_tolerance
+    return "never" if rounds is None else str(rounds * analysis.messages_max)
+
+
+_QUANTITIES: Mapping[str, Callable[[GraphAnalysis], str]] = {
+    "Rounds to a consensus error of {:g}": _rounds,
+    "Messages that a node sends per round: mean (and the busiest node)": _messages,
+    "Messages that the busiest node sends until an error of {:g}": _messages_to_tolerance,
+    "Spectral gap per round": lambda analysis: f"{analysis.spectral_gap_per_round:.2g}",
+}
+
+
+def tables(config: InspectGraphsConfig, analyses: Analyses) -> dict[str, dict[str, list[str]]]:
+    """Return a table per quantity, by its title: by graph a cell per number of nodes."""
+
+    def cell(text: Callable[[GraphAnalysis], str], found: GraphAnalysis | str) -> str:
+        return _NONE if isinstance(found, str) else text(found)
+
+    return {
+        title.format(config.tolerance): {
+            graph: [cell(text, analyses[graph, nodes]) for nodes in config.nodes]
+            for graph in config.graphs
+        }
+        for title, text in _QUANTITIES.items()
+    }
+
+
+def reasons(analyses: Analyses) -> list[str]:
+    """A line for each graph that does not exist at some size."""
+    return [
+        f"{graph} with {nodes} nodes: {_NONE}, since {found}"
+        for (graph, nodes), found in analyses.items()
+        if isinstance(found, str)
+    ]
+
+
+def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
+    """All tables, and why cells have no number."""
+    parts = [f"Mixing: {config.mixing}. NAME:2 sends to 2 peers per step.\n"]
+    for title, rows in tables(config, analyses).items():
+        lines = [
+            f"| nodes | {' | '.join(map(str, config.nodes))} |",
+            f"|---|{'---:|' * len(config.nodes)}",
+            *(f"| {graph} | {' | '.join(cells)} |" for graph, cells in rows.items()),
+        ]
+        parts += [f"**{title}**\n", "\n".join(lines) + "\n"]
+    missing = reasons(analyses)
+    if missing:
+        parts.append("\n".join(f"- {line}" for line in missing) + "\n")
+    return "\n".join(parts)
+
+
+# A marker for each colour; a second turn is dashed.
+_STYLES = tuple(zip(COLOURS.values(), "oXDP^vps*", strict=True))
+LineStyle = Literal["-", "--"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """The consensus error of one graph.
+
+    Attributes:
+      name: of the graph.
+      rounds: where it was computed, from 0 on.
+      errors: as many.
+      messages: that the busiest node sends per round.
+    """
+
+    name: str
+    rounds: tuple[int, ...]
+    errors: tuple[float, ...]
+    messages: int
+
+
+def draw_graphs(
+    curves: Mapping[int, Sequence[Curve]], path: Path, *, tolerance: float, mixing: str
+) -> None:
+    """Draws errors against rounds, and against messages of the busiest node.
+
+    Args:
+      curves: by number of nodes; a row of the picture each.
+      path: of the PNG.
+      tolerance: a line across.
+      mixing: for the subtitle.
+    """
+    height = 3.4 * len(curves) + 1.6
+    top, bottom = 0.75 / height, 0.65 / height  # for titles and legend
+    rect = (0.005, bottom, 0.99, 1 - top - bottom)
+    figure = new_figure((11, height), rect, wspace=0.05, hspace=0.06)
+    grid = figure.subplots(len(curves), 2, sharey=True, sharex="col", squeeze=False)
+    styles, floor = _styles(curves), tolerance / 3
+    for (nodes, found), (by_rounds, by_messages) in zip(curves.items(), grid, strict=True):
+        for curve in found:
+            style = styles[curve.name]
+            _draw(by_rounds, curve, 1, floor, style)
+            _draw(by_messages, curve, curve.messages, floor, style)
+        by_rounds.set_ylabel(f"{nodes} nodes\nconsensus error", color=INK)
+        for axes in (by_rounds, by_messages):
+            _scale(axes, tolerance, floor)
+    for axes in grid[0]:  # which its column shares
+        axes.set_xlim(left=0)
+    grid[-1][0].set_xlabel("rounds", color=INK)
+    grid[-1][1].set_xlabel(
+        "messages that the busiest node sends, each of the size of the model",
+        color=INK,
+    )
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle=line, label=name)
+        for name, (colour, marker, line) in styles.items()
+    ]
+    figure.legend(
+        handles=handles, loc="lower center", ncols=5, frameon=False, labelcolor=INK, fontsize=9.5
+    )
+    subtitle = (
+        f"{mixing} mixing; largest distance of all nodes from the mean, 1 at the start; log scales"
+    )
+    heights = (1 - 0.32 / height, 1 - 0.58 / height, 0)
+    write_title(figure, "How fast graphs mix", [subtitle], heights=heights)
+    save_figure(figure, path)
+
+
+def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, tuple[str, str, LineStyle]]:
+    names = dict.fromkeys(curve.name for found in curves.values() for curve in found)
+    return {
+        name: (*_STYLES[i % len(_STYLES)], "-" if i < len(_STYLES) else "--")
+        for i, name in enumerate(names)
+    }
+
+
+def _draw(axes: Axes, curve: Curve, scale: int, floor: float, style: tuple[str, str, str]) -> None:
+    colour, marker, line = style
+    # In steps, since nothing happens between two rounds: straight lines would promise agreement
+    # before the first one is over. An error of 0 has no place on a logarithmic axis: there the line
+    # leaves the picture.
+    errors = np.maximum(curve.errors, floor / 1.2)
+    shown = 1 + np.searchsorted(-errors, -floor)
+    axes.plot(
+        scale * np.array(curve.rounds)[:shown], errors[:shown],
+        color=colour, linestyle=line, linewidth=1.6, drawstyle="steps-post", marker=marker,
+        markersize=5.5,
+        markeredgecolor="white", markeredgewidth=0.6, markevery=0.12, zorder=3,
+    )  # fmt: skip
+
+
+def _scale(axes: Axes, tolerance: float, floor: float) -> None:
+    axes.set_xscale("symlog", linthresh=1, linscale=0.3)  # with a place for 0
+    axes.set_yscale("log")
+    axes.set_ylim(floor, 1.3)
+    axes.axhline(tolerance, color="#777777", linewidth=0.9, linestyle=(0, (4, 3)))
+    clean(axes)
+    axes.tick_params(labelbottom=True)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+
+
+def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | None) -> int:
+    """Writes the tables and the picture, shows the tables, and returns the exit code.
+
+    Without a page, or with a folder too, graphs.md, graphs.json and graphs.png go to the folder.
+
+    Raises:
+      CommandError: if a file cannot be written, or the page lacks the markers.
+    """
+    console = Console()
+    old = None if page is None else _split_page(page)
+    folder = make_folder(out, "graphs") if page is None or out is not None else None
+    analyses = analyse_all(config, show_progress=True)
+    curves = picture_curves(config)
+    text = markdown(config, analyses)
+    written: list[Path] = []
+    if folder is not None:
+        facts = [
+            {"name": name, "num_nodes": nodes}
+            | ({"error": found} if isinstance(found, str) else graph_facts(found))
+            for (name, nodes), found in analyses.items()
+        ]
+        write_json(folder / "graphs.json", {"config": vars(config), "graphs": facts})
+        write_anew(folder / "graphs.md", text)
+        written += [folder / "graphs.md", folder / "graphs.json", folder / "graphs.png"]
+    if page is not None and old is not None:
+        before, after = old
+        try:
+            write_anew(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+        except OSError as error:
+            raise CommandError(f"--page: cannot write {page}: {error.strerror}") from None
+        written += [page, page.with_suffix(".png")]
+    for path in written:
+        if path.suffix == ".png":
+            draw_graphs(curves, path, tolerance=config.tolerance, mixing=config.mixing)
+    for title, rows in tables(config, analyses).items():
+        table = Table(title=title, title_justify="left")
+        table.add_column("graph", no_wrap=True)
+        for nodes in config.nodes:
+            table.add_column(str(nodes), justify="right", no_wrap=True)
+        for graph, cells in rows.items():
+            table.add_row(graph, *cells)
+        console.print(table)
+    say(console, *reasons(analyses), *map(str, written))
+    return 0
+
+
+def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> Analyses:
+    """Every graph at every size; the reason where there is no such graph."""
+    pairs = [(graph, nodes) for graph in config.graphs for nodes in config.nodes]
+    console = Console(stderr=True)
+    shown = track(
+        pairs,
+        "analysing",
+        console=console,
+        transient=True,
+        disable=not show_progress or not sys.stderr.isatty(),
+    )
+    return {(graph, nodes): _analyse(graph, nodes, config) for graph, nodes in shown}
+
+
+def _analyse(name: str, nodes: int, config: InspectGraphsConfig) -> GraphAnalysis | str:
+    constructor, peers = split_graph(name)
+    try:
+        graph = check_effort("--nodes", make_graph(constructor, nodes, peers_per_step=peers))
+        return analyse(graph, parse_mixing(config.mixing), tolerance=config.tolerance)
+    except ValueError as error:
+        return str(error)
+
+
+def picture_curves(config: InspectGraphsConfig) -> dict[int, list[Curve]]:
+    """Per number of nodes, the errors of those graphs that exist."""
+    found: dict[int, list[Curve]] = {}
+    for nodes in config.picture_nodes:
+        found[nodes] = []
+        for name in config.pictured:
+            analysis = _analyse(name, nodes, config)
+            if not isinstance(analysis, str):
+                found[nodes].append(curve_of(name, analysis))
+    return found
+
+
+def curve_of(name: str, analysis: GraphAnalysis) -> Curve:
+    """The errors of a graph, until they are a little below its tolerance."""
+    last = analysis.rounds_to_tolerance
+    last = FOREVER if last is None else int(1.2 * last) + 1
+    later = (round(t) for t in np.geomspace(1, last, _POINTS))
+    rounds = sorted({*range(min(last, _POINTS) + 1), *later})
+    errors = tuple(analysis.error(t) for t in rounds)
+    return Curve(name, tuple(rounds), errors, analysis.messages_max)
+
+
+def _split_page(page: Path) -> tuple[str, str]:
+    """What stands before and after the tables."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--page: cannot read {page}: {error.strerror}") from None
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise CommandError(f"--page: {page} must have a line {BEGIN} and, below it, one {END}")
+    return before, after

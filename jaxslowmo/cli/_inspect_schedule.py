@@ -1,0 +1,185 @@
+"""`jaxslowmo inspect schedule`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxslowmo.pipeline import schedules
+from jaxslowmo.pipeline.schedules import Schedule, drawing
+
+from ._errors import CommandError, usage_errors
+from ._output import say
+from .config._inspect import InspectScheduleConfig
+
+_ARGUMENTS = {
+    "num_stages": "stages",
+    "num_microbatches": "microbatches",
+    "num_chunks": "chunks",
+    "rows": "table",
+}
+
+
+def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
+    """Prints a schedule as a grid and what it costs beside other kinds; returns the exit code.
+
+    Raises:
+      CommandError: for a schedule that the library refuses, or a picture that cannot be written.
+    """
+    with usage_errors(**_ARGUMENTS):
+        schedule = config.schedule()
+        found = schedule.simulate(**config.times, lockstep=config.lockstep)
+    if out is not None:
+        _draw(schedule, config, out)
+    if config.orders:
+        print(*schedule.orders(), sep="\n")
+        return 0
+    if config.as_json:
+        print(json.dumps(_as_json(schedule, config), indent=2))
+        return 0
+    console = Console()
+    facts = Table(show_header=False, title=_title(schedule), title_justify="left")
+    how = "in lockstep" if config.lockstep else "each stage as soon as it can"
+    facts.add_row(f"time, {how}", f"{found.time:.6g}")
+    facts.add_row("bubble", _percent(found.bubble))
+    facts.add_row("stash of each stage, microbatches of a chunk", _row(schedule.stash))
+    facts.add_row("messages that each stage sends", _row(schedule.sends))
+    console.print(facts)
+    for line in drawing.grid_lines(schedule, width=console.width, whole=config.whole):
+        console.print(_coloured(line), no_wrap=True, crop=False, soft_wrap=True)
+    say(console, _legend(schedule), "")
+    if config.table is None:
+        console.print(_comparison(schedule, config))
+    if out is not None:
+        say(console, str(out))
+    return 0
+
+
+def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Schedule | str]:
+    """The kinds of the same sizes by what stands in the table, or why there is none."""
+    sizes = schedule.num_stages, schedule.num_microbatches
+    limit = {"most_stash": config.most_stash} if config.most_stash else {}
+    chunks = config.chunks or 1
+    makes: dict[str, tuple[str, int | None, dict[str, Any]]] = {
+        "gpipe": ("gpipe", None, {}),
+        "one_f_one_b": ("one_f_one_b", None, {}),
+        "interleaved": ("interleaved", max(chunks, 2), {}),
+        "zero_bubble (H1)": ("zero_bubble", None, {}),
+        "zero_bubble (H2)": ("zero_bubble", None, {"memory": 2}),
+        "zbv": ("zbv", None, {}),
+        "lockstep": ("lockstep", chunks, config.times | limit),
+    }
+    found: dict[str, Schedule | str] = {}
+    for name, (kind, num_chunks, options) in makes.items():
+        try:
+            found[name] = schedules.by_name(kind, *sizes, num_chunks, **options)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
+    times = ", ".join(
+        f"{name} {value:g}" for name, value in zip("FIW", config.times.values(), strict=False)
+    )
+    table = Table(
+        title=f"Kinds with {times}, send {config.send:g}",
+        title_justify="left",
+        caption="stash: most microbatches of a whole stage; sends: messages of the busiest stage",
+        caption_justify="left",
+    )
+    table.add_column("kind")
+    for name in ("chunks", "bubble", "in lockstep", "stash", "sends"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, other in others(schedule, config).items():
+        if isinstance(other, str):
+            table.add_row(name, *["none"] * 5)
+            continue
+        table.add_row(
+            name,
+            str(other.num_chunks),
+            _percent(other.simulate(**config.times).bubble),
+            _percent(other.simulate(**config.times, lockstep=True).bubble),
+            f"{max(other.stash) / other.num_chunks:g}",
+            str(max(other.sends)),
+        )
+    return table
+
+
+def _as_json(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "kind": schedule.name,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": schedule.num_chunks,
+        "placement": schedule.placement,
+        "times": config.times,
+    }
+    facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
+    if config.table is None:
+        facts["kinds"] = {
+            name: {"error": other} if isinstance(other, str) else _numbers(other, config)
+            for name, other in others(schedule, config).items()
+        }
+    return facts
+
+
+def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
+    free = schedule.simulate(**config.times)
+    together = schedule.simulate(**config.times, lockstep=True)
+    return {
+        "time": free.time,
+        "bubble": free.bubble,
+        "lockstep_time": together.time,
+        "lockstep_bubble": together.bubble,
+        "num_ticks": len(schedule.ticks()),
+        "stash": schedule.stash,
+        "sends": schedule.sends,
+    }
+
+
+def _draw(schedule: Schedule, config: InspectScheduleConfig, out: Path) -> None:
+    found = schedule.simulate(**config.times, lockstep=config.lockstep)
+    how = "in lockstep" if config.lockstep else "each stage as soon as it can"
+    times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
+    line = f"{how}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
+    try:
+        schedules.picture(found, out, title=_title(schedule), lines=[line])
+    except OSError as error:
+        raise CommandError(f"--out: cannot write {out}: {error.strerror}") from None
+    except ValueError as error:  # matplotlib knows no such format
+        raise CommandError(f"--out: cannot write {out}: {error}") from None
+
+
+def _title(schedule: Schedule) -> str:
+    chunks = schedule.num_chunks
+    of_chunks = f", {chunks} chunks" if chunks > 1 else ""
+    return (
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} "
+        f"microbatches{of_chunks}"
+    )
+
+
+def _legend(schedule: Schedule) -> str:
+    backward = "I gradient of the input, W of the weights, B both"
+    where = "chunk, operation, microbatch" if schedule.num_chunks > 1 else "operation, microbatch"
+    return f"{where}: F forward{'' if schedule.forward_only else f', {backward}'}; . idle"
+
+
+def _coloured(line: list[drawing.Piece]) -> Text:
+    text = Text()
+    for piece in line:
+        text.append(piece.text, f"white on {drawing.COLOURS[piece.kind]}" if piece.kind else "")
+    return text
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _row(counts: tuple[int, ...]) -> str:
+    same = len(set(counts)) == 1
+    return str(counts[0]) if same else " ".join(map(str, counts))

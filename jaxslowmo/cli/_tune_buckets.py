@@ -1,0 +1,326 @@
+"""`jaxslowmo tune buckets`: the measurement, its table and its picture."""
+
+import dataclasses
+import statistics
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jaxslowmo as js
+from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
+from jaxslowmo.tree import noted_buffers
+
+from ._errors import INTERRUPTED, usage_errors
+from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._output import format_bytes, format_count, format_limit, say, write_json
+from .config._commands import TuneBucketsConfig
+from .processes._peers import StopOnSignal
+from .run._division import RunDevices, choose_mesh
+from .run._model import policy_of
+from .run._recipes import build_algorithm
+from .run._run_folder import make_folder
+
+_SUBTITLE_WIDTH = 110  # letters that fit into a line
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found about one limit.
+
+    Attributes:
+      limit: bytes.
+      bucket_sizes: bytes of the buckets that it gives, in order.
+      same_as: an earlier limit that gives the same buckets, measured in its place; else None.
+      seconds: of a step, one per round.
+      median: of `seconds`.
+      quartiles: of `seconds`, lower and upper.
+      ratio: median over the rounds of the time by that of one bucket per gradient.
+    """
+
+    limit: int
+    bucket_sizes: tuple[int, ...]
+    same_as: int | None
+    seconds: tuple[float, ...]
+    median: float
+    quartiles: tuple[float, float]
+    ratio: float
+
+
+def tune_buckets(config: TuneBucketsConfig, out: Path | None) -> int:
+    """Measures every limit, then writes a table, a figure and tune.json.
+
+    Ctrl-C ends it with the rounds that were finished.
+
+    Raises:
+      CommandError: for arguments that do not go together, or with the devices.
+    """
+    console = Console()
+    with usage_errors():
+        placement = choose_mesh(config.train)
+        bench = Bench(config, placement)
+    folder = make_folder(out, "tune")
+    subject = (
+        f"{config.train.preset}: {format_count(bench.num_parameters)} parameters, "
+        f"{placement.description}"
+    )
+    say(console, subject)
+    with StopOnSignal() as stop, Progress(console=console, transient=True) as progress:
+        seconds = bench.measure(progress, stop)
+    rounds = min(map(len, seconds.values()))
+    if not rounds:
+        return INTERRUPTED
+    rows = make_rows(bench.buckets, seconds)
+    best = best_limit(rows)
+    write_json(
+        folder / "tune.json",
+        {
+            "config": dataclasses.asdict(config),
+            "placement": placement.description,
+            "best": {"bucket_bytes": best, "first_bucket_bytes": config.first_of(best)},
+            "rows": [dataclasses.asdict(row) for row in rows],
+        },
+    )
+    picture = folder / "tune.png"
+    draw_limits(
+        [row for row in rows if row.same_as is None],
+        best,
+        picture,
+        subtitle=f"{subject}; {rounds} rounds of {config.steps} steps, order {config.order}",
+    )
+    console.print(rows_table(rows, best))
+    say(console, _advice(config, best), str(picture))
+    return INTERRUPTED if stop.asked else 0
+
+
+class Bench:
+    """A training step per limit, all of the same state, so that they can take turns.
+
+    Attributes:
+      num_parameters: of the model.
+      buckets: by limit, the layout: names and bytes of each bucket.
+
+    Raises:
+      ValueError: for arguments that the library refuses.
+    """
+
+    def __init__(self, config: TuneBucketsConfig, placement: RunDevices):
+        train = self._train = config.train
+        self._config = config
+        model = gpt_preset(train.preset, dtype=train.dtype)
+        self.num_parameters = num_parameters(model)
+        axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
+        loss_fn, optimizer = gpt_loss_fn(model), build_algorithm(train).optimizer
+        given = config.order if config.order != "ready" else "reverse"
+        self._steps = {
+            limit: js.make_train_step(
+                loss_fn,
+                optimizer,
+                gradients=js.all_reduce_gradients(
+                    axes,
+                    bucket_bytes=limit,
+                    first_bucket_bytes=config.first_of(limit),
+                    order=given,  # pyright: ignore[reportArgumentType]
+                ),
+                mesh=placement.mesh,
+                accumulate=train.accumulate,
+                policy=policy_of(train),
+                order="ready" if config.order == "ready" else "reverse",
+            )
+            for limit in config.candidates
+        }
+        step = self._steps[0]
+        self._state = step.init(init_gpt(model, train.seed), seed=train.seed)
+        shape = (train.replicas * train.batch, model.context_length + 1)
+        self._batch = np.random.default_rng(train.seed).integers(0, 256, shape, np.uint8)
+        self.buckets = {limit: self._layout(step) for limit, step in self._steps.items()}
+
+    def _layout(self, step: js.TrainStep) -> tuple[tuple[tuple[str, ...], int], ...]:
+        with noted_buffers() as found:
+            step.traced_by_phase(self._state, self._batch)
+        return tuple((note.leaves, note.size_bytes) for note in found)
+
+    def measure(self, progress: Progress, stop: StopOnSignal) -> dict[int, list[float]]:
+        """Seconds of a step by limit, one per round; limits with equal buckets are one."""
+        distinct = list(
+            {buckets: limit for limit, buckets in reversed(self.buckets.items())}.values()
+        )
+        limits = sorted(distinct)
+        seconds: dict[int, list[float]] = {limit: [] for limit in limits}
+        total = len(limits) * (1 + self._config.rounds)
+        task = progress.add_task("compiling", total=total)
+        for limit in limits:
+            # The first call compiles, the second finds caches warm.
+            self._timed(limit, 2)
+            progress.advance(task)
+            if stop.asked:
+                return seconds
+        progress.update(task, description="measuring")
+        for _ in range(self._config.rounds):
+            for limit in limits:
+                seconds[limit].append(self._timed(limit, self._config.steps))
+                progress.advance(task)
+                if stop.asked:
+                    return seconds
+        return seconds
+
+    def _timed(self, limit: int, steps: int) -> float:
+        step = self._steps[limit]
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._state, _ = step(self._state, self._batch)
+        jax.block_until_ready(self._state)
+        return (time.perf_counter() - began) / steps
+
+
+def make_rows(
+    buckets: dict[int, tuple[tuple[tuple[str, ...], int], ...]], seconds: dict[int, list[float]]
+) -> list[Row]:
+    """A row per limit; only rounds in which all were measured count.
+
+    Args:
+      buckets: by limit, the layout.
+      seconds: by limit, of the measured ones.
+    """
+    rounds = min(map(len, seconds.values()))
+    per_leaf = seconds[0]
+    rows = []
+    for limit, layout in buckets.items():
+        source = next(other for other in seconds if buckets[other] == layout)
+        found = seconds[source][:rounds]
+        ratios = [a / b for a, b in zip(found, per_leaf, strict=False)]
+        rows.append(
+            Row(
+                limit=limit,
+                bucket_sizes=tuple(size for _, size in layout),
+                same_as=None if source == limit else source,
+                seconds=tuple(found),
+                median=statistics.median(found),
+                quartiles=_quartiles(found),
+                ratio=statistics.median(ratios),
+            )
+        )
+    return rows
+
+
+def best_limit(rows: Sequence[Row]) -> int:
+    """The limit of the fastest median; of those that are as fast within noise, the largest.
+
+    As fast: in at least a quarter of the rounds no slower than the fastest. Rounds are compared one
+    by one, which leaves out what slows a whole round.
+    """
+    fastest = min(rows, key=lambda row: row.median)
+
+    def is_as_fast(row: Row) -> bool:
+        ratios = [a / b for a, b in zip(row.seconds, fastest.seconds, strict=True)]
+        return _quartiles(ratios)[0] <= 1
+
+    return max(row.limit for row in rows if row.same_as is None and is_as_fast(row))
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def rows_table(rows: Sequence[Row], best: int) -> Table:
+    """The rows side by side."""
+    table = Table(
+        caption="ms: median step, and quartiles over the rounds; ratio: to one bucket per "
+        "gradient, round by round",
+        caption_justify="left",
+    )
+    table.add_column("limit", no_wrap=True)
+    for name in ("buckets", "largest", "ms", "quartiles", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        name = format_limit(row.limit) if row.limit else "per leaf"
+        sizes = (str(len(row.bucket_sizes)), format_bytes(max(row.bucket_sizes)))
+        if row.same_as is not None:
+            table.add_row(name, *sizes, "", f"as {format_limit(row.same_as)}", "")
+            continue
+        low, high = row.quartiles
+        table.add_row(
+            f"{name} (best)" if row.limit == best else name,
+            *sizes,
+            f"{1e3 * row.median:.2f}",
+            f"{1e3 * low:.2f} - {1e3 * high:.2f}",
+            f"{row.ratio:.3f}",
+        )
+    return table
+
+
+def _advice(config: TuneBucketsConfig, best: int) -> str:
+    axes = '("replica", "device")' if config.train.devices_per_replica > 1 else '"replica"'
+    order = f', order="{config.order}"' if config.order == "forward" else ""
+    step = ' and js.make_train_step(..., order="ready")' if config.order == "ready" else ""
+    return (
+        f"Best: js.all_reduce_gradients({axes}, bucket_bytes={best}, "
+        f"first_bucket_bytes={config.first_of(best)}{order}){step}"
+    )
+
+
+def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) -> None:
+    """Draws the time of a step by limit: every round, quartiles and median.
+
+    Args:
+      rows: in the order of the axis.
+      best: the limit to mark.
+      path: of the PNG.
+      subtitle: what was run.
+    """
+    lines = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
+    lines.append("Lines: medians; bars: quartiles; dots: rounds, from left to right.")
+    figure = new_figure((8.5, 4.8), (0.005, 0.01, 0.985, 0.89 - 0.045 * len(lines)))
+    axes = figure.subplots()
+    for x, row in enumerate(rows):
+        colour = COLOURS["vermilion"] if row.limit == best else COLOURS["blue"]
+        times = [1e3 * value for value in row.seconds]
+        low, high = (1e3 * value for value in row.quartiles)
+        # Rounds from left to right, so that a drift of the machine shows.
+        spread = [x + 0.44 * ((i + 0.5) / len(times) - 0.5) for i in range(len(times))]
+        axes.plot(spread, times, "o", color=colour, alpha=0.3, markersize=4, markeredgewidth=0)
+        axes.plot([x, x], [low, high], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
+        median = 1e3 * row.median
+        axes.plot([x - 0.3, x + 0.3], [median, median], color=colour, linewidth=2.2, zorder=3)
+        label = f"{median:.3g} ms" + ("\nbest" if row.limit == best else "")
+        axes.annotate(
+            label, (x + 0.3, median), xytext=(4, 0), textcoords="offset points", va="center",
+            size=9.5, color=colour, weight="bold" if row.limit == best else "normal",
+        )  # fmt: skip
+    axes.set_xticks(range(len(rows)), [_tick(row) for row in rows])
+    axes.set_xlim(-0.5, len(rows) - 0.25)
+    _limit(axes, rows)
+    axes.set_xlabel("bucket limit", color=INK)
+    axes.set_ylabel("ms per training step", color=INK)
+    clean(axes, grid="y")
+    write_title(
+        figure, "Step time by size of gradient buckets", lines, left=0.014,
+        heights=(0.935, 0.885, 0.045), sizes=(13, 9),
+    )  # fmt: skip
+    save_figure(figure, path)
+
+
+def _tick(row: Row) -> str:
+    count = len(row.bucket_sizes)
+    name = format_limit(row.limit) if row.limit else "per leaf"
+    return f"{name}\n{count} bucket{'s' if count != 1 else ''}"
+
+
+def _limit(axes: Axes, rows: Sequence[Row]) -> None:
+    """Around the quartiles: a round that the machine disturbed should not flatten the rest."""
+    low = min(row.quartiles[0] for row in rows)
+    high = max(row.quartiles[1] for row in rows)
+    span = max(high - low, 0.1 * high)
+    shown = [1e3 * t for row in rows for t in row.seconds]
+    bottom = max(min(shown), 1e3 * (low - 0.8 * span))
+    top = min(max(shown), 1e3 * (high + 0.8 * span))
+    margin = 0.06 * (top - bottom) or 0.06 * top  # one measurement has no span
+    axes.set_ylim(bottom - margin, top + margin)

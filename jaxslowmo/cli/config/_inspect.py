@@ -1,0 +1,338 @@
+"""Configurations of the commands below `jaxslowmo inspect`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxslowmo.topology import (
+    GRAPHS,
+    Graph,
+    GraphAnalysis,
+    analyse,
+    from_phone_book,
+    make_graph,
+)
+
+from .._errors import as_flag
+from ._algorithms import parse_mixing
+from ._fields import Checked, check_different, option, parse_integers, parse_names
+from ._mesh import PIPELINES
+
+if TYPE_CHECKING:
+    from jaxslowmo.pipeline.schedules import Schedule
+
+# The largest graphs whose analysis takes seconds: it grows with the cube of the nodes, and with
+# the entries of all matrices of a rotation.
+MOST_NODES = 1024
+MOST_ENTRIES = 2**27
+# A search for the lockstep of more operations takes minutes.
+MOST = 2**14
+_TIMES = ("forward", "backward_input", "backward_weight")
+
+
+def _mixing() -> str:
+    return option("uniform", "uniform, or self_weighted:SHARE with the share that a node keeps.")
+
+
+def _tolerance() -> float:
+    return option(1e-3, "Consensus error to count rounds to.")
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphConfig(Checked):
+    """One graph: by name, or by its phone book."""
+
+    name: str | None = None
+    nodes: int | None = option(None, "Number of nodes.", least=1)
+    peers_per_step: int | None = option(
+        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
+    )
+    dedupe: bool = option(False, "Keep only the first of equal peers.")
+    rows: int | None = option(None, "Of grid_2d and torus_2d.", least=1)
+    group_size: int | None = option(None, "Of inner_outer.", least=1)
+    num_rounds: int | None = option(None, "Of random_matching.", least=1)
+    seed: int | None = option(None, "Of random_matching.", least=0, below=2**63)
+    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
+        None, "JSON file, instead of a name: for every node the list of its peers."
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
+    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
+    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
+    as_json: bool = option(False, "Print JSON.", flag="--json")
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.phone_book is None):
+            raise ValueError(
+                f"give the NAME of a graph or --phone-book FILE; the names are {', '.join(GRAPHS)}"
+            )
+        if self.name is not None and self.nodes is None:
+            raise ValueError("--nodes must be given with the name of a graph")
+        if self.phone_book is not None:
+            for name in ("nodes", "dedupe", "rows", "group_size", "num_rounds", "seed"):
+                value = getattr(self, name)
+                if value is not None and value is not False:
+                    raise ValueError(f"{as_flag(name)} does not go with --phone-book")
+        if self.model_bytes is not None and self.parameters is not None:
+            raise ValueError("give one of --model-bytes and --parameters")
+        super().__post_init__()
+        if self.nodes is not None:
+            _check_nodes("--nodes", self.nodes)
+            most = MOST_ENTRIES // self.nodes**2
+            if self.num_rounds is not None and self.num_rounds > most:
+                raise ValueError(
+                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
+                    f"got {self.num_rounds}"
+                )
+        parse_mixing(self.mixing)
+        _check_tolerance(self.tolerance)
+
+    def analyse(self) -> GraphAnalysis:
+        """Builds the graph and finds out about it.
+
+        Raises:
+          ValueError: for what the library refuses, or a file that is no phone book.
+        """
+        size = self.model_bytes
+        if self.parameters is not None:
+            size = 4 * self.parameters  # float32
+        return analyse(
+            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
+            parse_mixing(self.mixing),
+            model_bytes=size,
+            tolerance=self.tolerance,
+        )
+
+    def _graph(self) -> Graph:
+        if self.phone_book is not None:
+            table = _read_phone_book(self.phone_book)
+            return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
+        assert self.name is not None
+        assert self.nodes is not None
+        return make_graph(
+            self.name,
+            self.nodes,
+            peers_per_step=self.peers_per_step,
+            dedupe=self.dedupe or None,
+            rows=self.rows,
+            group_size=self.group_size,
+            num_rounds=self.num_rounds,
+            seed=self.seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphsConfig(Checked):
+    """Several graphs at several sizes.
+
+    Attributes:
+      nodes: numbers of nodes.
+      graphs: each NAME or NAME:PEERS, with peers per step.
+      pictured: those of the graphs that the picture shows.
+      picture_nodes: the numbers of nodes that it shows.
+      mixing: as `parse_mixing` takes it.
+      tolerance: consensus error to count rounds to.
+    """
+
+    nodes: tuple[int, ...] = option(
+        "4,8,16,32,64,128,256", "Numbers of nodes, separated by commas.", parse=parse_integers
+    )
+    graphs: tuple[str, ...] = option(
+        "npeer_directed_exponential,npeer_directed_exponential:2,directed_exponential,"
+        "bipartite_exponential,symmetric_exponential,hypercube,inner_outer,random_matching,"
+        "directed_linear,directed_linear:2,bipartite_linear,ring,ring:2,torus_2d,grid_2d,star,"
+        "complete",
+        "Separated by commas, each NAME or NAME:PEERS (default: a selection of all).",
+        parse=parse_names,
+        shows_default=False,
+    )
+    # More lines would hide each other.
+    pictured: tuple[str, ...] = (
+        "complete",
+        "star",
+        "npeer_directed_exponential",
+        "inner_outer",
+        "symmetric_exponential",
+        "random_matching",
+        "torus_2d",
+        "ring:2",
+        "ring",
+    )
+    picture_nodes: tuple[int, ...] = option(
+        "16,64", "Numbers of nodes that the picture shows.", parse=parse_integers
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_different("--graphs", self.graphs)
+        for flag, values in (("--nodes", self.nodes), ("--picture-nodes", self.picture_nodes)):
+            check_different(flag, values)
+            if min(values) < 1:
+                raise ValueError(f"{flag} must be >= 1, got {min(values)}")
+            _check_nodes(flag, max(values))
+        for graph in self.graphs:
+            split_graph(graph)
+        parse_mixing(self.mixing)
+        _check_tolerance(self.tolerance)
+
+
+def split_graph(text: str) -> tuple[str, int | None]:
+    """Name and peers per step of "ring" or "ring:2".
+
+    Raises:
+      ValueError: an unknown name, or peers that are no number >= 1.
+    """
+    name, colon, peers = text.partition(":")
+    if name not in GRAPHS:
+        raise ValueError(f"--graphs must be of {', '.join(GRAPHS)}, got {name}")
+    if not colon:
+        return name, None
+    if not peers.isdecimal() or int(peers) < 1:
+        raise ValueError(
+            f"--graphs: peers per step must be a number >= 1, as in {name}:2, got {text}"
+        )
+    return name, int(peers)
+
+
+def check_effort(flag: str, graph: Graph) -> Graph:
+    """`graph`, if analysing it takes seconds.
+
+    Raises:
+      ValueError: for one that takes longer, naming the flag that it comes from.
+    """
+    _check_nodes(flag, graph.num_nodes)
+    most = MOST_ENTRIES // graph.num_nodes**2
+    if graph.num_rounds > most:
+        raise ValueError(
+            f"{flag}: {graph.name} with {graph.num_nodes} nodes takes minutes, since its "
+            f"rotation has {graph.num_rounds} rounds; with so many nodes at most {most} are "
+            "analysed"
+        )
+    return graph
+
+
+def _check_nodes(flag: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"{flag}: at most {MOST_NODES} nodes are analysed, since more take minutes; got {nodes}"
+        )
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not 0 < tolerance < 1:
+        raise ValueError(f"--tolerance must lie strictly between 0 and 1, got {tolerance}")
+
+
+def _read_phone_book(path: Path) -> list[list[int]]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--phone-book: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # no UTF-8, no JSON
+        raise ValueError(f"--phone-book: {path} is no JSON: {error}") from None
+    if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+        raise ValueError(
+            f"--phone-book: {path} must hold a list with the list of out-peers of every node, such "
+            "as [[1, 2], [0], [1]]"
+        )
+    return table
+
+
+def _time(default: float, help: str) -> float:
+    return option(default, help, least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectScheduleConfig(Checked):
+    """One schedule: by its kind and sizes, or by its table."""
+
+    kind: str | None = None
+    stages: int | None = option(None, "Device stages of the pipeline.", least=1)
+    microbatches: int | None = option(None, "Microbatches of a step.", least=1)
+    chunks: int | None = option(
+        None, "Stages of the model per device stage (default: the kind's).", least=1
+    )
+    forward: float = _time(1.0, "Time of a forward pass (F) on a stage.")
+    backward_input: float = _time(1.0, "Time of the gradient of the input (I).")
+    backward_weight: float = _time(1.0, "Time of the gradient of the weights (W).")
+    send: float = _time(0.0, "Time until what is sent has arrived.")
+    lockstep: bool = option(
+        False, "All stages begin each tick together, as in one program; else each runs free."
+    )
+    forward_only: bool = option(False, "No backward passes.")
+    memory: int | None = option(None, "Of zero_bubble: 1 is ZB-H1, 2 is ZB-H2.", least=1)
+    warm_up: str | None = option(None, "Of interleaved: few or all.", choices=("few", "all"))
+    most_stash: int | None = option(
+        None, "Of lockstep: most microbatches of a chunk that a stage holds.", least=1
+    )
+    table: Path | None = option(  # noqa: RUF009 - a field, as the others
+        None, "File in torch's notation, instead of a kind: a line per stage."
+    )
+    whole: bool = option(False, "Show all ticks, however many.")
+    orders: bool = option(False, "Print torch's notation, a line per stage, and nothing else.")
+    as_json: bool = option(False, "Print JSON.", flag="--json")
+
+    def __post_init__(self) -> None:
+        if (self.kind is None) == (self.table is None):
+            raise ValueError(
+                f"give the KIND of a schedule or --table FILE; the kinds are {', '.join(PIPELINES)}"
+            )
+        if self.orders and self.as_json:
+            raise ValueError("give one of --orders and --json")
+        if self.table is not None:
+            for name in ("stages", "microbatches", *self._of_kinds(), "forward_only"):
+                if getattr(self, name):
+                    raise ValueError(f"{as_flag(name)} does not go with --table")
+        elif self.stages is None or self.microbatches is None:
+            raise ValueError("--stages and --microbatches must be given with the kind")
+        super().__post_init__()
+        size = (self.stages or 1) * (self.microbatches or 1) * (self.chunks or 1)
+        if size > MOST:
+            raise ValueError(
+                f"--stages times --microbatches times --chunks must be <= {MOST}, since more take "
+                f"minutes; got {size}"
+            )
+
+    @staticmethod
+    def _of_kinds() -> tuple[str, ...]:
+        return "chunks", "memory", "warm_up", "most_stash"
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """As `Schedule.simulate` takes them."""
+        return {name: getattr(self, name) for name in (*_TIMES, "send")}
+
+    def schedule(self) -> "Schedule":
+        """The schedule that was asked for.
+
+        Raises:
+          ValueError: what the library refuses, or a file that is no table.
+        """
+        from jaxslowmo.pipeline import schedules
+
+        if self.table is not None:
+            return schedules.from_table(_read(self.table), name=self.table.stem)
+        options: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("memory", "warm_up", "most_stash", "forward_only")
+            if getattr(self, name)
+        }
+        if self.kind == "lockstep":
+            options |= self.times
+        assert self.kind is not None
+        assert self.stages is not None
+        assert self.microbatches is not None
+        return schedules.by_name(self.kind, self.stages, self.microbatches, self.chunks, **options)
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"--table: cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"--table: {path} is no text") from None

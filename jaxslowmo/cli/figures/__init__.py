@@ -1,1 +1,0 @@
-"""The pictures of the commands: one style, and a file for each."""

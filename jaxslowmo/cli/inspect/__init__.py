@@ -1,1 +1,0 @@
-"""`jaxslowmo inspect`: what graphs cost and how fast they mix; without jax."""

@@ -1,1 +1,0 @@
-"""`jaxslowmo sample`: text from the model of a run."""

@@ -1,1 +1,0 @@
-"""`jaxslowmo tune`: settings, measured on the devices at hand."""
