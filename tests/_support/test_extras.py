@@ -9,7 +9,7 @@ import pytest
 
 from jaxslowmo._support.extras import INSTALL, missing_extra, needed_by
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _TEXTS = {".ipynb", ".md", ".py", ".sh", ".yaml"}
 _FROM_AN_INDEX = re.compile(r"pip install (-\S+ )*['\"]?jaxslowmo\b(?!\[\w+\] @)")
 # Say of an installed package how it gets an extra.
