@@ -15,13 +15,11 @@ import jax
 from .._support.extras import needed_by
 from .._support.warnings import warn_user
 
+# All of which the extra `train` brings; the other files of this package take them from here.
 with needed_by("jaxslowmo.checkpoint"):
     import orbax.checkpoint as ocp
-    import tensorstore as ts
+    import tensorstore as ts  # noqa: F401
     from etils import epath
-
-__all__ = ["epath", "ocp", "ts"]
-
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 COMMITTED = "commit_success.txt"
