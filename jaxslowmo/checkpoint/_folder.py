@@ -16,13 +16,11 @@ from .._support.extras import needed_by
 from .._support.files import can_rename
 from .._support.warnings import warn_user
 
+# All of which the extra `train` brings; the other files of this package take them from here.
 with needed_by("jaxslowmo.checkpoint"):
     import orbax.checkpoint as ocp
-    import tensorstore as ts
+    import tensorstore as ts  # noqa: F401
     from etils import epath
-
-__all__ = ["epath", "ocp", "ts"]
-
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
 # What orbax calls a checkpoint that is not complete: its own tools leave such folders alone.

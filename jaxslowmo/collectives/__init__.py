@@ -8,7 +8,6 @@ from ._compressed import pack as pack
 from ._compressed import quantised_mean as quantised_mean
 from ._compressed import top_k_mean as top_k_mean
 from ._compressed import unpack as unpack
-from ._means import TotalWeight as TotalWeight
 from ._means import all_mean as all_mean
 from ._means import all_mean_in_slices as all_mean_in_slices
 from ._means import coded_mean as coded_mean
@@ -17,7 +16,6 @@ from ._means import relative_weight as relative_weight
 from ._means import scaled as scaled
 from ._means import total_weight as total_weight
 from ._means import weighted_means as weighted_means
-from ._permute import Permutation as Permutation
 from ._permute import permute as permute
 from ._scatter import ShardLayout as ShardLayout
 from ._scatter import all_gather_shards as all_gather_shards

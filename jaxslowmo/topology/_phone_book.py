@@ -132,15 +132,14 @@ def check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) ->
         (rows, "what node 0 holds never reaches node {}"),
         (backward, "what node {} holds never reaches node 0"),
     ):
-        missing = set(range(num_nodes)) - _reachable(table)
-        if missing:
+        if missing := set(range(num_nodes)) - reachable(table):
             raise ValueError(
                 f"{name}({num_nodes}): every node must be able to reach every other over the peers "
                 f"that get a turn, and {text.format(min(missing))}."
             )
 
 
-def _reachable(table: Sequence[Sequence[int]]) -> set[int]:
+def reachable(table: Sequence[Sequence[int]]) -> set[int]:
     """Nodes that can be reached from node 0."""
     seen, todo = {0}, [0]
     while todo:
@@ -224,13 +223,10 @@ class Graph:
 
     def in_peers(self, step: int) -> Peers:
         """Whom each node receives from at exchange `step`, by place in the senders' order."""
-        out = self.out_peers(step)
-        found: list[list[int]] = [[] for _ in out]
-        for place in range(max(map(len, out), default=0)):
-            for source, peers in enumerate(out):
-                if place < len(peers):
-                    found[peers[place]].append(source)
-        return tuple(map(tuple, found))
+        sources: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for source, destination in self._edges(step):
+            sources[destination].append(source)
+        return tuple(map(tuple, sources))
 
     def permutations(self, step: int) -> tuple[tuple[Edge, ...], ...]:
         """The exchange as partial permutations: lists of (source, destination).
@@ -241,7 +237,7 @@ class Graph:
         """
         step %= self.num_rounds
         if step not in self._coloured:
-            self._coloured[step] = self._colour(step)
+            self._coloured[step] = tuple(map(tuple, colour_edges(self._edges(step))))
         return self._coloured[step]
 
     @cached_property
@@ -258,15 +254,15 @@ class Graph:
         """Rounds that somebody asked for."""
         return {}
 
-    def _colour(self, step: int) -> tuple[tuple[Edge, ...], ...]:
+    def _edges(self, step: int) -> list[Edge]:
+        """The messages of an exchange, by place in the senders' order."""
         out = self.out_peers(step)
-        edges = [
+        return [
             (source, peers[place])
             for place in range(max(map(len, out), default=0))
             for source, peers in enumerate(out)
             if place < len(peers)
         ]
-        return tuple(map(tuple, colour_edges(edges)))
 
     def _sends(self, row: Sequence[int]) -> int:
         return min(self.peers_per_step, len(row))

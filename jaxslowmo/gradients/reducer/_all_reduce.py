@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import checked_int
+from ..._support.checks import check_choice, checked_int
 from ..._support.scopes import ALL_REDUCE_GRADIENTS
 from ..._support.types import AxisName, PyTree
 from ..._support.warnings import warn_once
@@ -152,8 +152,7 @@ def all_reduce_gradients(
     )
     if hook is not None:
         check_hook(_OWNER, hook)
-    if divide_by not in ("initial", "active"):
-        raise ValueError(f'{_OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
+    check_choice("divide_by", divide_by, DivideBy, _OWNER)
     by_initial = divide_by == "initial"
     warn = warn_once()
     notice = LayoutNotice(_OWNER, over, warn)

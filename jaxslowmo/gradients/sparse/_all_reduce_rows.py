@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ..._support.checks import check_choice
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import AxisName, PyTree
 from ...mesh import axis_names, checks_varying, require_axes, vary_over, varying_axes
@@ -30,10 +31,11 @@ from ._row_gradient import (
     checked_capacity,
     is_row_gradient,
 )
-from ._table_reduction import PATHS, Facts, Path, TableReduction
+from ._table_reduction import Facts, Path, TableReduction
 
 OWNER = ALL_REDUCE_ROWS
 DivideBy = Literal["initial", "active"]
+Output = Literal["dense", "rows"]
 
 
 @gradient_state
@@ -65,7 +67,7 @@ def all_reduce_rows(
     dense: optax.GradientTransformation | None = None,
     capacity: int | Mapping[str, int | None] | None = None,
     path: Path = "auto",
-    output: Literal["dense", "rows"] = "dense",
+    output: Output = "dense",
     divide_by: DivideBy = "initial",
 ) -> GradientTransform:
     """Mean over replicas of the gradients of embedding tables, of which only touched rows travel.
@@ -234,14 +236,11 @@ def _check_tables(tables: Any) -> tuple[str, ...]:
 
 
 def _check_options(path: str, output: str, divide_by: str) -> None:
-    if path not in PATHS:
-        raise ValueError(f'{OWNER}: `path` must be "auto", "rows" or "dense", got {path!r}.')
-    if output not in ("dense", "rows"):
-        raise ValueError(f'{OWNER}: `output` must be "dense" or "rows", got {output!r}.')
+    check_choice("path", path, Path, OWNER)
+    check_choice("output", output, Output, OWNER)
     if path == "dense" and output == "rows":
         raise ValueError(f'{OWNER}: `output="rows"` needs `path="rows"` or "auto", got "dense".')
-    if divide_by not in ("initial", "active"):
-        raise ValueError(f'{OWNER}: `divide_by` must be "initial" or "active", got {divide_by!r}.')
+    check_choice("divide_by", divide_by, DivideBy, OWNER)
 
 
 def _checked_capacities(

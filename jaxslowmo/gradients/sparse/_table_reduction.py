@@ -17,7 +17,6 @@ from ._coalesce import add_in_order, compact, distinct_places, nonzero_rows
 from ._row_gradient import RowGradient, inside, num_outside
 
 Path = Literal["auto", "rows", "dense"]
-PATHS = ("auto", "rows", "dense")
 Table = RowGradient | jax.Array
 """A table's gradient; an array is searched for rows that are not zero."""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .._arguments import as_divisor, as_size, check_even
-from .._phone_book import Graph, from_phone_book, unique
+from .._phone_book import Graph, from_phone_book, reachable, unique
 from ._circulant import powers_below
 
 
@@ -170,7 +170,7 @@ def random_matching(
     for _ in range(_DRAWS):
         rounds = [_matching(num_nodes, rng) for _ in range(num_rounds)]
         rows = [[matching[node] for matching in rounds] for node in range(num_nodes)]
-        if _connects(rounds, num_nodes):
+        if len(reachable(rows)) == num_nodes:
             return from_phone_book(rows, peers_per_step, name="random_matching")
     raise ValueError(
         f"random_matching: {num_rounds} matchings did not connect {num_nodes} nodes in {_DRAWS} "
@@ -185,16 +185,6 @@ def _matching(num_nodes: int, rng: np.random.Generator) -> list[int]:
     for a, b in zip(order[::2], order[1::2], strict=True):
         partner[a], partner[b] = b, a
     return partner
-
-
-def _connects(rounds: list[list[int]], num_nodes: int) -> bool:
-    seen, todo = {0}, [0]
-    while todo:
-        node = todo.pop()
-        fresh = {matching[node] for matching in rounds} - seen
-        seen |= fresh
-        todo += fresh
-    return len(seen) == num_nodes
 
 
 def inner_outer(num_nodes: int, *, group_size: int | None = None, peers_per_step: int = 1) -> Graph:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ...._support.checks import checked_int
+from ...._support.checks import check_choice, checked_int
 from ...._support.types import PyTree
 from ....collectives import E4M3, E5M2, INT8, BlockFormat, quantised_mean, top_k_mean
 from ....mesh import axis_names, axis_size, settle, vary_over
@@ -65,6 +65,7 @@ def lossy(
     return CommHook(init, update)
 
 
+Format = Literal["e4m3", "e5m2"]
 _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
@@ -113,7 +114,7 @@ def int8(
 
 def fp8(
     *,
-    format: Literal["e4m3", "e5m2"] = "e4m3",
+    format: Format = "e4m3",
     block_size: int = 256,
     error_feedback: bool = True,
     stochastic_rounding: bool = False,
@@ -142,8 +143,7 @@ def fp8(
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (formats); see `int8`.
     """
-    if format not in _FORMATS:
-        raise ValueError(f'fp8: `format` must be "e4m3" or "e5m2", got {format!r}.')
+    check_choice("format", format, Format, "fp8")
     kind = _FORMATS[format]
     return _quantised("fp8", kind, block_size, error_feedback, stochastic_rounding, seed)
 
