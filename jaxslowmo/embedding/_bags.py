@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import as_int
+from .._support.checks import checked_int
 from .._support.types import PyTree
 from ._table import OWNER
 
@@ -78,11 +78,9 @@ def bags(
         lengths = _lengths(lengths, offsets, values)
     values = _checked_ids(values)
     longest = int(lengths.max(initial=0))
-    if max_length is None:
-        max_length = max(longest, 1)
-    width = as_int(max_length, 1)
-    if width is None:
-        raise ValueError(f"bags: `max_length` must be an int >= 1, got {max_length!r}.")
+    width = max(longest, 1)
+    if max_length is not None:
+        width = checked_int("bags: `max_length`", max_length, 1)
     if longest > width and not truncate:
         raise ValueError(
             f"bags: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._support.checks import as_int
+from .._support.checks import checked_int
 from ._bags import Bags
 from ._requests import BagsByTable, Requests
 from ._stores import TableLayout, TablePlace
@@ -87,9 +87,7 @@ def check_capacities(
 
 
 def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
-    number = as_int(num_parts, 1)
-    if number is None:
-        raise ValueError(f"{OWNER}: `num_parts` must be an int >= 1, got {num_parts!r}.")
+    number = checked_int(f"{OWNER}: `num_parts`", num_parts, 1)
     if ids.shape[0] % number:
         raise ValueError(
             f"{OWNER}: the batch of table {table!r} is split into {number} equal parts, a "

@@ -220,12 +220,7 @@ class Lookup:
         return results, grads, embeddings.send_back(scaled, requested.requests), batch
 
     def applied(
-        self,
-        stored: PyTree,
-        state: PyTree,
-        rows: Rows,
-        active: jax.Array | None,
-        read: PyTree,
+        self, stored: PyTree, state: PyTree, rows: Rows, active: jax.Array | None, read: PyTree
     ) -> tuple[PyTree, PyTree, Any]:
         """Stored parameters and the state of their optimizer after an update, where they stand.
 

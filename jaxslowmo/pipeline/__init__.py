@@ -4,8 +4,8 @@ from ..gradients.tied import TiedGroup as TiedGroup
 from ..gradients.tied import TiedGroups as TiedGroups
 from ..gradients.tied import sum_tied_gradients as sum_tied_gradients
 from . import schedules as schedules
-from ._make import Executor as Executor
-from ._make import pipelined as pipelined
+from ._make_pipeline import Executor as Executor
+from ._make_pipeline import pipelined as pipelined
 from .host import HostPipeline as HostPipeline
 from .model import LayeredModel as LayeredModel
 from .model import StageLayout as StageLayout

@@ -42,7 +42,7 @@ def test_calls_of_a_step_are_short_trips():
 def test_a_gradient_of_a_pipeline_is_a_short_trip():
     trip = trips().pipeline()
     assert "pipeline/one_program/_scan.py" in trip.files
-    assert not any(file == "pipeline/stage/_split.py" for file in trip.files)
+    assert not any(file == "pipeline/stage/_split_stage.py" for file in trip.files)
     assert_short("gradient of a pipeline", trip)
 
 

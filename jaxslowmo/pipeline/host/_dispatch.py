@@ -70,16 +70,13 @@ class Pass:
     def _do(self, operation: Operation) -> jax.Array | None:
         """Dispatch one operation; return an array that is there when it is done."""
         k, m = self.schedule.model_stage(operation), operation.microbatch
-        match operation.kind:
-            case "F":
-                made = self._forward(k, m)
-            case "B":
-                made = self._backward_input(k, m)
-            case "BW":
-                made = self._backward(k, m)
-            case "W":
-                made = self._backward_weight(k, m)
-        return next(iter(jax.tree.leaves(made)), None)
+        run = {
+            "F": self._forward,
+            "B": self._backward_input,
+            "BW": self._backward,
+            "W": self._backward_weight,
+        }[operation.kind]
+        return next(iter(jax.tree.leaves(run(k, m))), None)
 
     def _inputs(self, k: int, m: int) -> tuple[StageInputs, jax.Array]:
         return self.data[k], self.numbers[self.schedule.placement[k]][m]
@@ -105,10 +102,7 @@ class Pass:
     def _backward_weight(self, k: int, m: int) -> None:
         stage = self.schedule.placement[k]
         self.totals[stage] = self.programs[k].backward_weight(
-            *self._inputs(k, m),
-            self._stash.pop((k, m)),
-            self._kept.pop((k, m)),
-            self.totals[stage],
+            *self._inputs(k, m), self._stash.pop((k, m)), self._kept.pop((k, m)), self.totals[stage]
         )
 
     def _backward(self, k: int, m: int) -> PyTree:

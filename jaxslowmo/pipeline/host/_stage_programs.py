@@ -184,11 +184,7 @@ class StagePrograms:
         # As the compiler chose it, the sum might lie in another way after every operation.
         pinned = setting.shardings(mesh, device, but=axes)
         self.backward_weight = mapped(
-            self._backward_weight,
-            (*ins, device),
-            device,
-            donate_argnums=4,
-            out_shardings=pinned,
+            self._backward_weight, (*ins, device), device, donate_argnums=4, out_shardings=pinned
         )
         self.backward = mapped(
             self._backward,

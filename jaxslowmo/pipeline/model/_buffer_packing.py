@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -55,7 +55,7 @@ def buffer_name(dtype: Any, axes: Sequence[str]) -> str:
     return "/".join((np.dtype(dtype).name, *axes))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BufferPacking:
     """The leaves of all stages in flat buffers.
 
@@ -81,24 +81,15 @@ class BufferPacking:
     copies: frozenset[int]
     axis_sizes: tuple[tuple[str, int], ...]
     axis_name: str
-    mesh: Mesh
-
-    @cached_property
-    def _key(self) -> tuple[Any, ...]:
-        own = self.outer, self.subtrees, self.leaves, self.stages, self.copies
-        return (*own, self.axis_sizes, self.axis_name)
+    mesh: Mesh = field(compare=False)
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._key)
+        own = self.outer, self.subtrees, self.leaves, self.stages, self.copies
+        return hash((*own, self.axis_sizes, self.axis_name))
 
     def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, BufferPacking) and self._key == other._key
+        return self._hash  # of thousands of leaves, which takes a while
 
     @property
     def num_stages(self) -> int:
@@ -191,7 +182,7 @@ class BufferPacking:
             for x, place in zip(values, self.places[position], strict=True):
                 flat = self.flat(x, place.leaf, numpy, num_lead)
                 pieces[place.leaf.buffer].append(flat)
-        lead = _lead_of(tree, num_lead)
+        lead = np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
         return {name: self._filled(name, own, numpy, lead) for name, own in pieces.items()}
 
     def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
@@ -320,11 +311,6 @@ class BufferPacking:
         leaf = Leaf(tuple(x.shape), spec, "")
         axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
         return leaf._replace(buffer=buffer_name(x.dtype, axes))
-
-
-def _lead_of(tree: PyTree, num_lead: int) -> tuple[int, ...]:
-    """The dimensions that all leaves of a tree have in front of their own."""
-    return np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
 
 
 def specs_of_layers(params: Sequence[PyTree], param_specs: PyTree | None) -> list[list[P]]:

@@ -60,7 +60,7 @@ def is_elementwise(packing: BufferPacking, tx: optax.GradientTransformationExtra
     leaves = [jax.ShapeDtypeStruct(x.shape, dtypes[x.buffer]) for (x,) in packing.leaves]
     buffers = [jax.ShapeDtypeStruct(s, dtypes[n]) for n, s in packing.shapes.items()]
     staged = packing.staged(dict(zip(packing.shapes, buffers, strict=True)))
-    reader = _Reader()
+    reader = _ExpressionReader()
     try:
         of_leaves = _expressions(reader, tx, packing.outer.unflatten(leaves), packing.mirrors)
         of_buffers = _expressions(reader, tx, staged, lambda x: isinstance(x, Staged))
@@ -72,7 +72,7 @@ def is_elementwise(packing: BufferPacking, tx: optax.GradientTransformationExtra
 
 
 def _expressions(
-    reader: "_Reader", tx: Any, params: PyTree, mirrors: Callable[[Any], bool]
+    reader: "_ExpressionReader", tx: Any, params: PyTree, mirrors: Callable[[Any], bool]
 ) -> list[tuple[int, ...]]:
     """For each parameter the expressions of its update and of its state.
 
@@ -107,7 +107,7 @@ def _expressions(
     return [tuple(own) for own in found]
 
 
-class _Reader:
+class _ExpressionReader:
     """Numbers expressions, equal ones alike."""
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Between a tree of the whole model and the buffers of its stages: arrays anywhere, and types."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,10 +49,17 @@ def stacked(
     if all(_is_on(packing.mesh, x) for x in leaves):
         fn = _placing(lambda tree: stages(jnp, tree), packing.mesh, shardings)
         return packing.staged(fn(tree))
-    part = _Part(packing, jax.tree.map(np.asarray, tree), num_lead)
+    on_host = jax.tree.map(np.asarray, tree)
+
+    def part(name: str, dtype: Any, index: Any) -> np.ndarray:
+        of_stages = range(packing.num_stages)[index[num_lead]]
+        rest = *index[:num_lead], *index[num_lead + 1 :]
+        packed = (packing.pack(on_host, s, np, num_lead) for s in of_stages)
+        return np.stack([own[name][rest] for own in packed], num_lead).astype(dtype)
+
     return packing.staged(
         {
-            name: jax.make_array_from_callback(x.shape, x.sharding, part.of(name, x))
+            name: jax.make_array_from_callback(x.shape, x.sharding, partial(part, name, x.dtype))
             for name, x in types.items()
         }
     )
@@ -103,24 +111,6 @@ def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
         typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
         fn = jax.sharding.auto_axes(fn, out_sharding=typed)
     return jax.jit(fn, out_shardings=shardings)
-
-
-class _Part:
-    """Any part of the buffers of leaves on the host."""
-
-    def __init__(self, packing: BufferPacking, tree: PyTree, num_lead: int) -> None:
-        self._packing, self._tree, self._num_lead = packing, tree, num_lead
-
-    def of(self, name: str, kind: Any) -> Any:
-        """Return a function of an index of a buffer."""
-
-        def part(index: Any) -> np.ndarray:
-            stages = range(*index[self._num_lead].indices(kind.shape[self._num_lead]))
-            rest = *index[: self._num_lead], *index[self._num_lead + 1 :]
-            packed = (self._packing.pack(self._tree, s, np, self._num_lead) for s in stages)
-            return np.stack([own[name][rest] for own in packed], self._num_lead).astype(kind.dtype)
-
-        return part
 
 
 def _is_on(mesh: Mesh, x: Any) -> bool:

@@ -1,6 +1,7 @@
 """Leaves of several layers that are one parameter."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -83,10 +84,8 @@ def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True)
     for group in ties:
         spots = [(layer, places[layer][path]) for layer, path in group]
         own = [leaves[layer][i] for layer, i in spots]
-        if differentiable:
-            one = _one(own)
-        elif any(isinstance(x, Tracer) for x in own):
-            one = _first_of(own)
+        if differentiable or any(isinstance(x, Tracer) for x in own):
+            one: Any = _first_of(differentiable, own)
         else:
             one = [own[0]] * len(own)
         for (layer, i), leaf in zip(spots, one, strict=True):
@@ -94,34 +93,20 @@ def as_one(ties: Ties, params: Sequence[PyTree], *, differentiable: bool = True)
     return [treedef.unflatten(own) for own, (_, treedef) in zip(leaves, split, strict=True)]
 
 
-@jax.custom_vjp
-def _one(copies: list[jax.Array]) -> list[jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _first_of(adds_up: bool, copies: list[jax.Array]) -> list[jax.Array]:
+    """Return the first copy for each; its gradients are each copy's own, or `adds_up` their sum."""
     return [copies[0]] * len(copies)
 
 
-def _one_forward(copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
-    return _one(copies), None
+def _forward(adds_up: bool, copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
+    return _first_of(adds_up, copies), None
 
 
-def _one_backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-    total = sum(cotangents[1:], start=cotangents[0])
-    return ([total] * len(cotangents),)
+def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+    if not adds_up:
+        return (cotangents,)
+    return ([sum(cotangents[1:], start=cotangents[0])] * len(cotangents),)
 
 
-_one.defvjp(_one_forward, _one_backward)
-
-
-@jax.custom_vjp
-def _first_of(copies: list[jax.Array]) -> list[jax.Array]:
-    return [copies[0]] * len(copies)
-
-
-def _first_forward(copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
-    return _first_of(copies), None
-
-
-def _first_backward(_: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-    return (cotangents,)
-
-
-_first_of.defvjp(_first_forward, _first_backward)
+_first_of.defvjp(_forward, _backward)

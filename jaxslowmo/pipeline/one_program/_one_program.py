@@ -18,14 +18,7 @@ from ...tree import Staged
 from ..model import Loss, LossTerms, without_state
 from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
 from ._scan import Activations, Device, Scan
-from ._tick_table import (
-    Half,
-    TickTable,
-    forward_ticks,
-    nothing,
-    tick_table,
-    writes_in_branches,
-)
+from ._tick_table import Half, TickTable, forward_ticks, nothing, tick_table, writes_in_branches
 
 
 class OneProgram(Pipelined):

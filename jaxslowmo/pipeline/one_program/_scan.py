@@ -310,7 +310,7 @@ class _Forward:
         if not kind.is_first:
             x = scan.activations.tree([row_of(x, now.source) for x in activations])
         given = kind.given(x, kind.states and kind.states.read(states, now.model_stage))
-        program = scan.programs and scan.programs[i]
+        program = None if scan.programs is None else scan.programs[i]
         y, values, after = kind.forward(program, weights, given, microbatch)
         left = self._writing.idle(stash)
         if program is not None:

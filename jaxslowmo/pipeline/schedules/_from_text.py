@@ -21,11 +21,7 @@ KINDS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 
 
 def by_name(
-    kind: str,
-    num_stages: int,
-    num_microbatches: int,
-    num_chunks: int | None = None,
-    **options: Any,
+    kind: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None, **options: Any
 ) -> Schedule:
     """A schedule by the name of its kind.
 
@@ -108,8 +104,15 @@ def from_table(
         raise ValueError("`rows` must hold one row per device stage, got none.")
     if all(isinstance(row, str) for row in given):
         read = [_read_row(stage, row) for stage, row in enumerate(given)]
-        placement = _checked(_placement(read), placement)
-        cells = _cells(read, placement)
+        held = _placement(read)
+        if placement is not None and tuple(placement) != held:
+            raise ValueError(f"`placement` is {tuple(placement)}, but the rows hold {held}.")
+        placement = held
+        chunk = {k: held[:k].count(stage) for k, stage in enumerate(held)}
+        cells = tuple(
+            tuple(tuple(Operation(kind, s, chunk[k], j) for kind, k, j in cell) for cell in row)
+            for s, row in enumerate(read)
+        )
     elif any(isinstance(row, str) for row in given):
         raise ValueError("`rows` must all be strings or all be sequences of operations.")
     else:
@@ -175,20 +178,6 @@ def _placement(read: list[list[list[_Read]]]) -> tuple[int, ...]:
     if missing:
         raise ValueError(f"`rows`: no row holds stage {missing[0]} of the model.")
     return tuple(held[model_stage] for model_stage in sorted(held))
-
-
-def _checked(found: tuple[int, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    if given is not None and tuple(given) != found:
-        raise ValueError(f"`placement` is {tuple(given)}, but the rows hold {found}.")
-    return found
-
-
-def _cells(read: list[list[list[_Read]]], placement: Sequence[int]) -> tuple[tuple[Cell, ...], ...]:
-    chunk = {k: placement[:k].count(stage) for k, stage in enumerate(placement)}
-    return tuple(
-        tuple(tuple(Operation(kind, s, chunk[k], j) for kind, k, j in cell) for cell in row)
-        for s, row in enumerate(read)
-    )
 
 
 def _cell(value: Any) -> Cell:

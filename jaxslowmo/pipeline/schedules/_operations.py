@@ -48,7 +48,7 @@ class Done(NamedTuple):
     microbatch: int
 
 
-class Work(NamedTuple):
+class PlacedOperation(NamedTuple):
     """An operation of a table, and what it waits for.
 
     Attributes:
@@ -65,8 +65,8 @@ class Work(NamedTuple):
     needs: tuple[Done, ...]
 
     @classmethod
-    def of(cls, operation: Operation, model_stage: int, num_model_stages: int) -> "Work":
-        """Return the work of `operation` on a stage of the model."""
+    def of(cls, operation: Operation, model_stage: int, num_model_stages: int) -> "PlacedOperation":
+        """Return `operation` on a stage of the model."""
         microbatch = operation.microbatch
         kind = "B" if operation.kind == "BW" else operation.kind
         needs: tuple[Done, ...] = ()
@@ -160,8 +160,8 @@ def _check_cell(name: str, stage: int, cell: Cell, limits: dict[str, int]) -> No
 
 
 def in_order(
-    name: str, cells: Sequence[Sequence[Sequence[Work]]], placement: Sequence[int]
-) -> list[Work]:
+    name: str, cells: Sequence[Sequence[Sequence[PlacedOperation]]], placement: Sequence[int]
+) -> list[PlacedOperation]:
     """Return all operations, each after those that it needs and those before it in its row.
 
     Args:
@@ -172,31 +172,31 @@ def in_order(
     Raises:
       ValueError: the rows wait for each other; names an operation and what it waits for.
     """
-    rows = [[work for cell in row for work in cell] for row in cells]
+    rows = [[placed for cell in row for placed in cell] for row in cells]
     at = [0] * len(rows)
     done: set[Done] = set()
-    order: list[Work] = []
+    order: list[PlacedOperation] = []
     waiting: dict[Done, int] = {}
     ready = list(range(len(rows)))
     while ready:
         stage = ready.pop()
         while at[stage] < len(rows[stage]):
-            work = rows[stage][at[stage]]
-            missing = next((needed for needed in work.needs if needed not in done), None)
+            placed = rows[stage][at[stage]]
+            missing = next((needed for needed in placed.needs if needed not in done), None)
             if missing is not None:
                 waiting[missing] = stage
                 break
             at[stage] += 1
-            order.append(work)
-            done.add(work.gives)
-            if work.gives in waiting:
-                ready.append(waiting.pop(work.gives))
+            order.append(placed)
+            done.add(placed.gives)
+            if placed.gives in waiting:
+                ready.append(waiting.pop(placed.gives))
     if waiting:
         # One stage's operation, what it waits for, and what stands before that.
         needed, stage = min(waiting.items(), key=lambda item: item[1])
         holder = placement[needed.model_stage]
         waits, blocks = (rows[row][at[row]].letters for row in (stage, holder))
-        what = next(work.letters for work in rows[holder] if work.gives == needed)
+        what = next(placed.letters for placed in rows[holder] if placed.gives == needed)
         behind = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
         raise ValueError(
             f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which "

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
-from ._operations import Cell, Done, Operation, Tick, Work, as_sizes, check_cells, in_order
+from ._operations import (
+    Cell,
+    Done,
+    Operation,
+    PlacedOperation,
+    Tick,
+    as_sizes,
+    check_cells,
+    in_order,
+)
 from ._simulation import Costs, Simulation, as_time, cost_table, free_running, in_lockstep
 
-_Works = tuple[Work, ...]  # of one column of a device stage
+_PlacedCell = tuple[PlacedOperation, ...]  # of one column of a device stage
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,11 @@ class Schedule:
             raise ValueError(f"`cells` must hold {num_stages} rows, got {len(self.cells)}.")
         check_cells(self.name, self.cells, self.model_stages, num_microbatches)
         _ = self._order  # raises where a stage waits for ever
-        if self.lockstep and (early := _too_early(self._works, self.placement)):
-            work, needed = early
+        if self.lockstep and (early := _too_early(self._placed, self.placement)):
+            placed, needed = early
             raise ValueError(
-                f"{self.name}: the columns of a table for lockstep are ticks, but {work.letters} "
-                f"of stage {work.operation.stage} needs {needed.kind} of microbatch "
+                f"{self.name}: the columns of a table for lockstep are ticks, but {placed.letters} "
+                f"of stage {placed.operation.stage} needs {needed.kind} of microbatch "
                 f"{needed.microbatch} on stage {needed.model_stage} of the model, which stands in "
                 "no earlier column."
             )
@@ -77,12 +86,12 @@ class Schedule:
     @cached_property
     def forward_only(self) -> bool:
         """Whether the table holds no backward operation."""
-        return all(work.operation.kind == "F" for work in self._order)
+        return all(placed.operation.kind == "F" for placed in self._order)
 
     @cached_property
     def splits(self) -> bool:
         """Whether B and W of some microbatch stand apart from each other."""
-        return any(work.operation.kind == "W" for work in self._order)
+        return any(placed.operation.kind == "W" for placed in self._order)
 
     @cached_property
     def model_stages(self) -> tuple[tuple[int, ...], ...]:
@@ -99,7 +108,7 @@ class Schedule:
     @cached_property
     def in_order(self) -> tuple[Operation, ...]:
         """All operations, none before one that it needs: an order for a single dispatcher."""
-        return tuple(work.operation for work in self._order)
+        return tuple(placed.operation for placed in self._order)
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
@@ -130,7 +139,7 @@ class Schedule:
         gradient of the weights, B both), microbatch. Nothing is idle, and
         "(0F3;3B1)OVERLAP_F_B" is an F and a backward operation that share a column.
         """
-        return [",".join(map(_in_letters, row)) for row in self._works]
+        return [",".join(map(_in_letters, row)) for row in self._placed]
 
     def ticks(self) -> tuple[Tick, ...]:
         """What each stage does in each tick, where all stages begin every tick together.
@@ -150,8 +159,8 @@ class Schedule:
         columns = [tick for tick in zip_longest(*self.cells, fillvalue=()) if any(tick)]
         if self.lockstep:
             return tuple(_joined(columns))
-        packed = _packed(self._works)
-        is_kept = _too_early(self._works, self.placement) is None
+        packed = _packed(self._placed)
+        is_kept = _too_early(self._placed, self.placement) is None
         return tuple(columns if is_kept and _even_time(columns) <= _even_time(packed) else packed)
 
     def simulate(
@@ -193,30 +202,33 @@ class Schedule:
             lines = free_running(self._order, self.placement, costs, send)
             cost = max(line[-1].end - line[0].start for line in lines)
             time = max(line[-1].end for line in lines) - min(line[0].start for line in lines)
-        work = [
+        costs_of_stages = [
             sum(costs.of(w.operation.kind, w.model_stage) for cell in row for w in cell)
-            for row in self._works
+            for row in self._placed
         ]
         return Simulation(
             time=time,
-            bubble=1 - sum(work) / len(work) / cost,
+            bubble=1 - sum(costs_of_stages) / len(costs_of_stages) / cost,
             stash=self.stash,
             sends=self.sends,
             timeline=tuple(map(tuple, lines)),
         )
 
     @cached_property
-    def _works(self) -> tuple[tuple[_Works, ...], ...]:
+    def _placed(self) -> tuple[tuple[_PlacedCell, ...], ...]:
         """The cells, with what each operation waits for."""
         count = self.num_model_stages
         return tuple(
-            tuple(tuple(Work.of(op, self.model_stage(op), count) for op in cell) for cell in row)
+            tuple(
+                tuple(PlacedOperation.of(op, self.model_stage(op), count) for op in cell)
+                for cell in row
+            )
             for row in self.cells
         )
 
     @cached_property
-    def _order(self) -> list[Work]:
-        return in_order(self.name, self._works, self.placement)
+    def _order(self) -> list[PlacedOperation]:
+        return in_order(self.name, self._placed, self.placement)
 
 
 def _most_held(row: Sequence[Operation | None]) -> int:
@@ -228,8 +240,8 @@ def _most_held(row: Sequence[Operation | None]) -> int:
     return most
 
 
-def _in_letters(cell: _Works) -> str:
-    words = [work.letters for work in cell]
+def _in_letters(cell: _PlacedCell) -> str:
+    words = [placed.letters for placed in cell]
     return f"({';'.join(words)})OVERLAP_F_B" if len(words) > 1 else "".join(words)
 
 
@@ -239,22 +251,22 @@ def _even_time(ticks: Sequence[Tick]) -> int:
 
 
 def _too_early(
-    works: Sequence[Sequence[_Works]], placement: Sequence[int]
-) -> tuple[Work, Done] | None:
+    cells: Sequence[Sequence[_PlacedCell]], placement: Sequence[int]
+) -> tuple[PlacedOperation, Done] | None:
     """An operation whose column does not come after that of what another stage gives it."""
-    columns = [(i, work) for row in works for i, cell in enumerate(row) for work in cell]
-    column_of = {work.gives: i for i, work in columns}
-    for i, work in columns:
-        for needed in work.needs:
-            elsewhere = placement[needed.model_stage] != work.operation.stage
+    columns = [(i, placed) for row in cells for i, cell in enumerate(row) for placed in cell]
+    column_of = {placed.gives: i for i, placed in columns}
+    for i, placed in columns:
+        for needed in placed.needs:
+            elsewhere = placement[needed.model_stage] != placed.operation.stage
             if elsewhere and column_of[needed] >= i:
-                return work, needed
+                return placed, needed
     return None
 
 
-def _packed(works: Sequence[Sequence[_Works]]) -> list[Tick]:
+def _packed(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
     """Every cell in the earliest tick that its row and what it needs allow."""
-    rows = [deque(cell for cell in row if cell) for row in works]
+    rows = [deque(cell for cell in row if cell) for row in cells]
     done: set[Done] = set()
     ticks: list[Tick] = []
     while any(rows):
@@ -267,15 +279,15 @@ def _packed(works: Sequence[Sequence[_Works]]) -> list[Tick]:
                     row.extendleft(((backward,), (forward,)))
             continue
         tick = [row.popleft() if now else () for row, now in zip(rows, ready, strict=True)]
-        done |= {work.gives for cell in tick for work in cell}
-        ticks.append(tuple(tuple(work.operation for work in cell) for cell in tick))
+        done |= {placed.gives for cell in tick for placed in cell}
+        ticks.append(tuple(tuple(placed.operation for placed in cell) for cell in tick))
     return ticks
 
 
-def _can(cell: _Works, done: set[Done]) -> bool:
+def _can(cell: _PlacedCell, done: set[Done]) -> bool:
     """Whether all is done that `cell` needs of ticks before."""
-    own = {work.gives for work in cell}
-    return all(needed in done or needed in own for work in cell for needed in work.needs)
+    own = {placed.gives for placed in cell}
+    return all(needed in done or needed in own for placed in cell for needed in placed.needs)
 
 
 def _joined(ticks: Sequence[Tick]) -> list[Tick]:

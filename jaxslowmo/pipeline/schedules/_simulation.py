@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._operations import Done, Kind, Operation, Tick, Work
+from ._operations import Done, Kind, Operation, PlacedOperation, Tick
 
 Costs = float | Sequence[float]
 """One number, the time of a whole device stage; one per device stage; or one per model stage."""
@@ -105,7 +105,7 @@ class Simulation:
 
 
 def free_running(
-    order: Sequence[Work], placement: Sequence[int], costs: CostTable, send: float
+    order: Sequence[PlacedOperation], placement: Sequence[int], costs: CostTable, send: float
 ) -> list[list[Timed]]:
     """Return when each device stage does what, if all start once they are free and have all."""
     lines: list[list[Timed]] = [[] for _ in range(1 + max(placement))]

@@ -2,5 +2,5 @@
 
 from ._program import WholeStage as WholeStage
 from ._program import whole_stage as whole_stage
-from ._split import StageProgram as StageProgram
-from ._split import split_stage as split_stage
+from ._split_stage import StageProgram as StageProgram
+from ._split_stage import split_stage as split_stage

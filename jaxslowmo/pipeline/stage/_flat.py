@@ -253,10 +253,12 @@ class FlatProgram:
     def needed_inputs(self, wanted: Iterable[Atom]) -> set[Var]:
         """Inputs of the program that `wanted` values depend on."""
         wanted = tuple(wanted)
-        equations = self.cut(wanted, lambda v: False).equations
+        equations = self.cut(wanted).equations
         return used_by(equations, wanted) & set(self.flat.inputs)
 
-    def cut(self, wanted: Iterable[Atom], elsewhere: Callable[[Var], bool]) -> Cut:
+    def cut(
+        self, wanted: Iterable[Atom], elsewhere: Callable[[Var], bool] = lambda v: False
+    ) -> Cut:
         """The equations that `wanted` values need, back to values that are computed `elsewhere`.
 
         Args:
@@ -282,7 +284,7 @@ class FlatProgram:
     def and_effects(self, equations: Iterable[JaxprEqn]) -> tuple[JaxprEqn, ...]:
         """`equations`, and those with side effects: they stay, though nothing needs them."""
         effects = list(filter(has_side_effects, self.flat.equations))
-        needed = self.cut((v for e in effects for v in e.invars), lambda v: False).equations
+        needed = self.cut(v for e in effects for v in e.invars).equations
         return self._in_order({self._position[id(e)] for e in (*equations, *effects, *needed)})
 
     @cached_property

@@ -67,7 +67,7 @@ class _Loop:
         """All results, by a loop for those that come first and one for the rest."""
         body, outputs = self.body, self.body.flat.outputs
         mine = [v for v, is_first in zip(outputs, first, strict=True) if is_first]
-        early = body.cut(mine, lambda v: False).equations
+        early = body.cut(mine).equations
         done = {v for equation in early for v in equation.outvars}
         done |= {v for v, is_first in zip(self.carried, first, strict=False) if is_first}
         rest = [v for v, is_first in zip(outputs, first, strict=True) if not is_first]

@@ -10,17 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from ..._support.types import PyTree
 from ...mesh import cast_varying, varying_axes
-from ._flat import (
-    Atom,
-    FlatProgram,
-    Origin,
-    is_loop,
-    run,
-    struct_of,
-    trace,
-    type_of,
-    used_by,
-)
+from ._flat import Atom, FlatProgram, Origin, is_loop, run, struct_of, trace, type_of, used_by
 from ._loops import wanted_first, weights_first
 
 
@@ -175,9 +165,7 @@ def trace_forward(
     types = tuple(v.aval for v in y)
     result = Argument("y", found["tree"], types, tuple(found["seeded"]))
     return Forward(
-        program,
-        *(of_weights, of_x, of_microbatch),
-        *(y, residuals, found["pull_back"], result),
+        program, *(of_weights, of_x, of_microbatch), *(y, residuals, found["pull_back"], result)
     )
 
 
@@ -191,7 +179,7 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) 
     at_hand = {*forward.weights, *forward.microbatch}
     if remat:
         stash = forward.x
-        again = forward.program.cut(forward.residuals, lambda v: False).equations
+        again = forward.program.cut(forward.residuals).equations
     else:
         again, stash = forward.program.cut(forward.residuals, lambda v: v not in at_hand)
     known = (*forward.weights, *forward.microbatch, *stash)
@@ -251,11 +239,6 @@ class StagePart:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         known = dict(zip(self.inputs, values, strict=True)) | self.program.flat.constants
         return run(self.equations, self.outputs, known)
-
-
-def nowhere(v: Var) -> bool:
-    """Return False: no value is computed elsewhere."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -364,8 +347,8 @@ def traced(
     there = trace_forward(fn, of_weights, of_x, of_data, loss=loss)
     back = trace_backward(there, of_x, remat=remat, splits=splits)
     outputs, gradients = (*there.y, *back.stash), (*back.dx, *back.dweights)
-    forward = there.program.and_effects(there.program.cut(outputs, nowhere).equations)
-    both = back.program.and_effects(back.program.cut(gradients, nowhere).equations)
+    forward = there.program.and_effects(there.program.cut(outputs).equations)
+    both = back.program.and_effects(back.program.cut(gradients).equations)
     read = used_by(forward, outputs) | used_by(both, gradients)
     again = back.inputs[len(there.weights) :][: len(there.microbatch)]
     inputs = *there.weights, *there.x, *there.microbatch

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ._collectives import ProgramCollectives
+from ._comm_rows import LEVELS, CommReport, CommRow
 from ._hlo import read_hlo
 from ._kinds import kinds_of, rows_of_kind
 from ._mesh_axes import (
@@ -16,7 +17,6 @@ from ._mesh_axes import (
     meshes_of_compiled,
     meshes_of_jaxpr,
 )
-from ._report import LEVELS, CommReport, CommRow
 from ._stablehlo import has_devices, meshes_of_module, read_stablehlo
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled

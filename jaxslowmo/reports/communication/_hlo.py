@@ -21,7 +21,7 @@ _CALLING = ("call", "fusion", "custom-call", "conditional", "while")
 # it. Every X that calls something counts, but not the many copies and slices.
 _INTERESTING = re.compile(
     rf"[ )](?:(?:{'|'.join(COLLECTIVES + _CALLING)})(?:-start)?"
-    r"|[\w-]+-start(?=\(.*\b(?:calls|to_apply|called_computations)=))\(",
+    r"|[\w-]+-start(?=\(.*\b(?:calls|to_apply|called_computations)=))\("
 )
 
 

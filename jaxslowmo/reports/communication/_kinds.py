@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..._support.scopes import EVERY_PHASE
 from ._collectives import Block, Collective, Loop, ProgramCollectives, leaves, wire_bytes
+from ._comm_rows import CommRow
 from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of
-from ._report import CommRow
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,7 @@ class _Counter:
 
 
 def _merge(
-    first: Mapping[_Key, _Amount],
-    second: Mapping[_Key, _Amount],
-    how: Callable[[int, int], int],
+    first: Mapping[_Key, _Amount], second: Mapping[_Key, _Amount], how: Callable[[int, int], int]
 ) -> _Amounts:
     merged = dict(first)
     for key, amount in second.items():

@@ -109,7 +109,7 @@ def _table(report: StepReport) -> str:
     measured = _ranges(report.measured) or "none"
     lines = [
         f"{report.iteration} steps, measured: {measured}; {report.num_devices} {report.backend} "
-        f"devices",
+        f"devices"
     ]
     if report.missed:
         lines.append(f"due but not measured: {_ranges(report.missed)}")

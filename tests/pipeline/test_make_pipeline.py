@@ -5,7 +5,7 @@ import re
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline._make import as_axes, check_pipeline
+from jaxslowmo.pipeline._make_pipeline import as_axes, check_pipeline
 
 MODEL = js.LayeredModel([lambda params, x: x], lambda x, batch: x.mean())
 SCHEDULE = js.schedules.gpipe(1, 1)

@@ -175,11 +175,7 @@ class CommReport:
         return _table(self.kinds, self.levels, self.rows)
 
     def _of_one_kind(
-        self,
-        axis: str | Sequence[str] | None,
-        collective: str | None,
-        kind: str | None,
-        level: str,
+        self, axis: str | Sequence[str] | None, collective: str | None, kind: str | None, level: str
     ) -> tuple[CommRow, ...]:
         if kind is None and len(self.kinds) > 1:
             raise ValueError(

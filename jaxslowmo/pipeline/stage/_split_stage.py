@@ -7,7 +7,7 @@ import jax
 
 from ..._support.types import PyTree
 from ._flat import struct_of
-from ._program import StagePart, WholeStage, check_count, nowhere, traced
+from ._program import StagePart, WholeStage, check_count, traced
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def split_stage(
     """
     whole = traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=True)
     back, program = whole.backward, whole.backward.program
-    of_input = program.and_effects(program.cut(back.dx, nowhere).equations)
+    of_input = program.and_effects(program.cut(back.dx).equations)
     done = {*back.cotangents, *(v for equation in of_input for v in equation.outvars)}
     of_weights, kept = program.cut(back.dweights, done.__contains__)
     known = back.inputs[: len(back.inputs) - len(back.cotangents)]
