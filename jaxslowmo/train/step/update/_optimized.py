@@ -17,7 +17,7 @@ from ....mesh import axis_names, axis_size, cast_varying, vary_over, varying_axe
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
 from ....tree import leaf_names
-from ._window import LossData
+from ._batch_gradients import LossData
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
