@@ -30,7 +30,7 @@ from ..tree import added, apply_exactly, cast, leaf_names, updates_to
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
-from ._states import check_order, holds_state
+from ._transform_states import check_order, holds_state
 
 # By the class of a state: its fields that stand for the replica's own parameters, and move with
 # them, and those that something is measured from.

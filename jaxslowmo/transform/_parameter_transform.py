@@ -13,7 +13,7 @@ from ._checks import CheckedStep, LayoutNotice
 from ._due import instants
 from ._replica_exchange import Exchange, check_axis_argument
 from ._spec import _GROUPS, ExchangeSpec, Origin, Others, Step, TransformSpec, WithSpec
-from ._states import Carry, carry_plainly, learn_state, register_state
+from ._transform_states import Carry, carry_plainly, learn_state, register_state
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, match_args=False)

@@ -10,7 +10,7 @@ import optax
 
 from .._support.types import Phase, PyTree
 from ._due import Every, as_schedule
-from ._states import Carry, LikeOn, Shares, carry_plainly
+from ._transform_states import Carry, LikeOn, Shares, carry_plainly
 
 Others = list[jax.Array]
 """Floating arrays that are no parameters and travel with them, such as batch statistics."""
