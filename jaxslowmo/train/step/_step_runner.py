@@ -1,4 +1,4 @@
-"""Runs the programs of one training step."""
+"""Runs the programs of one training step, and knows of their results what needs no reading."""
 
 import weakref
 from functools import partial
