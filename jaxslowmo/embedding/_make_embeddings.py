@@ -96,15 +96,13 @@ def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | N
     return slots
 
 
-def lookup_of(embeddings: Embeddings | None, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
-    """What a step looks up, in the tables of `embeddings=`; nothing for None.
+def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
+    """What a step looks up, in the tables of `embeddings=`.
 
     Raises:
       ValueError: what is no `Embeddings`; an axis that the mesh lacks, or one of the replicas';
         several shards on a `VirtualMesh`.
     """
-    if embeddings is None:
-        return Lookup()
     if not isinstance(embeddings, Embeddings):
         raise ValueError(
             f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."

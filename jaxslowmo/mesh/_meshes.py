@@ -1,7 +1,8 @@
-"""Meshes of devices or of virtual replicas, and functions of one replica mapped over them."""
+"""Meshes of devices or of virtual replicas, functions of one replica mapped over them, and kept."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,16 +18,6 @@ from ..tree import Staged, parts_of, reshaped
 from ._axes import axis_names
 
 
-def num_slices(devices: Sequence[Any]) -> int:
-    """How many slices the devices belong to; 1 where the platform knows none."""
-    return len({_slice_of(device) for device in devices})
-
-
-def by_slice(devices: Sequence[Any]) -> list[Any]:
-    """The devices slice by slice, otherwise in their order."""
-    return sorted(devices, key=_slice_of)
-
-
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Devices of several slices as an array of the shape of `axes`.
 
@@ -34,7 +25,7 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
       axes: size by name, outermost first; as many devices as there are. The outermost axis runs
         over the slices. Where it is larger than their number, groups of its members share a slice;
         where it is smaller, the next axis runs over the slices that each of its members has.
-      devices: the devices, equally many of each slice.
+      devices: the devices slice by slice, equally many of each.
 
     Returns:
       An array of devices, in the order of their slices when flat; within a slice the order follows
@@ -47,7 +38,7 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
     Communication: none.
     """
     found: dict[int, list[Any]] = {}
-    for device in by_slice(devices):
+    for device in devices:
         found.setdefault(_slice_of(device), []).append(device)
     counts = {index: len(members) for index, members in found.items()}
     if len(set(counts.values())) > 1:
@@ -172,8 +163,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
             "`js.virtual_mesh` runs replicas on one device."
         )
     types = (AxisType.Auto,) * len(axes)
-    chosen = by_slice(found)[:needed]
-    if num_slices(chosen) > 1:
+    chosen = sorted(found, key=_slice_of)[:needed]
+    if len(set(map(_slice_of, chosen))) > 1:
         return Mesh(slice_major_devices(axes, chosen), tuple(axes), axis_types=types)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=chosen)
 
@@ -278,7 +269,9 @@ def map_replicas(
     }
 
     def per_device(*args: PyTree) -> PyTree:
-        return _with_roles(_add_axis, out_roles, fn(*_with_roles(_drop_axis, in_roles, args)))
+        # A device's block of a stacked tree has a leading axis of size 1.
+        own = _stacked_as(lambda x: x.shape[1:], in_roles, args)
+        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*own))
 
     mapped = jax.shard_map(
         per_device,
@@ -307,17 +300,17 @@ def _with_roles(change: Callable[[PyTree, Role], PyTree], roles: Roles, tree: Py
     return jax.tree.map(lambda role, part: change(part, role), roles, tree)
 
 
-def _drop_axis(tree: PyTree, role: Role) -> PyTree:
-    """A device's block of a stacked tree without its leading axis of size 1."""
-    if role not in ("stacked", "device"):
-        return tree
-    return jax.tree.map(lambda x: reshaped(x, x.shape[1:]), tree)
+def _stacked_as(
+    shape: Callable[[jax.Array], tuple[int, ...]], roles: Roles, tree: PyTree
+) -> PyTree:
+    """A tree of these roles, in which leaves that are stacked have other shapes."""
 
+    def change(part: PyTree, role: Role) -> PyTree:
+        if role not in ("stacked", "device"):
+            return part
+        return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
 
-def _add_axis(tree: PyTree, role: Role) -> PyTree:
-    if role not in ("stacked", "device"):
-        return tree
-    return jax.tree.map(lambda x: reshaped(x, (1, *x.shape)), tree)
+    return _with_roles(change, roles, tree)
 
 
 def _map_virtual(
@@ -360,3 +353,41 @@ def _map_virtual(
         return jax.tree.map(merge, tree)
 
     return lambda *args: _with_roles(join, out_roles, mapped(*_with_roles(split, in_roles, args)))
+
+
+_programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def kept_with(
+    fn: Callable[..., Any], key: Hashable, make: Callable[[Callable[..., Any]], Any]
+) -> Any:
+    """`make(fn)`, made at the first call with this `fn` and `key`.
+
+    A transform may hold arrays, so nothing here keeps it alive: what is made goes with `fn`, and
+    `make` is given a stand-in that only refers to it. A `fn` that cannot be referred to so, or a
+    key without a hash, is made again at each call.
+
+    Args:
+      fn: the function that the program runs.
+      key: all else that it depends on; must not hold arrays.
+      make: makes the program from `fn`.
+
+    Communication: none.
+    """
+    try:
+        programs = _programs.setdefault(fn, {})
+        program = programs.get(key)
+    except TypeError:
+        return make(fn)
+    if program is None:
+        program = programs[key] = make(_stand_in(weakref.ref(fn)))
+    return program
+
+
+def _stand_in(reference: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        fn = reference()
+        assert fn is not None, "who asks for the program holds its function"
+        return fn(*args)
+
+    return call

@@ -1,12 +1,12 @@
 """What traced programs tell: of a loss about its gradients, of a transform what it sends."""
 
-from ._exchanges import unnamed_exchanges as unnamed_exchanges
 from ._jaxprs import axes_sent_over as axes_sent_over
 from ._jaxprs import called_program as called_program
 from ._jaxprs import collective_axes as collective_axes
 from ._jaxprs import interpret as interpret
 from ._jaxprs import programs_in as programs_in
 from ._jaxprs import run_where_values_vary as run_where_values_vary
+from ._jaxprs import unnamed_exchanges as unnamed_exchanges
 from ._losses import FullLoss as FullLoss
 from ._losses import as_full_loss as as_full_loss
 from ._losses import check_all_used as check_all_used

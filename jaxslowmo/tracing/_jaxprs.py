@@ -1,8 +1,9 @@
 """Programs as jax writes them down: walked through, looked at, and run again.
 
-The one file that knows the parts of equations. Whatever reads programs of others, in any package,
-takes `interpret` to compute something else with their equations (facts, types, origins), and
-`programs_in` to look at every equation.
+What reads programs of others takes `interpret` to compute something else with their equations
+(facts, types, origins), and `programs_in` to look at every equation: any package above may. Those
+that take programs apart equation by equation, `pipeline/stage` and `pipeline/split`, and `reports`,
+which finds meshes in them, have walkers of their own.
 """
 
 import weakref
@@ -12,10 +13,22 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 
-from .._support.types import PyTree
-from ..mesh import vary_over, varying_axes
+from .._support.scopes import (
+    ALL_REDUCE_GRADIENTS,
+    ALL_REDUCE_ROWS,
+    CLIP,
+    GRADIENT_TRANSFORM,
+    LOSS_SCALE,
+    PHASE,
+    SKIP_UNUSED,
+    TIED,
+)
+from .._support.types import AxisName, PyTree
+from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
 
 _Value = TypeVar("_Value")
 
@@ -87,22 +100,23 @@ _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictiona
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
 
-def collective_axes(jaxpr: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
-    """Names of the axes of all collectives in a jaxpr, those inside of it included.
+def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
+    """Return the names of the axes of all collectives in a program, those inside of it included.
 
     Args:
-      jaxpr: of a traced program.
+      program: a jaxpr, closed or open.
       counts: which equations are looked at, and into; None: all.
 
     Communication: none.
     """
+    jaxpr = getattr(program, "jaxpr", program)
     if counts is None and jaxpr in _known:
         return _known[jaxpr]
     found: set[str] = set()
     for equation in jaxpr.eqns:
         own: set[str] = set()
         for part in programs_in(equation):
-            own |= collective_axes(getattr(part, "jaxpr", part), counts)
+            own |= collective_axes(part, counts)
         # A nested shard_map binds axes of its own.
         own -= set(equation.params.get("manual_axes", ()))
         if equation.primitive.name not in _NOT_SENDING:
@@ -124,7 +138,7 @@ def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
     Communication: none; it is only traced.
     """
     try:
-        return collective_axes(jax.make_jaxpr(update)(*args).jaxpr)
+        return collective_axes(jax.make_jaxpr(update)(*args))
     except TypeError:
         return frozenset()
 
@@ -243,3 +257,79 @@ def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Seque
         return _run(inner, axes, operands)
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+_KNOWN = (
+    ALL_REDUCE_GRADIENTS,
+    ALL_REDUCE_ROWS,
+    CLIP,
+    GRADIENT_TRANSFORM,
+    LOSS_SCALE,
+    PHASE,
+    SKIP_UNUSED,
+    TIED,
+)
+
+
+def unnamed_exchanges(
+    tx: optax.GradientTransformationExtraArgs,
+    params: PyTree,
+    state: PyTree,
+    *,
+    mesh: AnyMesh,
+    axis_name: AxisName,
+) -> frozenset[str]:
+    """Axes of the collectives in an update of `tx` that no transform of ours has made.
+
+    The update is traced, for shapes alone. What cannot be traced like this says nothing: what is
+    wrong with it the first step tells.
+
+    Args:
+      tx: any transform.
+      params: stacked parameters, or shapes of them.
+      state: of `tx`, stacked likewise.
+      mesh: whose axes are bound while it is traced.
+      axis_name: the replica axis.
+
+    Communication: none.
+    """
+    found: set[str] = set()
+
+    def per_replica(params: PyTree, state: PyTree) -> PyTree:
+        update = jax.jit(lambda *operands: _updated(tx, *operands))
+        found.update(collective_axes(update.trace(params, state).jaxpr, _is_unnamed))
+        return ()
+
+    names = mesh.axis_names
+    bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
+    # Types of what varies would only be in the way: they refuse what the step knows how to run.
+    mapped = map_replicas(
+        per_replica,
+        mesh=bound,
+        axis_name=axis_name,
+        in_roles=("stacked", "stacked"),
+        check_vma=False,
+    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+    try:
+        jax.eval_shape(mapped, *shapes)
+    except Exception:  # it may want arguments that a trial has not: the first step then tells
+        return frozenset()
+    return frozenset(found)
+
+
+def _updated(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree) -> PyTree:
+    told: dict[str, Any] = {
+        "value": jnp.float32(1.0),
+        "grad": params,
+        "value_fn": lambda p: optax.tree.norm(p, squared=True),
+    }
+    try:
+        return tx.update(params, state, params, **told)
+    except TypeError:  # takes no more than it knows
+        return tx.update(params, state, params)
+
+
+def _is_unnamed(equation: Any) -> bool:
+    scopes = str(equation.source_info.name_stack)
+    return not any(name in scopes for name in _KNOWN)

@@ -1,4 +1,9 @@
-"""Everything that a run is, and PRNG keys that a model keeps as pairs of uint32."""
+"""Everything that a run is, and PRNG keys that a model keeps as pairs of uint32.
+
+Keras and `jax.random.PRNGKey` make such pairs. In a state they are typed keys: the type tells that
+each replica and device must have its own, that none is averaged, and what a checkpoint hands to
+other replicas.
+"""
 
 import functools
 import itertools

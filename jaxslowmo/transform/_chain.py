@@ -1,4 +1,19 @@
-"""Transforms joined, stacked states of them, and copies of the parameters that optimizers keep."""
+"""Transforms joined, stacked states of them, and copies of the parameters that optimizers keep.
+
+Most optimizers read the parameters that they are given and remember gradients. Some keep
+parameters: COCOB computes every new value from the first one, schedule-free training from a
+sequence of its own. An exchange moves the parameters by d, and such an optimizer, which does not
+know, moves them back.
+
+An optimizer without weight decay does not care where the origin is: with all parameters that it
+knows shifted by d, its next step is the same step, from there. So an exchange is a shift of one
+replica's origin: copies that *stand for the replica's parameters* are shifted likewise, and what it
+has in store (momentum, bets, a point to come back to) keeps its meaning. Since the shifts of an
+average cancel, the mean of the copies over the replicas stays what it was, without communication.
+
+Other copies are *points to measure from*, such as the initial parameters of DoG, whose rate is the
+distance from there: they are the same on all replicas and stay where they are.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +45,7 @@ from ..tree import added, apply_exactly, cast, leaf_names, updates_to
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
-from ._states import check_order, holds_state
+from ._transform_states import check_order, holds_state
 
 # By the class of a state: its fields that stand for the replica's own parameters, and move with
 # them, and those that something is measured from.

@@ -256,7 +256,7 @@ def _alike(
     # Inlined: the program is as if the branch stood there.
     jitted = [jax.jit(branch, inline=True) for branch in branches]
     jaxprs = [branch.trace(operand).jaxpr for branch in jitted]
-    exchanged = frozenset[str]().union(*(collective_axes(jaxpr.jaxpr) for jaxpr in jaxprs))
+    exchanged = frozenset[str]().union(*map(collective_axes, jaxprs))
     # Of each result, the axes that it varies over in any branch: all are cast to those.
     types = [[varying_axes(aval) for aval in jaxpr.out_avals] for jaxpr in jaxprs]
     # Joined once: graphs can have hundreds of rounds, a branch each.

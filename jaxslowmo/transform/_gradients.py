@@ -17,7 +17,7 @@ from ._due import Communicate, decide, either
 from ._parameter_transform import ParameterTransform
 from ._replica_exchange import check_axis_argument
 from ._spec import WithSpec
-from ._states import gradient_state
+from ._transform_states import gradient_state
 
 TAKEN = frozenset({"weight", "ready_order", "param_specs", "validation", "finite", "unscaled"})
 

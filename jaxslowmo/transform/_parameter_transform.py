@@ -1,6 +1,7 @@
 """Parameter transforms: optax's pair of functions, what else one says, and how one is assembled."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -11,19 +12,8 @@ from ..mesh import axis_names
 from ._checks import CheckedStep, LayoutNotice
 from ._due import instants
 from ._replica_exchange import Exchange, check_axis_argument
-from ._spec import (
-    DEFAULTS,
-    ExchangeSpec,
-    Origin,
-    Others,
-    Step,
-    TransformSpec,
-    WithSpec,
-    value_of,
-    values_of,
-    with_values,
-)
-from ._states import Carry, carry_plainly, learn_state, register_state
+from ._spec import _GROUPS, ExchangeSpec, Origin, Others, Step, TransformSpec, WithSpec
+from ._transform_states import Carry, carry_plainly, learn_state, register_state
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, match_args=False)
@@ -284,3 +274,50 @@ def _of_own_state(owner: str, kind: type, ask: Callable[[PyTree], Any]) -> Calla
         return ask(state)
 
     return asked
+
+
+# Names differ between groups, so that each value is known by its name alone.
+DEFAULTS = {f.name: f.default for kind in _GROUPS.values() for f in dataclasses.fields(kind)}
+
+
+_GROUP_OF = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
+
+
+def value_of(spec: TransformSpec, name: str) -> Any:
+    """A value by its name alone, as `tx.phase` reads it."""
+    return getattr(getattr(spec, _GROUP_OF[name]), name)
+
+
+def values_of(spec: TransformSpec) -> dict[str, Any]:
+    """The values of all groups by their names."""
+    return {name: value_of(spec, name) for name in DEFAULTS}
+
+
+def with_values(
+    taker: str, spec: TransformSpec | None, named: Mapping[str, Any], besides: Iterable[str] = ()
+) -> TransformSpec:
+    """`spec`, or where there is none a new one, with these values; None stands for the default.
+
+    Args:
+      taker: what was given the names, for messages.
+      spec: to be changed.
+      named: values of all groups by their names.
+      besides: what else the taker takes.
+
+    Raises:
+      ValueError: a name that no group has, or none for a value that has no default.
+    """
+    if unknown := sorted(set(named) - set(DEFAULTS)):
+        raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
+    before = DEFAULTS if spec is None else values_of(spec)
+    values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
+    if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
+        raise ValueError(
+            f"{taker} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
+            "js.TransformSpec(schedule=js.ScheduleSpec(...), exchange=js.ExchangeSpec(...))."
+        )
+    groups: dict[str, Any] = {
+        group: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})
+        for group, kind in _GROUPS.items()
+    }
+    return TransformSpec(**groups, origin=None if spec is None else spec.origin)

@@ -1,4 +1,10 @@
-"""What an exchange between replicas is over, and which blocks of leaves each device exchanges."""
+"""What an exchange between replicas is over, and which blocks of leaves each device exchanges.
+
+On a pure data-parallel mesh the block is the leaf. Where leaves are sharded over automatic axes
+inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes hands the exchange
+local blocks, so that it gathers nothing over them. Leaves are packed together only with leaves that
+are sharded over the same axes: others would be exchanged once per device of those axes.
+"""
 
 import dataclasses
 import math
@@ -8,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
@@ -57,10 +63,10 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
         raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
 
 
-def check_are_specs(owner: str, param_specs: PyTree | None) -> list[PartitionSpec]:
+def check_are_specs(owner: str, param_specs: PyTree | None) -> list[P]:
     """The leaves of a tree of specs; raise `ValueError` where it holds something else."""
-    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    if wrong := [x for x in specs if not isinstance(x, PartitionSpec)]:
+    specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P))
+    if wrong := [x for x in specs if not isinstance(x, P)]:
         raise ValueError(
             f"{owner}: `param_specs` must be a tree of PartitionSpec, got a leaf of type "
             f"{type(wrong[0]).__name__}."

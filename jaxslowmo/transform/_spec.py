@@ -1,7 +1,7 @@
 """What a parameter transform says of itself: four groups, of which an algorithm gives two."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -10,7 +10,7 @@ import optax
 
 from .._support.types import Phase, PyTree
 from ._due import Every, as_schedule
-from ._states import Carry, LikeOn, Shares, carry_plainly
+from ._transform_states import Carry, LikeOn, Shares, carry_plainly
 
 Others = list[jax.Array]
 """Floating arrays that are no parameters and travel with them, such as batch statistics."""
@@ -214,46 +214,3 @@ class TransformSpec:
 _GROUPS: dict[str, Any] = {
     f.name: f.type for f in dataclasses.fields(TransformSpec) if f.name != "origin"
 }
-# Names differ between groups, so that each value is known by its name alone.
-DEFAULTS = {f.name: f.default for kind in _GROUPS.values() for f in dataclasses.fields(kind)}
-_GROUP_OF = {f.name: group for group, kind in _GROUPS.items() for f in dataclasses.fields(kind)}
-
-
-def value_of(spec: TransformSpec, name: str) -> Any:
-    """A value by its name alone, as `tx.phase` reads it."""
-    return getattr(getattr(spec, _GROUP_OF[name]), name)
-
-
-def values_of(spec: TransformSpec) -> dict[str, Any]:
-    """The values of all groups by their names."""
-    return {name: value_of(spec, name) for name in DEFAULTS}
-
-
-def with_values(
-    taker: str, spec: TransformSpec | None, named: Mapping[str, Any], besides: Iterable[str] = ()
-) -> TransformSpec:
-    """`spec`, or where there is none a new one, with these values; None stands for the default.
-
-    Args:
-      taker: what was given the names, for messages.
-      spec: to be changed.
-      named: values of all groups by their names.
-      besides: what else the taker takes.
-
-    Raises:
-      ValueError: a name that no group has, or none for a value that has no default.
-    """
-    if unknown := sorted(set(named) - set(DEFAULTS)):
-        raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
-    before = DEFAULTS if spec is None else values_of(spec)
-    values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
-    if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
-        raise ValueError(
-            f"{taker} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
-            "js.TransformSpec(schedule=js.ScheduleSpec(...), exchange=js.ExchangeSpec(...))."
-        )
-    groups: dict[str, Any] = {
-        group: kind(**{f.name: values[f.name] for f in dataclasses.fields(kind)})
-        for group, kind in _GROUPS.items()
-    }
-    return TransformSpec(**groups, origin=None if spec is None else spec.origin)

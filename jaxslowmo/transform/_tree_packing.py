@@ -123,34 +123,35 @@ class TreePacking:
 
         Communication: that of `fn`.
         """
-
-        def packed(own: BufferGroup, blocks: list[jax.Array]) -> list[jax.Array]:
-            return own.mapped(fn, own.plan.pack(blocks))
-
-        return self.each(packed, self.leaves(tree, role), kinds=["leaves"], out="flat")
+        return self.each(
+            lambda own, blocks: own.mapped(fn, own.plan.pack(blocks)),
+            self.leaves(tree, role),
+            kinds=["leaves"],
+            out="flat",
+        )
 
     def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
         """`fn` of every flat buffer, an array or several.
 
         Communication: that of `fn`.
         """
-
-        def mapped(own: BufferGroup, flats: list[jax.Array], *whole: Any) -> list[Any]:
-            return own.mapped(fn, flats, *whole)
-
         kinds: list[Kind] = ["flat", *["whole" for _ in whole]]
-        return self.each(mapped, flats, *whole, kinds=kinds, out="flat")
+        return self.each(
+            lambda own, *args: own.mapped(fn, *args), flats, *whole, kinds=kinds, out="flat"
+        )
 
     def unpack(self, flats: Flats, fn: OnBuffer = _as_it_is) -> PyTree:
         """The tree of which the flat buffers are `fn` of these, in their dtypes.
 
         Communication: that of `fn`.
         """
-
-        def unpacked(own: BufferGroup, flats: list[jax.Array]) -> list[jax.Array]:
-            return own.plan.unpack(own.mapped(fn, flats))
-
-        return self.tree(self.each(unpacked, flats, kinds=["flat"], out="leaves"))
+        leaves = self.each(
+            lambda own, flats: own.plan.unpack(own.mapped(fn, flats)),
+            flats,
+            kinds=["flat"],
+            out="leaves",
+        )
+        return self.tree(leaves)
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
         """`tree` with every flat buffer replaced by `fn` of it; see `pack`.

@@ -1,10 +1,8 @@
 """Pytree arithmetic and the static plan of flat buffers; no communication."""
 
 from ._bucket_assignment import MIB as MIB
-from ._bucket_assignment import BucketPiece as BucketPiece
 from ._bucket_assignment import assign_buckets as assign_buckets
 from ._buffers import Buffer as Buffer
-from ._buffers import BufferNote as BufferNote
 from ._buffers import BufferPlan as BufferPlan
 from ._buffers import note_buffers as note_buffers
 from ._buffers import noted_buffers as noted_buffers

@@ -107,31 +107,6 @@ def assign_buckets(
 
     Source: torch 2.13, `torch/csrc/distributed/c10d/reducer.cpp`.
     """
-    groups, reported = assign_pieces(
-        leaves,
-        limits,
-        expect_sparse=expect_sparse,
-        indices=indices,
-        max_buckets=max_buckets,
-        alone_bytes=alone_bytes,
-        split_large=split_large,
-    )
-    if split_large:
-        return groups, reported
-    return [[piece.label for piece in group] for group in groups], reported
-
-
-def assign_pieces(
-    leaves: Sequence[Any],
-    limits: Sequence[int],
-    *,
-    expect_sparse: Sequence[bool] | None = None,
-    indices: Sequence[int] | None = None,
-    max_buckets: int | None = None,
-    alone_bytes: int | None = None,
-    split_large: bool = False,
-) -> tuple[list[list[BucketPiece]], list[int]]:
-    """`assign_buckets` with members that are pieces, whole leaves or parts."""
     limits = _checked_limits(limits)
     alone = None if alone_bytes is None else as_int(alone_bytes, 0)
     if alone_bytes is not None and alone is None:
@@ -171,7 +146,10 @@ def assign_pieces(
     if max_buckets is not None:
         dtypes = {label: jnp.dtype(x.dtype) for label, x in zip(labels, leaves, strict=True)}
         closed = _merge(closed, max_buckets, dtypes, expect_sparse)
-    return [bucket.pieces for bucket, _ in closed], [limit for _, limit in closed]
+    groups: list[list[Any]] = [bucket.pieces for bucket, _ in closed]
+    if not split_large:
+        groups = [[piece.label for piece in group] for group in groups]
+    return groups, [limit for _, limit in closed]
 
 
 def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int]]) -> None:

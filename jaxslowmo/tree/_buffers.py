@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from .._support.types import PyTree
-from ._bucket_assignment import BucketPiece, assign_pieces, check_explicit_buckets
+from ._bucket_assignment import BucketPiece, assign_buckets, check_explicit_buckets
 from ._leaves import cast, reshaped
 
 
@@ -128,11 +128,11 @@ def plan_buffers(
     shapes = tuple(leaf.shape for leaf in leaves)
     if buckets is not None:
         check_explicit_buckets(wire, buckets)
-        groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in buckets]
+        groups: list[Any] = list(buckets)
     else:
         visited = list(range(len(leaves))) if order is None else list(order)
         total = sum(math.prod(w.shape) * w.dtype.itemsize for w in wire)
-        groups, _ = assign_pieces(
+        groups, _ = assign_buckets(
             [wire[i] for i in visited],
             limits or (total + 1,),  # a limit that no buffer reaches: one buffer per dtype
             indices=visited,
@@ -140,6 +140,8 @@ def plan_buffers(
             alone_bytes=alone_bytes,
             split_large=split_large,
         )
+    if buckets is not None or not split_large:  # members are whole leaves
+        groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in groups]
     buffers = tuple(Buffer(jnp.dtype(wire[g[0].label].dtype), tuple(g)) for g in groups)
     return BufferPlan(buffers, shapes, treedef)
 

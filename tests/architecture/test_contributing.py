@@ -11,7 +11,15 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (-?\d+) \| `(\w+)(?:\.py)?` \| \S.*\|$", re.MULTILINE)
 # In backticks, with a slash, and not the placeholder of a name.
 PLACE = re.compile(r"`([\w.]+(?:/[\w.]+)+/?|[\w]+/)`")
-TASKS = ["graph", "kind of schedule", "hook", "algorithm", "flag of train", "launcher", "format of checkpoints"]
+TASKS = [
+    "graph",
+    "kind of schedule",
+    "hook",
+    "algorithm",
+    "flag of train",
+    "launcher",
+    "format of checkpoints",
+]
 
 
 def packages() -> set[str]:

@@ -171,7 +171,7 @@ def lines_run(function):
     def trace(frame, event, _):
         nonlocal count
         count += event == "line"
-        return trace if Path(frame.f_code.co_filename).name == "_buckets.py" else None
+        return trace if Path(frame.f_code.co_filename).name == "_bucket_assignment.py" else None
 
     others = sys.gettrace()
     sys.settrace(trace)

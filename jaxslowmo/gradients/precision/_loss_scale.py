@@ -269,7 +269,7 @@ class _LossScale:
             return self.inner.update(grads, state, params, **extra)
 
         program = jax.jit(update, inline=True)
-        return program, collective_axes(program.trace(grads, state).jaxpr.jaxpr)
+        return program, collective_axes(program.trace(grads, state).jaxpr)
 
     def _update(
         self,

@@ -321,7 +321,7 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
 
 
 def scaled_value_and_grad(
-    loss: Callable[..., Any], scale: jax.Array | None, *, divides: bool = True
+    loss: Callable[..., Any], scale: jax.Array, *, divides: bool = True
 ) -> Callable[..., Any]:
     """`jax.value_and_grad(loss, has_aux=True)` by way of the loss times a scale.
 
@@ -329,11 +329,9 @@ def scaled_value_and_grad(
 
     Args:
       loss: `(params, ...) -> (loss, aux)`.
-      scale: () float; None: not by way of anything.
+      scale: () float.
       divides: False leaves the gradients those of the loss times the scale.
     """
-    if scale is None:
-        return jax.value_and_grad(loss, has_aux=True)
 
     def scaled(*args: Any, **known: Any) -> tuple[jax.Array, Any]:
         value, aux = loss(*args, **known)

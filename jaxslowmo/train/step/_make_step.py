@@ -7,7 +7,7 @@ import optax
 
 from ..._support.checks import as_int, check_choice
 from ..._support.types import AxisName
-from ...embedding import Embeddings, lookup_of
+from ...embedding import Embeddings, Lookup, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
@@ -184,7 +184,7 @@ def make_train_step(
     check_axes((gradients, optimizer, own_sync), mesh, axis_name)
     if embeddings is not None:
         check_beside_tables(gradients)
-    lookup = lookup_of(embeddings, mesh, axis_name)
+    lookup = Lookup() if embeddings is None else lookup_of(embeddings, mesh, axis_name)
 
     def completed(loss_fn: Callable[..., Any]) -> FullLoss:
         loss = as_full_loss(loss_fn)

@@ -1,4 +1,4 @@
-"""Runs the programs of one training step."""
+"""Runs the programs of one training step, and knows of their results what needs no reading."""
 
 import weakref
 from functools import partial
@@ -16,16 +16,6 @@ from ...transform import ParameterTransform
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState, refuse_raw_keys
 from ..batches import HostBatch, Placing
-from ._states import (
-    Layouts,
-    check_shards,
-    check_state,
-    forget,
-    refuse_donated,
-    refuse_others,
-    refuse_state_of_others,
-    refuse_unusable_window,
-)
 from ._step_programs import (
     EVALUATE,
     Programs,
@@ -37,6 +27,16 @@ from ._step_programs import (
     open_window,
     update,
     update_of_window,
+)
+from ._step_states import (
+    Layouts,
+    check_shards,
+    check_state,
+    forget,
+    refuse_donated,
+    refuse_others,
+    refuse_state_of_others,
+    refuse_unusable_window,
 )
 from .update import Given, GradientWindow, Metrics, StepParts, WithResults
 

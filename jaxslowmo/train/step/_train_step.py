@@ -15,9 +15,9 @@ from ...tree import check_arrays
 from .._train_state import TrainState, started, typed_keys
 from ..batches import HostBatch, as_arrays
 from ._ahead import AheadMode, AheadStep
-from ._states import refuse_donated, refuse_others, refuse_untrainable, tells_where_it_lies
 from ._step_programs import EVALUATE, abstract, update
 from ._step_runner import Mode, Runner
+from ._step_states import refuse_donated, refuse_others, refuse_untrainable, tells_where_it_lies
 from .update import Given, GradientWindow, Metrics, ReplicaStep, StepParts
 
 

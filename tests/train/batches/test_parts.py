@@ -31,7 +31,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo._support.coordinator import tell, wait_for
-from jaxslowmo.train.batches._placed import own_parts
+from jaxslowmo.train.batches import own_parts
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
 rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _states
+from jaxslowmo.train.step import _step_states
 from train.step.problem import (
     BATCHES,
     KINDS,
@@ -129,7 +129,7 @@ def interleaved(fn, other):
         return (
             on_line
             if frame.f_code.co_filename.endswith(
-                ("_train_step.py", "_step_runner.py", "_states.py", "_placing.py")
+                ("_train_step.py", "_step_runner.py", "_step_states.py", "_placing.py")
             )
             else None
         )
@@ -219,8 +219,10 @@ def test_shapes_of_a_state_that_was_given_away():
 def looks(monkeypatch):
     """What a step saw each time that it looked at all leaves of a part of the state."""
     seen = []
-    real = _states.model_axes
-    monkeypatch.setattr(_states, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = _step_states.model_axes
+    monkeypatch.setattr(
+        _step_states, "model_axes", lambda *args: seen.append(real(*args)) or seen[-1]
+    )
     return seen
 
 

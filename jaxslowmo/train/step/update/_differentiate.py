@@ -1,5 +1,6 @@
 """From a replica's batches to the gradients of an update and the new model state."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -16,16 +17,21 @@ from ....tracing import FullLoss, ready_order
 from ....transform import Exchange, replica_mean, unless_idle
 from ....tree import cast
 from ..._train_state import TrainState
-from ._loss import Dispatched, WithResults, as_value, split_batch, value_and_gradients, with_loss
-from ._window import (
+from ._batch_gradients import (
+    Dispatched,
     Given,
     Gradients,
     GradientWindow,
     LossData,
     Metrics,
+    WithResults,
     added_to,
+    as_value,
     empty_window,
     means_of,
+    split_batch,
+    value_and_gradients,
+    with_loss,
 )
 
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
@@ -67,42 +73,27 @@ def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree
     return jax.tree.map(one, new, old)
 
 
-class Statistics:
-    """The leaves of model state that are averaged with the parameters: floating ones, or none.
+def statistics(model_state: PyTree) -> list[jax.Array]:
+    """Return the leaves of model state that are averaged with the parameters: the floating ones."""
+    return [x for x in jax.tree.leaves(model_state) if _floating(x)]
 
-    Attributes:
-      leaves: those, in flattening order.
+
+def with_statistics(model_state: PyTree, leaves: Iterable[jax.Array]) -> PyTree:
+    """Return the model state with other values for its `statistics`, in flattening order."""
+    new = iter(leaves)
+    return jax.tree.map(lambda x: next(new) if _floating(x) else x, model_state)
+
+
+def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
+    """Return the floating leaves as their means over `axis_name`, and other leaves as they are.
+
+    Communication: one all-reduce over `axis_name` per floating dtype, and with a weight, before,
+      one of 8 bytes; none for a tree without such leaves.
     """
-
-    def __init__(self, model_state: PyTree, *, averaged: bool = True) -> None:
-        self._all, self._treedef = jax.tree.flatten(model_state)
-        self._positions = [i for i, x in enumerate(self._all) if averaged and _floating(x)]
-        self.leaves: list[jax.Array] = [self._all[i] for i in self._positions]
-
-    def replaced(self, leaves: list[jax.Array]) -> PyTree:
-        """The model state with other values for these leaves."""
-        new = list(self._all)
-        for i, leaf in zip(self._positions, leaves, strict=True):
-            new[i] = leaf
-        return self._treedef.unflatten(new)
-
-    def averaged_over(self, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
-        """The model state with their means over `axis_name`; as it is if all weigh 0.
-
-        Communication: one all-reduce over `axis_name` per dtype, and with a weight, before, one of
-          8 bytes; none without such leaves.
-        """
-        if not self.leaves:
-            return self.replaced([])
-        return self.replaced(replica_mean(self.leaves, Exchange(axis_name), weight))
-
-
-def mean_over(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Mean of the floating leaves over `axis_name`; other leaves stay as they are.
-
-    Communication: one all-reduce over `axis_name` per floating dtype; none for a tree without.
-    """
-    return Statistics(tree).averaged_over(axis_name)
+    leaves = statistics(tree)
+    if not leaves:
+        return tree
+    return with_statistics(tree, replica_mean(leaves, Exchange(axis_name), weight))
 
 
 def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:

@@ -1,4 +1,13 @@
-"""What the optimizer makes of gradients: what it is told beside them, and validation afterwards."""
+"""What the optimizer makes of gradients: what it is told beside them, and validation afterwards.
+
+`optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
+searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss has to be averaged as the
+gradients were, over the axes and in the updates that their transforms say.
+
+An update that is validated afterwards is made first, and then left as it is, clipped or dropped.
+Nothing that must be known on all devices, the norm of all gradients or whether one is infinite,
+stands then between the backward pass and the arithmetic of the optimizer.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +26,7 @@ from ....mesh import axis_names, axis_size, cast_varying, vary_over, varying_axe
 from ....tracing import run_where_values_vary
 from ....transform import GradientSpec, Reduction, Validation, holds_state, run_if, spec_of
 from ....tree import leaf_names
-from ._window import LossData
+from ._batch_gradients import LossData
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "

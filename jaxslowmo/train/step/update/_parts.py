@@ -37,8 +37,15 @@ from ....transform import (
 )
 from ....tree import apply_exactly
 from ..._train_state import TrainState
-from ._differentiate import Differentiation, Statistics, kept_if_idle, statistics_before_if
-from ._loss import as_value
+from ._batch_gradients import Gradients, as_value
+from ._differentiate import (
+    Differentiation,
+    kept_if_idle,
+    mean_over,
+    statistics,
+    statistics_before_if,
+    with_statistics,
+)
 from ._optimized import (
     Made,
     averaging_of,
@@ -49,7 +56,6 @@ from ._optimized import (
     update_told,
     validated,
 )
-from ._window import Gradients
 
 GradientOrder = Literal["reverse", "ready"]
 Validate = Literal["before", "after"]
@@ -150,24 +156,26 @@ class StepParts:
     def exchanged(self, state: TrainState, moved: Moved, phase: Phase | None) -> TrainState:
         """The state after the exchange of parameters; `state` has the key of the next update."""
         averaged, dense = self.differentiation.model_state == "sync_mean", self.lookup.dense
-        statistics = Statistics(moved.model_state, averaged=averaged)
+        model_state = moved.model_state
         updates, optimizer_state = moved.updates, moved.optimizer_state
         sync_state = state.opt_state[-1]
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
-                model_state = statistics.averaged_over(self.axis_name, moved.weight)
+                if averaged:
+                    model_state = mean_over(model_state, self.axis_name, moved.weight)
         else:
             known = {"weight": moved.weight, "learning_rate": moved.rate}
             with layouts_known():
                 updates, means, sync_state = self.sync.exchange(
                     moved.updates,
-                    statistics.leaves,
+                    statistics(model_state) if averaged else [],
                     sync_state,
                     state.params,
                     phase=phase,
                     **{name: x for name, x in known.items() if x is not None},
                 )
-            model_state = statistics.replaced(means)
+            if averaged:
+                model_state = with_statistics(model_state, means)
         if self.sync is not None and phase != ():
             # What the exchange has moved, optimizers that remember parameters must not take back.
             own_updates = unless_idle(dense(moved.updates), moved.weight)
@@ -196,9 +204,9 @@ class StepParts:
             grads = laid_out(grads, specs)
         if lacking := self._lacking(after):
             grads = mean_gradients(grads, lacking, order, specs)
-        # Devices along other inner axes have other examples and the same rows.
-        nested = self.lookup.nested
-        rows = mean_rows(gathered.rows, tuple(n for n in inner_axes if n != nested))
+        rows, nested = gathered.rows, self.lookup.nested
+        if rows:  # devices along other inner axes have other examples and the same rows
+            rows = mean_rows(rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
             known = heard_by(
                 spec_of(self.gradients),

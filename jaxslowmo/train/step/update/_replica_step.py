@@ -17,8 +17,8 @@ from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._train_state import TrainState
+from ._batch_gradients import GIVEN_ROLES, Given, GradientWindow, Metrics
 from ._parts import Moved, StepParts, of_known_layout
-from ._window import GIVEN_ROLES, Given, GradientWindow, Metrics
 
 # What is stacked over the replicas is, inside of one, the same on all devices.
 GIVEN_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, GIVEN_ROLES)
@@ -199,6 +199,8 @@ class ReplicaStep:
     ) -> Any:
         """`fn` of each device's own part of a state and of what is given."""
         lookup, stored_state = self.parts.lookup, None
+        if lookup.embeddings is None:
+            return fn(Local(state, None, None), given)
         dense = state._replace(params=lookup.dense(state.params))
         if state.opt_state:  # an evaluation has none
             gradients_state, optimizer_state, *_ = state.opt_state
@@ -221,6 +223,8 @@ class ReplicaStep:
 
     def _applied(self, local: Local, moved: Moved, read: PyTree) -> tuple[Local, Any]:
         """The stored parameters after an update, too, and which of them have changed."""
+        if self.parts.lookup.embeddings is None:
+            return Local(moved, None, None), {}
         stored, stored_state, changed = self.parts.lookup.applied(
             local.stored, local.stored_state, moved.rows, moved.active, read
         )
@@ -234,7 +238,7 @@ class ReplicaStep:
         cost nothing that grows with their number.
         """
         if self.parts.lookup.embeddings is None:
-            return self._exchanged_in((state, done), phase)
+            return self.parts.exchanged(state, done.dense, phase)
         exchanged = partial(self._exchanged_in, phase=phase)
         alone = partial(self._exchanged_in, phase=())
         return run_if(self._moves_stored(state, phase), exchanged, alone, (state, done))

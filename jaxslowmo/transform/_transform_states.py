@@ -1,4 +1,8 @@
-"""States of transforms: whose they are, and how they move to other replicas on the host."""
+"""States of transforms: whose they are, and how they move to other replicas on the host.
+
+The functions that move them take and return NumPy arrays, so that a checkpoint of a mesh that no
+longer exists can be read.
+"""
 
 import math
 from collections import OrderedDict
