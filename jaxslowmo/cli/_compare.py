@@ -25,7 +25,7 @@ from ._output import (
     write_json,
 )
 from .config._commands import CompareConfig
-from .run._division import RunDevices, choose_mesh, divide_text
+from .run._division import choose_mesh, divide_text
 from .run._job import Job, RunResult
 from .run._recipes import RECIPES, describe_exchanges
 from .run._run_folder import RunFolder, locked_folder
@@ -78,7 +78,8 @@ def _compare_in(
         runs += _run_seeds(jobs.pop(name), name, config, folder, console)
         if runs[-1].was_stopped:
             break
-    _write_results(config, placement, size, runs, folder, console)
+    about = [f"byte-level GPT, {size} parameters", placement.description, *_describe(config)]
+    _write_results(config, "  ·  ".join(about), placement.is_virtual, runs, folder, console)
     statuses = {run.status for run in runs}
     worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
@@ -102,8 +103,8 @@ def _run_seeds(
 
 def _write_results(
     config: CompareConfig,
-    placement: RunDevices,
-    size: str,
+    about: str,
+    would: bool,
     runs: list[RunResult],
     folder: RunFolder,
     console: Console,
@@ -114,28 +115,19 @@ def _write_results(
     for run in runs:
         if run.status == "finished":
             histories[run.summary["algorithm"]].append(run.records)
-    draw_comparison(
-        histories,
-        folder.picture,
-        title="Loss against steps, and against bytes on the wire",
-        subtitle=_describe(config, placement, size),
-        would=placement.is_virtual,
-    )
-    console.print(compare_table(rows, would=placement.is_virtual))
+    draw_comparison(histories, folder.picture, subtitle=about, would=would)
+    console.print(compare_table(rows, would=would))
     say(console, str(folder.picture))
 
 
-def _describe(config: CompareConfig, placement: RunDevices, size: str) -> str:
+def _describe(config: CompareConfig) -> list[str]:
     train, seeds = config.train, len(config.seeds)
     exchanges = describe_exchanges(config.base_algorithms, train.algorithm)
-    parts = [
-        f"byte-level GPT, {size} parameters",
-        placement.description,
+    return [
         f"{train.steps} steps",
         *([", ".join(exchanges)] if exchanges else []),
         f"{seeds} seeds (mean, least to largest)" if seeds > 1 else f"seed {config.seeds[0]}",
     ]
-    return "  ·  ".join(parts)
 
 
 _STYLES = {name: (COLOURS[recipe.colour], recipe.marker) for name, recipe in RECIPES.items()}
@@ -148,7 +140,6 @@ def draw_comparison(
     histories: Mapping[str, Sequence[Sequence[dict[str, Any]]]],
     path: Path,
     *,
-    title: str,
     subtitle: str,
     would: bool = False,
 ) -> None:
@@ -158,7 +149,6 @@ def draw_comparison(
       histories: by algorithm, the records of each seed's run (`Recorder`); those with a
         `validation_loss` are drawn: the mean over seeds, and a band from least to largest.
       path: of the PNG.
-      title: of the figure.
       subtitle: what was run, in smaller letters.
       would: whether the bytes are only what the runs would send.
     """
@@ -193,6 +183,7 @@ def draw_comparison(
         clean(axes)
     if losses:
         by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
+    title = "Loss against steps, and against bytes on the wire"
     write_title(figure, title, lines_below_title, heights=(0.945, 0.9, 0.04))
     save_figure(figure, path)
 

@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import jaxslowmo as js
 
 from ._errors import usage_errors
-from ._output import format_bytes, format_count, say
+from ._output import facts_table, format_bytes, format_count, say
 from .config._training import TrainConfig
 from .run._division import RunDevices, Text, choose_mesh
 from .run._job import Job
 from .run._model import Form, form_of, parts_of, schedule_of
+from .run._recorder import emitted
 
 _NOTHING = Text((), (), np.zeros((0, 0, 0), np.uint8), "", "")
 
@@ -34,16 +34,11 @@ def inspect_config(config: TrainConfig) -> int:
         placement = choose_mesh(config)
         job = Job(config, placement, _NOTHING)
     state = job.step.init(form.init(config.seed, placement.mesh))
-    facts = Table(show_header=False, title=config.algorithm.algorithm, title_justify="left")
-    for name, value in _facts(config, form, placement, job, state).items():
-        facts.add_row(name, value)
-    console.print(facts)
+    facts = _facts(config, form, placement, job, state)
+    console.print(facts_table(facts, title=config.algorithm.algorithm, title_justify="left"))
     batch = np.zeros((config.replicas * config.batch, form.config.context_length + 1), np.uint8)
-    programs = job.step.traced_by_phase(state, batch)
-    lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
-    mesh = placement.mesh if isinstance(placement.mesh, jax.sharding.Mesh) else None
-    report = js.comm_report_of(lowered.get(None, lowered), mesh=mesh, compile=False)
     say(console, "What a step sends, as bytes that go into each collective on one device:")
+    report = emitted(job.step, state, batch)
     console.print(str(report), highlight=False, soft_wrap=True, markup=False)
     return 0
 

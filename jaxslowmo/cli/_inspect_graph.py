@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxslowmo.topology import Graph, GraphAnalysis
 
 from ._errors import usage_errors
+from ._output import facts_table
 from .config._inspect import InspectGraphConfig
 
 FOREVER = 1024  # rounds to show of nodes that never agree
+_MOST_ROWS = 16
+_MOST_PEERS = 12
 _FIELDS = (
     "doubly_stochastic", "weights_move", "weight_range", "second_eigenvalue", "spectral_gap",
     "spectral_gap_per_round", "tolerance", "mixes", "rounds_to_tolerance", "messages_mean",
@@ -47,10 +50,6 @@ def error_table(analysis: GraphAnalysis) -> dict[int, float]:
     return {count: analysis.error(count) for count in sorted(counts)}
 
 
-_MOST_ROWS = 16
-_MOST_PEERS = 12
-
-
 def inspect_graph(config: InspectGraphConfig) -> int:
     """Prints what there is to know about a graph, and returns the exit code.
 
@@ -63,10 +62,8 @@ def inspect_graph(config: InspectGraphConfig) -> int:
         print(json.dumps(_as_json(analysis, config), indent=2))
         return 0
     console = Console()
-    facts = Table(show_header=False, title=f"{analysis.graph.name}, {config.mixing} mixing")
-    for name, value in analysis.summary().items():
-        facts.add_row(name, value)
-    console.print(facts)
+    title = f"{analysis.graph.name}, {config.mixing} mixing"
+    console.print(facts_table(analysis.summary(), title=title))
     if analysis.graph.num_nodes > 1:
         console.print(_phone_book(analysis.graph))
         console.print(_rounds(analysis))
@@ -102,9 +99,8 @@ def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig) -> dict[str, A
 
 
 def _phone_book(graph: Graph) -> Table:
-    table = Table(title="Phone book")
-    table.add_column("node", justify="right")
-    table.add_column("sends to, in turn" if graph.is_dynamic else "sends to")
+    what = "sends to, in turn" if graph.is_dynamic else "sends to"
+    table = Table(Column("node", justify="right"), what, title="Phone book")
     rows = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
     for node, row in enumerate(rows[:_MOST_ROWS]):
         table.add_row(str(node), _some(row))
@@ -114,11 +110,11 @@ def _phone_book(graph: Graph) -> Table:
 
 
 def _rounds(analysis: GraphAnalysis) -> Table:
-    table = Table(title="Rounds of a rotation")
-    table.add_column("round", justify="right")
-    table.add_column("node 0 sends to")
-    table.add_column("doubly stochastic")
-    table.add_column("collective permutes", justify="right")
+    table = Table(
+        *(Column("round", justify="right"), "node 0 sends to", "doubly stochastic"),
+        Column("collective permutes", justify="right"),
+        title="Rounds of a rotation",
+    )
     count = analysis.graph.num_rounds
     for step in range(min(count, _MOST_ROWS)):
         table.add_row(
@@ -133,9 +129,8 @@ def _rounds(analysis: GraphAnalysis) -> Table:
 
 
 def _errors(analysis: GraphAnalysis) -> Table:
-    table = Table(title="Agreement")
-    table.add_column("after rounds", justify="right")
-    table.add_column("consensus error", justify="right")
+    names = ("after rounds", "consensus error")
+    table = Table(*(Column(name, justify="right") for name in names), title="Agreement")
     for rounds, error in error_table(analysis).items():
         table.add_row(str(rounds), f"{error:.3g}")
     return table

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column
 
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
@@ -20,7 +20,7 @@ from .._support.files import write_anew
 from ._errors import CommandError
 from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
 from ._inspect_graph import FOREVER, graph_facts
-from ._output import say, write_json
+from ._output import numbers_table, say, write_json
 from .config._algorithms import parse_mixing
 from .config._inspect import InspectGraphsConfig, check_effort, split_graph
 from .run._run_folder import make_folder
@@ -235,10 +235,8 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
         if path.suffix == ".png":
             draw_graphs(curves, path, tolerance=config.tolerance, mixing=config.mixing)
     for title, rows in tables(config, analyses).items():
-        table = Table(title=title, title_justify="left")
-        table.add_column("graph", no_wrap=True)
-        for nodes in config.nodes:
-            table.add_column(str(nodes), justify="right", no_wrap=True)
+        first, sizes = Column("graph", no_wrap=True), map(str, config.nodes)
+        table = numbers_table(first, sizes, title=title, title_justify="left")
         for graph, cells in rows.items():
             table.add_row(graph, *cells)
         console.print(table)

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
 from jaxslowmo.pipeline.schedules import Schedule, drawing
 
 from ._errors import CommandError, usage_errors
-from ._output import say
+from ._output import facts_table, numbers_table, say
 from .config._inspect import InspectScheduleConfig
 
 _ARGUMENTS = {
@@ -41,13 +41,13 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
         print(json.dumps(_as_json(schedule, config), indent=2))
         return 0
     console = Console()
-    facts = Table(show_header=False, title=_title(schedule), title_justify="left")
-    how = "in lockstep" if config.lockstep else "each stage as soon as it can"
-    facts.add_row(f"time, {how}", f"{found.time:.6g}")
-    facts.add_row("bubble", _percent(found.bubble))
-    facts.add_row("stash of each stage, microbatches of a chunk", _row(schedule.stash))
-    facts.add_row("messages that each stage sends", _row(schedule.sends))
-    console.print(facts)
+    facts = {
+        f"time, {_how(config)}": f"{found.time:.6g}",
+        "bubble": _percent(found.bubble),
+        "stash of each stage, microbatches of a chunk": _row(schedule.stash),
+        "messages that each stage sends": _row(schedule.sends),
+    }
+    console.print(facts_table(facts, title=_title(schedule), title_justify="left"))
     for line in drawing.grid_lines(schedule, width=console.width, whole=config.whole):
         console.print(_coloured(line), no_wrap=True, crop=False, soft_wrap=True)
     say(console, _legend(schedule), "")
@@ -85,15 +85,14 @@ def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
     times = ", ".join(
         f"{name} {value:g}" for name, value in zip("FIW", config.times.values(), strict=False)
     )
-    table = Table(
+    table = numbers_table(
+        Column("kind"),
+        ("chunks", "bubble", "in lockstep", "stash", "sends"),
         title=f"Kinds with {times}, send {config.send:g}",
         title_justify="left",
         caption="stash: most microbatches of a whole stage; sends: messages of the busiest stage",
         caption_justify="left",
     )
-    table.add_column("kind")
-    for name in ("chunks", "bubble", "in lockstep", "stash", "sends"):
-        table.add_column(name, justify="right", no_wrap=True)
     for name, other in others(schedule, config).items():
         if isinstance(other, str):
             table.add_row(name, *["none"] * 5)
@@ -143,15 +142,18 @@ def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any
 
 def _draw(schedule: Schedule, config: InspectScheduleConfig, out: Path) -> None:
     found = schedule.simulate(**config.times, lockstep=config.lockstep)
-    how = "in lockstep" if config.lockstep else "each stage as soon as it can"
     times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
-    line = f"{how}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
+    line = f"{_how(config)}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
     try:
         schedules.picture(found, out, title=_title(schedule), lines=[line])
     except OSError as error:
         raise CommandError(f"--out: cannot write {out}: {error.strerror}") from None
     except ValueError as error:  # matplotlib knows no such format
         raise CommandError(f"--out: cannot write {out}: {error}") from None
+
+
+def _how(config: InspectScheduleConfig) -> str:
+    return "in lockstep" if config.lockstep else "each stage as soon as it can"
 
 
 def _title(schedule: Schedule) -> str:

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from .._support.files import write_anew
 
@@ -149,34 +149,39 @@ class Reporter:
         return "  ".join(part for part in parts if part)
 
 
-def run_table(summary: dict[str, Any]) -> Table:
-    """One run: a line per number."""
-    table = Table(show_header=False, title=f"{summary['algorithm']}: {summary['status']}")
-    speed = summary["tokens_per_second"]
-    verb = "would be sent" if summary["bytes_are_hypothetical"] else "sent"
-    for name, value in (
-        ("steps", str(summary["steps"])),
-        ("parameters", format_count(summary["parameters"])),
-        ("training loss, nats/byte", format_loss(summary["loss"])),
-        ("validation loss of the consensus, nats/byte", format_loss(summary["validation_loss"])),
-        (f"bytes {verb} per replica", format_bytes(summary["bytes_sent"])),
-        *(
-            (f"  in a step of kind {kind}", format_bytes(count))
-            for kind, count in summary["bytes_per_step_by_kind"].items()
-        ),
-        *(
-            [
-                ("scale of the loss", f"{summary['loss_scale']:g}"),
-                ("updates skipped, all replicas", str(summary["skipped_updates"])),
-            ]
-            if "loss_scale" in summary
-            else []
-        ),
-        ("tokens/s, all replicas", "-" if speed is None else format_count(speed)),
-        ("seconds", f"{summary['seconds']:.1f}"),
-    ):
+def facts_table(facts: Mapping[str, str], **options: Any) -> Table:
+    """Return a table with a line per fact; `options` are those of `rich.table.Table`."""
+    table = Table(show_header=False, **options)
+    for name, value in facts.items():
         table.add_row(name, value)
     return table
+
+
+def numbers_table(first: Column, names: Iterable[str], **options: Any) -> Table:
+    """Return an empty table of columns of numbers, to the right of a first one with names."""
+    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
+    return Table(first, *numbers, **options)
+
+
+def run_table(summary: dict[str, Any]) -> Table:
+    """Return a table of one run: a line per number."""
+    speed = summary["tokens_per_second"]
+    verb = "would be sent" if summary["bytes_are_hypothetical"] else "sent"
+    facts = {
+        "steps": str(summary["steps"]),
+        "parameters": format_count(summary["parameters"]),
+        "training loss, nats/byte": format_loss(summary["loss"]),
+        "validation loss of the consensus, nats/byte": format_loss(summary["validation_loss"]),
+        f"bytes {verb} per replica": format_bytes(summary["bytes_sent"]),
+    }
+    for kind, count in summary["bytes_per_step_by_kind"].items():
+        facts[f"  in a step of kind {kind}"] = format_bytes(count)
+    if "loss_scale" in summary:
+        facts["scale of the loss"] = f"{summary['loss_scale']:g}"
+        facts["updates skipped, all replicas"] = str(summary["skipped_updates"])
+    facts["tokens/s, all replicas"] = "-" if speed is None else format_count(speed)
+    facts["seconds"] = f"{summary['seconds']:.1f}"
+    return facts_table(facts, title=f"{summary['algorithm']}: {summary['status']}")
 
 
 def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -215,14 +220,13 @@ def compare_rows(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def compare_table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     """The rows of `compare_rows` side by side."""
     first = rows[0]["algorithm"] if rows else ""
-    table = Table(
+    table = numbers_table(
+        Column("algorithm", overflow="fold"),  # settings make long names
+        ("validation", "spread", "bytes", f"of {first}", "tokens/s"),
         caption="validation loss: nats per byte, consensus model; "
         f"bytes {'that a replica would send' if would else 'sent per replica'}",
         caption_justify="left",
     )
-    table.add_column("algorithm", overflow="fold")  # settings make long names
-    for name in ("validation", "spread", "bytes", f"of {first}", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         table.add_row(

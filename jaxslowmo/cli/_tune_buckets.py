@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 import jaxslowmo as js
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
@@ -20,7 +20,7 @@ from jaxslowmo.tree import noted_buffers
 
 from ._errors import INTERRUPTED, usage_errors
 from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
-from ._output import format_bytes, format_count, format_limit, say, write_json
+from ._output import format_bytes, format_count, format_limit, numbers_table, say, write_json
 from .config._commands import TuneBucketsConfig
 from .processes._peers import StopOnSignal
 from .run._division import RunDevices, choose_mesh
@@ -232,14 +232,13 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def rows_table(rows: Sequence[Row], best: int) -> Table:
     """The rows side by side."""
-    table = Table(
+    table = numbers_table(
+        Column("limit", no_wrap=True),
+        ("buckets", "largest", "ms", "quartiles", "ratio"),
         caption="ms: median step, and quartiles over the rounds; ratio: to one bucket per "
         "gradient, round by round",
         caption_justify="left",
     )
-    table.add_column("limit", no_wrap=True)
-    for name in ("buckets", "largest", "ms", "quartiles", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         name = format_limit(row.limit) if row.limit else "per leaf"
         sizes = (str(len(row.bucket_sizes)), format_bytes(max(row.bucket_sizes)))

@@ -81,8 +81,10 @@ def test_the_previous_one_is_used_if_asked(saved):
     arguments = (step, PARAMS)
     try:
         damage(record, "half")
-        with pytest.raises(CheckpointError, match=r"no JSON.*`fallback=True` takes that of step 2"):
+        said = r"no JSON.*`fallback=True` takes that of step 2"
+        with pytest.raises(CheckpointError, match=said) as raised:
             checkpoints.restore(*arguments, model_state=MODEL_STATE)
+        assert raised.value.older_step == 2
         with pytest.warns(UserWarning, match=r"/3 is damaged.*Using the checkpoint of step 2"):
             found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
         assert (found.step, bits(found.state)) == (2, states[2])

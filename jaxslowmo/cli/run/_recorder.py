@@ -66,15 +66,7 @@ class ByteLedger:
     @classmethod
     def of_step(cls, step: js.TrainStep, state: Any, batch: Any, *, sent: int = 0) -> "ByteLedger":
         """Reads the step's programs without compiling or running them."""
-        # Emitted collectives are what the algorithm asks for; compiling every program a second
-        # time to read what a backend made of them would cost more than it tells here. The batch as
-        # it is: of several processes each has a part, and shapes would be those of the whole.
-        programs = step.traced_by_phase(_shapes(state), batch)
-        lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
-        if None in lowered:
-            lowered = lowered[None]
-        mesh = step.mesh if isinstance(step.mesh, jax.sharding.Mesh) else None
-        report = js.comm_report_of(lowered, mesh=mesh, compile=False)
+        report = emitted(step, state, batch)
         inner = math.prod(size for name, size in step.mesh.shape.items() if name != "replica")
         if "replica" not in report.axes:  # one replica: nobody to talk to
             return cls(dict.fromkeys(report.kinds, 0), sent)
@@ -106,11 +98,21 @@ class ByteLedger:
         return max(sent for kind, sent in self.by_kind.items() if kind.startswith("round "))
 
 
-def _shapes(tree: Any) -> Any:
+def emitted(step: js.TrainStep, state: Any, batch: Any) -> js.CommReport:
+    """Return the collectives of a step's programs, which are traced and neither compiled nor run.
+
+    Emitted collectives are what the algorithm asks for; compiling every program a second time to
+    read what a backend made of them would cost more than it tells here.
+    """
+
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
-    return jax.tree.map(shape_of, tree)
+    # The batch as it is: of several processes each has a part, and shapes would be of the whole.
+    programs = step.traced_by_phase(jax.tree.map(shape_of, state), batch)
+    lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
+    mesh = step.mesh if isinstance(step.mesh, jax.sharding.Mesh) else None
+    return js.comm_report_of(lowered.get(None, lowered), mesh=mesh, compile=False)
 
 
 class Recorder:
