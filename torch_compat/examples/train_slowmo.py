@@ -16,8 +16,7 @@ from .. import runtime
 from ..slowmo import SlowMoDistributedDataParallel, broadcast_parameters
 from .arguments import parse_training, slowmo_arguments
 from .devices import run, spawn
-from .model import LanguageModel
-from .replicas import train_replica
+from .model import LanguageModel, train_replica
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

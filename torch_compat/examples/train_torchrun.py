@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ..slowmo import SlowMoDistributedDataParallel
 from .arguments import parse_training, slowmo_arguments
-from .model import LanguageModel
-from .replicas import train_replica
+from .model import LanguageModel, train_replica
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -205,7 +205,6 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         places, self._backend, base = settle(options)
         if verbose:
             show_log()
-
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.process_rank = places.rank
