@@ -23,8 +23,8 @@ def test_a_run_of_stages(call):
 
 
 def test_a_run_whose_stages_the_host_dispatches(call):
-    mesh = ("--mesh", "stage=2", "--batch", 4, "--algorithm", "all_reduce", "--executor", "host")
-    outcome = call("inspect", "config", "--preset", "tiny", *mesh)
+    mesh = ("--mesh", "replica=2,stage=2", "--batch", 4, "--executor", "host")
+    outcome = call("inspect", "config", "--preset", "tiny", "--algorithm", "all_reduce", *mesh)
     assert (outcome.code, outcome.err) == (0, "")
     facts = dict(row for row in outcome.rows if len(row) == 2)
     free = js.schedules.one_f_one_b(2, 4).simulate()  # no stage waits for the end of a tick

@@ -275,7 +275,7 @@ TABLE: dict[str, dict[str, Row]] = {
             name: row for name, row in TRAIN.items()
             if name in ("--preset", "--dtype", "--tied", "--batch", "--accumulate", "--mesh",
                         "--replicas", "--devices-per-replica", "--schedule", "--microbatches",
-                        "--chunks", "--mode", "--graph", "--codec", "--shard-state")
+                        "--chunks", "--executor", "--mode", "--graph", "--codec", "--shard-state")
         },
         "--algorithm": ONLY_TRAIN["--algorithm"],
     },
