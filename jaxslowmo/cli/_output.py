@@ -14,6 +14,8 @@ from rich.table import Column, Table
 
 from .._support.files import write_anew
 
+_LINES = 10  # of a run without a terminal
+
 
 def format_bytes(count: float) -> str:
     """Decimal units, three digits: 0 B, 999 B, 1.50 MB."""
@@ -72,9 +74,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-_LINES = 10  # of a run without a terminal
 
 
 class Reporter:

@@ -6,7 +6,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import CheckpointError, export_consensus, load_consensus
+from jaxslowmo.checkpoint import (
+    CheckpointError,
+    consensus_extra,
+    export_consensus,
+    load_consensus,
+)
 
 PARAMS = {
     "layers": [{"w": np.arange(12.0, dtype=np.float32).reshape(2, 6)}],
@@ -27,6 +32,7 @@ def test_it_comes_back_and_others_can_read_it(tmp_path):
     mesh, path = js.virtual_mesh({"replica": 2}), tmp_path / "model"
     export_consensus(path, jax.tree.map(lambda x: x * 0, PARAMS), mesh=mesh)
     export_consensus(path, PARAMS, mesh=mesh, extra={"step": 7})  # replaces it
+    assert consensus_extra(path) == {"step": 7}
     same(load_consensus(path), MEAN)
     same(load_consensus(path, like=MEAN), MEAN)
     same(dict(ocp.PyTreeCheckpointer().restore(path / "state")), MEAN)

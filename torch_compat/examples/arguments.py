@@ -89,25 +89,8 @@ def slowmo_arguments(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse_training(
-    program: str,
-    description: str | None,
-    arguments: list[str] | None,
-    *,
-    on_xla: bool = True,
-) -> argparse.Namespace:
-    """Return what a program that trains replicas of the language model is asked for.
-
-    These are --steps, --batch-size, --learning-rate, --seed and the options of `add_model` and
-    `add_slowmo`; `config` holds the model's sizes.
-
-    Args:
-      program: name of its module.
-      description: what `--help` says of it.
-      arguments: its command line; None: that of this process.
-      on_xla: whether it runs on XLA devices, and knows --cpu-devices.
-    """
-    parser = make_parser(program, description, on_xla=on_xla)
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """--steps, --batch-size, --learning-rate, --seed, and those of `add_model` and `add_slowmo`."""
     add = parser.add_argument
     add("--steps", type=positive_int, default=128, help="of every replica (%(default)s)")
     add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
@@ -115,8 +98,14 @@ def parse_training(
     add_slowmo(parser)
     add_model(parser)
     add("--seed", type=natural, default=0, help="of parameters and samples (%(default)s)")
+
+
+def parse_training(
+    parser: argparse.ArgumentParser, arguments: list[str] | None
+) -> argparse.Namespace:
+    """The options of `add_training`, with the model's sizes as `config`."""
     options = parser.parse_args(arguments)
-    if on_xla:
+    if "cpu_devices" in options:
         check_node_size(parser, options)
     try:
         options.config = model_config(options)

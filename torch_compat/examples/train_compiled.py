@@ -11,26 +11,31 @@ it is left out.
 
 import argparse
 import itertools
+import sys
+import warnings
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
 from .. import runtime
 from ..slowmo import SlowMoDistributedDataParallel, broadcast_parameters
-from .arguments import parse_training, slowmo_arguments
-from .devices import run, spawn
+from .arguments import add_training, make_parser, parse_training, slowmo_arguments
+from .interrupt import end_forked_processes_at_once
 from .model import LanguageModel, loss_of_replicas
 from .text import TextStream, standard_library, validation_batch
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
-    return parse_training("train_compiled", __doc__, arguments)
+    parser = make_parser("train_compiled", __doc__)
+    add_training(parser)
+    return parse_training(parser, arguments)
 
 
 class Trainer:
@@ -114,8 +119,17 @@ def train(index: int, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program."""
-    spawn(train, parse(arguments))
+    options = parse(arguments)
+    if options.cpu_devices:
+        runtime.configure_cpu_devices(options.cpu_devices)
+    torch.manual_seed(options.seed)
+    end_forked_processes_at_once()
+    xmp.spawn(train, args=(options,), start_method="fork")
 
 
 if __name__ == "__main__":
-    run(main)
+    warnings.simplefilter("once")  # not once per device
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped by Ctrl-C.")

@@ -10,6 +10,7 @@ together every few steps. Ends with an error where the accuracy is below --targe
 import argparse
 import sys
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -32,8 +34,8 @@ from .arguments import (
     positive_int,
     slowmo_arguments,
 )
-from .devices import run, spawn
 from .digits import DigitNet, Digits
+from .interrupt import end_forked_processes_at_once
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -165,8 +167,17 @@ def sum_over_devices(value: torch.Tensor, number: int) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the program."""
-    spawn(train, parse(arguments))
+    options = parse(arguments)
+    if options.cpu_devices:
+        runtime.configure_cpu_devices(options.cpu_devices)
+    torch.manual_seed(options.seed)
+    end_forked_processes_at_once()
+    xmp.spawn(train, args=(options,), start_method="fork")
 
 
 if __name__ == "__main__":
-    run(main)
+    warnings.simplefilter("once")  # not once per device
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped by Ctrl-C.")

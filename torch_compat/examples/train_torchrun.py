@@ -10,18 +10,22 @@ what they started from.
 import argparse
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 from ..slowmo import SlowMoDistributedDataParallel
-from .arguments import parse_training, slowmo_arguments
-from .model import LanguageModel, train_replica
+from .arguments import add_training, make_parser, parse_training, slowmo_arguments
+from .model import LanguageModel, loss_of_replicas
+from .text import TextStream, standard_library, validation_batch
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the program where it is wrong."""
-    return parse_training("train_torchrun", __doc__, arguments, on_xla=False)
+    parser = make_parser("train_torchrun", __doc__, on_xla=False)
+    add_training(parser)
+    return parse_training(parser, arguments)
 
 
 def join() -> torch.device:
@@ -46,14 +50,37 @@ def join() -> torch.device:
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     """What every process runs."""
+    rank, world, text = dist.get_rank(), dist.get_world_size(), standard_library()
     torch.manual_seed(options.seed)  # equal replicas
     net = SlowMoDistributedDataParallel(
         LanguageModel(options.config).to(device), **slowmo_arguments(options)
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate)
-    train_replica(
-        net, optimizer, options, device, rank=dist.get_rank(), world=dist.get_world_size()
-    )
+    samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
+    batches = torch.utils.data.DataLoader(samples, batch_size=options.batch_size)
+    validation = validation_batch(text.validation, num_samples=64, length=options.length)
+
+    def validation_loss() -> float:
+        return loss_of_replicas(net, options.config, validation, is_wanted=rank == 0)
+
+    first, begin = validation_loss(), time.perf_counter()
+    for step, batch in zip(range(1, options.steps + 1), batches, strict=False):
+        tokens = batch["input_ids"].to(device)
+        loss = net(input_ids=tokens, labels=tokens)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net.perform_slowmo(optimizer)
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    rate = options.steps * options.batch_size * world / (time.perf_counter() - begin)
+    last = validation_loss()
+    if rank == 0:
+        print(
+            f"validation loss {first:.4f} -> {last:.4f} (mean of {world} replicas) in "
+            f"{options.steps} steps, {rate:.1f} samples/s",
+            flush=True,
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,6 +18,8 @@ from ._fields import (
 from ._options import check_setting
 from ._training import MOST_SEEDS, TrainConfig
 
+_SYMBOLS = 256  # the models read and write bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig(Checked):
@@ -92,9 +94,6 @@ def _parse(name: str, kind: Any, text: str) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         raise ValueError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
-
-
-_SYMBOLS = 256  # the models read and write bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ _PATIENCE = (
 # Between processes on CPU, all-reduces that stay apart travel beside the computation. A pass
 # of the compiler for CPUs alone: other platforms do not know it.
 _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+_EVAL_BYTES_PER_BATCH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +175,6 @@ def _ask_for_cpu_devices(count: int, *, alone: bool) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # devices are in use already: there are as many as there are
         return
-
-
-_EVAL_BYTES_PER_BATCH = 8192
 
 
 @dataclasses.dataclass(frozen=True)
