@@ -10,6 +10,7 @@ PATH = Path(__file__).parents[2] / "tools" / "trips.py"
 # In all, and without what the rest is written in.
 MOST = {"slow step": (12, 9), "first call": (34, 30), "compiled step": (5, 5)}
 MOST["gradient of a pipeline"] = (18, 15)
+MOST["train"] = (62, 56)
 
 
 def trips():
@@ -44,6 +45,14 @@ def test_a_gradient_of_a_pipeline_is_a_short_trip():
     assert "pipeline/one_program/_scan.py" in trip.files
     assert not any(file == "pipeline/stage/_split_stage.py" for file in trip.files)
     assert_short("gradient of a pipeline", trip)
+
+
+def test_train_is_a_short_trip_to_its_first_collective():
+    trip = trips().train("slowmo")
+    assert trip.files[0] == "cli/_train.py"
+    for unused in ("pipeline/", "gradients/tied/", "cli/processes/_launch.py"):
+        assert not any(file.startswith(unused) for file in trip.files), trip.files
+    assert_short("train", trip)
 
 
 def test_a_trip_ends_at_the_first_collective_of_the_package():
