@@ -325,9 +325,15 @@ class Execution:
         totals = Totals(loss, grads, states)
         value, new_states, grads = self._step.ending(every[0])(totals)
         results = Results(value, new_states, grads if setting.differentiates else None)
-        if setting.spread.lead and AxisType.Explicit in setting.plan.mesh.axis_types:
+        if AxisType.Explicit in setting.plan.mesh.axis_types:
             # In a step's program types then tell how arrays lie; nothing is moved.
-            results = jax.device_put(results, self._shardings(results))
+            placed = jax.device_put(results, self._shardings(results))
+            if not setting.spread.lead:
+                # Outside of programs `jax.grad` begins with an array that has no mesh, and jax
+                # 0.10 and 0.12 multiply none of another mesh with gradients on this one.
+                value = jax.tree.map(lambda x: x.addressable_data(0), results.value)
+                return placed._replace(value=value)
+            results = placed
         return results
 
 

@@ -37,7 +37,8 @@ def stacked(
     if not leaves:
         return packing.staged({})
     if any(isinstance(x, Tracer) for x in leaves):
-        return packing.staged(stages(jnp, tree))
+        buffers = stages(jnp, tree)
+        return packing.staged(_over_explicit_axes(packing, buffers) if on_mesh else buffers)
     if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
         return packing.staged(stages(np, tree))
     kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
@@ -104,10 +105,33 @@ def unstacked(packing: BufferPacking, buffers: Mapping[str, Any]) -> PyTree:
     return _placing(whole, mesh, shardings)(dict(buffers))
 
 
+def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict[str, Any]:
+    """Return traced buffers as those on the mesh lie over Explicit axes, of which types tell."""
+    context = jax.sharding.get_abstract_mesh()
+    mesh = packing.mesh if context.empty else context
+    explicit = _explicit(mesh)
+    if not explicit:
+        return buffers
+    types = packing.buffer_types({name: x.dtype for name, x in buffers.items()}, ())
+    specs = {name: only_over(x.sharding.spec, explicit) for name, x in types.items()}
+
+    def over(name: str, x: Any) -> Any:
+        # By way of whole buffers on the mesh, to which gradients come back: they cannot be taken
+        # apart while they are sharded, and arrays that lie on no mesh would not tell where to.
+        whole = jax.sharding.reshard(x, NamedSharding(mesh, P()))
+        return jax.sharding.reshard(whole, NamedSharding(mesh, specs[name]))
+
+    return {name: over(name, x) for name, x in buffers.items()}
+
+
+def _explicit(mesh: Any) -> frozenset[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
 def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
     """`fn` of arrays on a mesh, whose results lie as said."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if explicit := frozenset(name for name, kind in kinds if kind == AxisType.Explicit):
+    if explicit := _explicit(mesh):
         typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
         fn = jax.sharding.auto_axes(fn, out_sharding=typed)
     return jax.jit(fn, out_shardings=shardings)

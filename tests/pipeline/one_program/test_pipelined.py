@@ -1,5 +1,6 @@
 """What a pipeline of one program is told: batches, keys, types, schedules without backward."""
 
+import math
 import re
 
 import jax
@@ -349,3 +350,24 @@ def test_what_is_sent_is_what_the_table_says(mesh_of):
         ("stage,fsdp", "all-reduce"): (1, 4),  # the metric; nobody reads the loss
     }
     assert all(not row.in_loop for row in emitted.values())
+
+
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"replica": 2, "stage": 2}])
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("executor", ["one_program", "host"])
+def test_explicit_meshes_take_the_models_own_tree(axes, stacks, executor):
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), devices=jax.devices()[: math.prod(axes.values())]
+    )
+    params = [{"w": np.full((3, 3), 0.1 * (i + 1), np.float32)} for i in range(4)]
+    model = js.LayeredModel(
+        [lambda p, x: jnp.tanh(x @ p["w"])] * 4, lambda out, batch: jnp.mean((out - batch) ** 2)
+    )
+    batch = np.arange(12, dtype=np.float32).reshape(4, 3) / 12
+    schedule = js.schedules.one_f_one_b(2, 2)
+    pipe = js.pipelined(model, params, schedule, mesh=mesh, executor=executor)
+    given, run = pipe.layout.stack(params) if stacks else params, jax.value_and_grad(pipe)
+    value, grads = (jax.jit(run) if executor == "one_program" else run)(given, batch)
+    expected = jax.value_and_grad(model)(params, batch)
+    got = (value, pipe.layout.unstack(grads) if stacks else grads)
+    assert_close(got, expected)
