@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int
+from .._support.checks import checked_int, warn_once
 from .._support.types import AxisName, Phase, PyTree
-from .._support.warnings import warn_once
 from ..collectives.codecs import Codec
 from ..mesh import axis_names, axis_size, is_bound, vary_over
 from ..topology import Graph, Mixing, check_graph, check_mixing, npeer_directed_exponential

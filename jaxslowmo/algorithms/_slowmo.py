@@ -11,8 +11,8 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from .._support.checks import warn_once
 from .._support.types import AxisName, PyTree
-from .._support.warnings import warn_once
 from ..collectives.codecs import Codec
 from ..mesh import match_varying
 from ..transform import Every, ParameterTransform, as_schedule, checked_exchange

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import as_int
+from .._support.checks import as_int, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
-from .._support.warnings import warn_user
 from ..train import TrainState, TrainStep
 from ._arrays import first_line, prints_of
 from ._folder import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
+from .._support.checks import warn_user
 from .._support.extras import needed_by
 from .._support.files import can_rename
-from .._support.warnings import warn_user
 
 # All of which the extra `train` brings; the other files of this package take them from here.
 with needed_by("jaxslowmo.checkpoint"):

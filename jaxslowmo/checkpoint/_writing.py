@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._support.checks import warn_user
 from .._support.coordinator import NoNoteError, forget, gather_notes, tell, wait_for
 from .._support.files import COMMITTED, can_rename, io_errno
-from .._support.warnings import warn_user
 from ._arrays import first_line
 from ._folder import (
     ARRAYS,

@@ -4,6 +4,7 @@ from ._bags import Bags as Bags
 from ._bags import bags as bags
 from ._batch_rows import Ahead as Ahead
 from ._batch_rows import Carry as Carry
+from ._batch_rows import Requested as Requested
 from ._batch_rows import WithVectors as WithVectors
 from ._batch_rows import added_rows as added_rows
 from ._batch_rows import empty_rows as empty_rows

@@ -16,7 +16,7 @@ from ..tracing import FullLoss
 from ..transform import ParameterTransform, isolated, unless_idle
 from ._batch_rows import Ahead, Carry, Requested, WithVectors, after
 from ._embeddings import Embeddings
-from ._requests import Requests, num_devices
+from ._requests import num_devices
 from ._shards import Kinds, given_tables, on_shards, table_maker
 from ._table import WithTables
 from ._vectors import patched_rows, read_rows, send_rows, typed_as_equal
@@ -24,21 +24,22 @@ from ._vectors import patched_rows, read_rows, send_rows, typed_as_equal
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup gives a step what its batches ask for: rows of embedding tables, or nothing.
+    """A lookup gives a step the rows of embedding tables that its batches ask for.
 
     Parameters of a step are dense ones, which its optimizer knows, and stored ones, the tables, of
     which a batch asks for some rows and which are updated where they lie: `WithTables(dense,
-    tables)`, and the states of the optimizers likewise. Without tables all parameters are dense.
-    Methods that take values of one device are called where `axis` is bound.
+    tables)`, and the states of the optimizers likewise. A step without tables has `NoTables` in the
+    place of a lookup, with the same methods. Methods that take values of one device are called
+    where `axis` is bound.
 
     Attributes:
-      embeddings: the tables; None without.
+      embeddings: the tables.
       axis: name of an axis of the mesh, between whose devices a replica's stored parameters are
         sharded; None: they are not.
       nested: the same where the compiler has it, and it is bound around what needs it.
     """
 
-    embeddings: Embeddings | None = None
+    embeddings: Embeddings
     axis: str | None = None
     nested: str | None = None
 
@@ -46,26 +47,25 @@ class Lookup:
 
     def dense(self, tree: PyTree) -> PyTree:
         """The part of the dense parameters; specs may be one for all."""
-        has_both = self.embeddings is not None and isinstance(tree, WithTables)
-        return tree.dense if has_both else tree
+        return tree.dense if isinstance(tree, WithTables) else tree
 
     def stored(self, tree: PyTree) -> PyTree:
         """The part of the stored parameters."""
-        return None if self.embeddings is None else tree.tables
+        return tree.tables
 
     def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
         """Both parts as one tree."""
-        return dense if self.embeddings is None else WithTables(dense, stored)
+        return WithTables(dense, stored)
 
     @property
     def specs(self) -> Any:
         """The kinds of the stored parameters; see `on_shards`."""
-        return None if self.embeddings is None else self.embeddings.specs
+        return self.embeddings.specs
 
     @property
     def optimizer_specs(self) -> Any:
         """The kinds of the state of their optimizer."""
-        return None if self.embeddings is None else self.embeddings.optimizer_specs
+        return self.embeddings.optimizer_specs
 
     def stacked(self, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
         """Parameters of all replicas, equal on them.
@@ -80,8 +80,6 @@ class Lookup:
         Communication: none.
         """
         dense = replicate(self.dense(params), mesh=mesh, axis_name=axis_name)
-        if self.embeddings is None:
-            return dense
         where = self.embeddings, self.nested, mesh, axis_name
         if isinstance(params, WithTables):
             return WithTables(dense, given_tables(params.tables, *where))
@@ -98,8 +96,6 @@ class Lookup:
 
     def of_loss(self, loss: FullLoss) -> FullLoss:
         """A loss function of batches as `seen` makes them; it is given `embedded`."""
-        if self.embeddings is None:
-            return loss
 
         def full(params: PyTree, batch: WithVectors, **context: Any) -> Any:
             return loss(params, batch.batch, embedded=batch.embedded, **context)
@@ -135,9 +131,6 @@ class Lookup:
           not done before; one all-reduce of the counts over `axes`.
         """
         embeddings = self.embeddings
-        if embeddings is None:
-            nothing = Requests._make({} for _ in Requests._fields)
-            return Requested(batch, nothing, {}, {}, None)
         if carry is None:
             requests, vectors = embeddings.exchange_ids(embeddings.bags_of(batch)), None
         else:
@@ -154,8 +147,6 @@ class Lookup:
 
         Communication: none.
         """
-        if self.embeddings is None:
-            return requested.batch
         return _pooled(self.embeddings, requested, params)[0]
 
     def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
@@ -166,8 +157,6 @@ class Lookup:
           share: types of what one device has of a batch.
         """
         embeddings = self.embeddings
-        if embeddings is None:
-            return params, share
 
         def look_up(params: WithTables, batch: PyTree) -> PyTree:
             return embeddings.reference(params.tables, embeddings.bags_of(batch), params.dense)
@@ -198,9 +187,6 @@ class Lookup:
         Communication: per table one all-to-all of the rows that were asked for.
         """
         embeddings = self.embeddings
-        if embeddings is None:
-            results, grads, _ = compute(params, requested.batch, *operands)
-            return results, grads, {}, requested.batch
 
         def own(
             requested: Requested, params: PyTree, *operands: PyTree
@@ -235,8 +221,6 @@ class Lookup:
           Both, and the numbers of the rows that have changed, by table.
         """
         embeddings = self.embeddings
-        if embeddings is None:
-            return stored, state, {}
         numbers = after({name: own.rows for name, own in rows.items()}, read)
         numbers = typed_as_equal(embeddings.layout(), numbers)
         rows = {name: replace(own, rows=numbers[name]) for name, own in rows.items()}
@@ -261,7 +245,7 @@ class Lookup:
           all-to-all of them per table.
         """
         embeddings = self.embeddings
-        if embeddings is None or (upcoming is None and carry is None):
+        if upcoming is None and carry is None:
             return None, ()
         if carry is None:
             carry = Carry(embeddings.exchange_ids(embeddings.bags_of(upcoming)), None)
@@ -296,7 +280,7 @@ class Lookup:
         Communication: that of `patched_rows`, and one all-reduce of the counts.
         """
         embeddings = self.embeddings
-        if embeddings is None or not ahead.patches:
+        if not ahead.patches:
             return carry, {}
         # What is known is no array: the program then holds one of the two ways.
         known = isinstance(moved_all, bool)
@@ -338,16 +322,13 @@ class Lookup:
           Whether all that it asks for could be looked at: of arrays of the host `inputs` may make
           ids of a device, which are not.
         """
-        if self.embeddings is None:
-            return True
         bags = self.embeddings.bags_of(batch)
         self.embeddings.check(bags, num_parts=num_parts)
         return all(isinstance(each.ids, np.ndarray) for each in bags.values())
 
     def refuse(self, metrics: dict[str, Any]) -> None:
         """Raise `ValueError` where metrics tell of what was asked for, and there is not."""
-        if self.embeddings is not None:
-            self.embeddings.refuse(metrics)
+        self.embeddings.refuse(metrics)
 
 
 def _pooled(

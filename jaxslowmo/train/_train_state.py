@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree
-from .._support.warnings import warn_user
 from ..mesh import AnyMesh, map_replicas, own_keys, replicate
 from ..tracing import FullLoss
 from ..transform import init

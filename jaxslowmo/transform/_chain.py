@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree
-from .._support.warnings import warn_user
 from ..mesh import (
     AnyMesh,
     Layouts,
@@ -45,7 +45,7 @@ from ..tree import added, apply_exactly, cast, leaf_names, updates_to
 from ._checks import check_weight, setting, unless_idle
 from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
-from ._transform_states import check_order, holds_state
+from ._spec import check_order, holds_state
 
 # By the class of a state: its fields that stand for the replica's own parameters, and move with
 # them, and those that something is measured from.

@@ -6,14 +6,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from .._support.checks import warn_once
 from .._support.types import Phase, PyTree
-from .._support.warnings import warn_once
 from ..mesh import axis_names
 from ._checks import CheckedStep, LayoutNotice
 from ._due import instants
 from ._replica_exchange import Exchange, check_axis_argument
-from ._spec import _GROUPS, ExchangeSpec, Origin, Others, Step, TransformSpec, WithSpec
-from ._transform_states import Carry, carry_plainly, learn_state, register_state
+from ._spec import (
+    _GROUPS,
+    ExchangeSpec,
+    Origin,
+    Others,
+    Step,
+    TransformSpec,
+    WithSpec,
+    learn_state,
+    register_state,
+)
+from ._transform_states import Carry, carry_plainly
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False, match_args=False)

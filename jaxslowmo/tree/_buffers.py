@@ -109,7 +109,8 @@ def plan_buffers(
 
     Args:
       tree: arrays or `ShapeDtypeStruct`s.
-      limits: bucket limits in bytes as in `assign_buckets`; None is one buffer per dtype.
+      limits: bucket limits in bytes as in `assign_buckets`; None is one buffer per dtype, for which
+        its other arguments mean nothing.
       order: in which the leaves are visited, as positions in flattening order; None is that order.
       buckets: the buffers themselves, as lists of positions, instead of limits and order.
       max_buckets: at most so many buffers, as in `assign_buckets`.
@@ -126,21 +127,25 @@ def plan_buffers(
     leaves, treedef = jax.tree.flatten(tree)
     wire = [jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves]
     shapes = tuple(leaf.shape for leaf in leaves)
+    visited = list(range(len(leaves))) if order is None else list(order)
     if buckets is not None:
         check_explicit_buckets(wire, buckets)
         groups: list[Any] = list(buckets)
+    elif limits is None:
+        by_dtype: dict[Any, list[int]] = {}
+        for i in visited:
+            by_dtype.setdefault(wire[i].dtype, []).append(i)
+        groups = list(by_dtype.values())
     else:
-        visited = list(range(len(leaves))) if order is None else list(order)
-        total = sum(math.prod(w.shape) * w.dtype.itemsize for w in wire)
         groups, _ = assign_buckets(
             [wire[i] for i in visited],
-            limits or (total + 1,),  # a limit that no buffer reaches: one buffer per dtype
+            limits,
             indices=visited,
             max_buckets=max_buckets,
             alone_bytes=alone_bytes,
             split_large=split_large,
         )
-    if buckets is not None or not split_large:  # members are whole leaves
+    if buckets is not None or limits is None or not split_large:  # members are whole leaves
         groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in groups]
     buffers = tuple(Buffer(jnp.dtype(wire[g[0].label].dtype), tuple(g)) for g in groups)
     return BufferPlan(buffers, shapes, treedef)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo._support.warnings import warn_once, warn_user
+from jaxslowmo._support.checks import warn_once, warn_user
 
 PARAMS = {"w": jnp.ones((1, 3))}
 
@@ -97,7 +97,7 @@ def test_where_no_line_is_of_a_user(monkeypatch):
         def __contains__(self, name):
             return True
 
-    monkeypatch.setattr("jaxslowmo._support.warnings._NOT_THE_USER", Everything())
+    monkeypatch.setattr("jaxslowmo._support.checks._NOT_THE_USER", Everything())
     with pytest.warns(UserWarning, match="hello") as record:
         warn_user("hello")
     (warning,) = record

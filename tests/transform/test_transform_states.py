@@ -11,7 +11,7 @@ import pytest
 import jaxslowmo as js
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.transform import gradient_state, holds_state
-from jaxslowmo.transform._transform_states import learn_state
+from jaxslowmo.transform._spec import learn_state
 
 PARAMS = {"w": np.ones(3, np.float32)}
 BATCH = np.ones((4, 3), np.float32)

@@ -11,8 +11,8 @@ from typing import Any
 
 import jaxslowmo as js
 
+from ..._support.checks import warn_user
 from ..._support.files import replacing
-from ..._support.warnings import warn_user
 from .._output import json_line, write_json
 from ..config._training import TrainConfig
 from ._run_folder import RunFolder

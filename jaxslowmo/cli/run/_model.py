@@ -34,10 +34,12 @@ _NORMS = ("norm", "blocks/*/norm_*")
 
 
 def policy_of(config: TrainConfig) -> js.Policy | None:
-    """Return the policy that `--dtype` says; None with stages."""
+    """Return the policy that `--dtype` asks for; None for float32, and with stages."""
     # A buffer of stages holds norms beside other weights, which no name tells apart. The layers
     # themselves compute in this dtype: the policy only casts what they would cast.
-    return None if "stage" in config.model_axes else js.Policy(config.dtype, keep=_NORMS)
+    if config.dtype == "float32" or "stage" in config.model_axes:
+        return None
+    return js.Policy(config.dtype, keep=_NORMS)
 
 
 def scaled(

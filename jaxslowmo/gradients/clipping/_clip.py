@@ -34,7 +34,7 @@ from ...transform import (
     passing_state,
 )
 from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names, parts_of
-from ..sparse import WithRows, arrays_of, coalesce, is_row_gradient
+from ..sparse import RowGradient, WithRows, arrays_of, coalesce
 from ..tied import TiedGroup, checked_groups, tied_members
 
 _EPSILON = 1e-6  # torch's
@@ -155,10 +155,8 @@ def clip_by_global_norm(
         ratio = jnp.asarray(max_norm, found.dtype) / (found + jnp.asarray(_EPSILON, found.dtype))
         one = jnp.ones_like(ratio)
         factor = jnp.where(jnp.isfinite(found), jnp.minimum(ratio, one), jnp.nan * one)
-        new = ClipByGlobalNormState(
-            cast(found, state.norm.dtype), cast(factor, state.clip_factor.dtype)
-        )
-        new = match_varying(new, state)
+        numbers = cast(found, state.norm.dtype), cast(factor, state.clip_factor.dtype)
+        new = match_varying(ClipByGlobalNormState(*numbers), state)
         if validation is not None:
             return updates, new
         return scaled(updates, new.clip_factor), new
@@ -182,19 +180,22 @@ def clip_state(state: PyTree) -> ClipByGlobalNormState | None:
     return found[0] if found else None
 
 
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, RowGradient)
+
+
 def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     if isinstance(tree, WithRows):
         return [*_masks(counted, tree.dense), *[None] * len(tree.rows)]
     if counted is None:
-        parts = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged) or is_row_gradient(x))
         masks: list[Any] = []
-        for part in parts:
+        for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged | RowGradient)):
             # Of parameters in stages all but later copies of tied ones are in the norm.
             packed = isinstance(part, Staged)
             later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
             masks += [None if own is None else ~own for own in later]
         return masks
-    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+    leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
     try:
         whole = jax.tree.broadcast(counted, arrays_of(tree), is_leaf=lambda x: x is None)
         masks = jax.tree.leaves(whole, is_leaf=lambda x: x is None)
@@ -232,7 +233,7 @@ def global_norm(
 
     Communication: one all-reduce of () over `axes`; none without any of more than one position.
     """
-    leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+    leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
     largest = np.isinf(norm)
     parts: dict[int, tuple[jax.Array | None, list[jax.Array]]] = {}
     for leaf, share, mask in zip(leaves, shares, counted, strict=True):
@@ -276,7 +277,7 @@ def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
 def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
     """() sum of powers of what is in a leaf, or the largest."""
     # A row may stand in a gradient of rows several times, and counts by its sum.
-    values = coalesce(leaf).gradient.values if is_row_gradient(leaf) else jnp.asarray(leaf)
+    values = coalesce(leaf).gradient.values if _is_rows(leaf) else jnp.asarray(leaf)
     size = jnp.abs(cast(values, at_least_float32(values.dtype)))
     if mask is not None:
         size = jnp.where(jnp.asarray(mask) != 0, size, jnp.zeros_like(size))
@@ -334,7 +335,7 @@ class Counting:
           ValueError: nothing tells which leaves are sharded, specs that do not fit, groups that
             do not.
         """
-        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+        leaves = jax.tree.leaves(tree, is_leaf=_is_rows)
         first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
         equal = [tuple(a for a in first if a not in own) for own in self._sharded(tree, leaves)]
         # By position of a leaf the stages on which it is a copy that an earlier stage counts.

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._support.checks import check_choice, checked_int
+from ..._support.checks import check_choice, checked_int, warn_once
 from ..._support.scopes import ALL_REDUCE_GRADIENTS
 from ..._support.types import AxisName, PyTree
-from ..._support.warnings import warn_once
 from ...mesh import (
     axes_of,
     axis_names,
@@ -203,7 +202,7 @@ def all_reduce_gradients(
             notice.at_update()
         with jax.named_scope(_OWNER):
             others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
-            rows = mean_rows(rows, others, share, divide_by)
+            rows = mean_rows(rows, others, share, divide_by) if rows else rows
             buckets = layout.planned(updates, known.param_specs, ready_order)
             if hook is None:
                 means = reduce_plainly(buckets, updates, axis_name, share, by_initial)

@@ -186,7 +186,7 @@ def mean_rows(
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
-    if not axes or not rows:
+    if not axes:
         return rows
     reduce = all_reduce_rows(axes, output="rows", divide_by=divide_by)
     share = {} if weight is None else {"weight": weight}

@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..._support.extras import needed_by
-from ._sharding import GPT_RULES, Rules, checked_rules, constrained, gpt_rules, spec_of
+from ._sharding import GPT_RULES, Rules, checked_rules, gpt_rules, laid_out, spec_of
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx
+    from flax.core.spmd import get_logical_axis_rules
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -151,6 +152,12 @@ class GPT(nnx.Module):
         else:
             x = self.head(x)
         return constrained(x.astype(jnp.float32), "batch", None, "vocab")
+
+
+def constrained(x: jax.Array, *names: str | None) -> jax.Array:
+    """Return `x`, laid out by the rules that hold here (`flax.nnx.logical_axis_rules`), if any."""
+    rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
+    return laid_out(x, names, rules, mesh) if rules and not mesh.empty else x
 
 
 def _linear(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.extras import needed_by
-from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows
-from ._sharding import Rules, constrained
+from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows, constrained
+from ._sharding import Rules
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.extras import needed_by
 
 with needed_by("jaxslowmo.models"):
-    from flax.core.spmd import get_logical_axis_rules
     from flax.linen.spmd import logical_to_mesh_axes, with_logical_constraint
 
 Names = Sequence[str | None]
@@ -104,17 +104,14 @@ def spec_of(
     return P(*spec[:whole])
 
 
-def constrained(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x`, laid out by the rules that hold here (`flax.nnx.logical_axis_rules`), if any do.
+def laid_out(x: jax.Array, names: Names, rules: Rules, mesh: AbstractMesh) -> jax.Array:
+    """Return `x`, laid out over a mesh by rules for the names of its dimensions.
 
     Axes that are not the compiler's here are left out: along them `x` is this device's part.
 
     Raises:
-      ValueError: rules that don't fit the mesh here, or `x`.
+      ValueError: rules that don't fit the mesh, or `x`.
     """
-    rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
-    if not rules or mesh.empty:
-        return x
     automatic = set(mesh.auto_axes)
     own = [
         (name, tuple(axis for axis in _axes(axes) if axis in automatic) or None)

@@ -21,8 +21,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
+from ..._support.checks import warn_user
 from ..._support.types import PyTree
-from ..._support.warnings import warn_user
 from ...tree import leaf_names
 from ._buffer_packing import BufferPacking
 

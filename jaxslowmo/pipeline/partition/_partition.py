@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.checks import checked_int
+from ..._support.checks import checked_int, warn_user
 from ..._support.types import PyTree
-from ..._support.warnings import warn_user
 from ...tree import tree_bytes
 
 Interval = tuple[int, int]

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._support.checks import checked_int
+from ..._support.checks import checked_int, warn_once
 from ..._support.scopes import GRADIENTS
 from ..._support.types import Phase, PyTree
-from ..._support.warnings import warn_once
 from ...transform import phase_name
 from ...tree import leaf_names, noted_buffers
 from ._step_program import StepProgram

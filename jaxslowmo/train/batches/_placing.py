@@ -1,9 +1,11 @@
-"""Batches and weights on the devices that use them, also of several processes."""
+"""Which parts of a batch this process holds, and batches and weights on their devices."""
 
+import functools
+import math
 import weakref
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +17,125 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import AxisName, PyTree
 from ...embedding import Lookup
 from ...mesh import AnyMesh, VirtualMesh, axis_names, is_of_host
+from ...tree import leaf_names
 from .._train_state import StateLayout
-from ._processes import (
-    Comparison,
-    HostBatch,
-    from_parts,
-    from_whole,
-    num_parts,
-    parts_given,
-    uneven,
-)
+
+HostBatch = Literal["local", "global"]
+
+
+@functools.lru_cache(maxsize=64)
+def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Of a dimension that is split over `axes`, the parts that devices of this process hold.
+
+    Args:
+      mesh: in several processes or in one; a `VirtualMesh` has all parts.
+      axes: of the mesh, outermost first.
+
+    Returns:
+      Numbers in 0 .. parts - 1, ascending. They need not follow each other, and where devices
+      differ along another axis several processes hold the same part.
+
+    Communication: none.
+    """
+    count = num_parts(mesh, axes)
+    if isinstance(mesh, VirtualMesh):
+        return tuple(range(count))
+    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({index[0].indices(count)[0] for index in held if index}))
+
+
+def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
+    """Into how many parts a dimension is split over `axes`."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
+    """Whether devices of several processes form the mesh."""
+    return isinstance(mesh, Mesh) and mesh.is_multi_process
+
+
+def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
+    """Of how many parts `x` holds the rows: of all, or of those of this process."""
+    if host_batch == "local" and is_of_processes(mesh) and is_of_host(x):
+        return len(own_parts(mesh, axes))
+    return num_parts(mesh, axes)
+
+
+def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """The array over all processes of which this one gives its own parts.
+
+    Args:
+      x: NumPy or jax array (own parts * rows, ...): the rows of `own_parts`, one part after the
+        other; as many rows in every part, on every process. Processes that hold the same part
+        must give the same.
+      mesh: of several processes.
+      axes: over which the leading dimension is split.
+
+    Communication: none.
+    """
+    own = own_parts(mesh, axes)
+    rows = x.shape[0] // len(own)
+    whole = rows * num_parts(mesh, axes)
+    begins = {part: i * rows for i, part in enumerate(own)}
+    x = _cuttable(x)
+
+    def of_device(where: Any) -> Any:
+        begin = begins[where[0].indices(whole)[0] // rows]
+        return x[begin : begin + rows]
+
+    shape = (whole, *x.shape[1:])
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
+
+
+def from_whole(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """The array over all processes of which each gives the same whole.
+
+    Communication: none; nobody looks whether it is the same.
+    """
+    x = _cuttable(x)
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), x.__getitem__)
+
+
+def _cuttable(x: Any) -> Any:
+    """`x` with rows that can be taken without a program over several devices."""
+    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return np.asarray(x)
+
+
+_MAX_NAMED = 8  # leaves in a message
+
+
+def uneven(
+    batch: PyTree, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch
+) -> str | None:
+    """Which leading dimensions do not split evenly, in a sentence; None where all do."""
+    leaves = jax.tree.leaves(batch)
+    parts = [parts_given(x, mesh, axes, host_batch) for x in leaves]
+    if all(map(_divides, parts, leaves)):
+        return None
+    named = zip(leaf_names(batch), parts, leaves, strict=True)
+    wrong = [f"{name} {np.shape(x)}" for name, count, x in named if not _divides(count, x)]
+    more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+    if not all(map(np.shape, leaves)):
+        more += "; lists of numbers are not arrays, np.asarray makes one"
+    every = num_parts(mesh, axes)
+    size = f"{every}, the size of axes {axes} together"
+    if any(count != every for count in parts):
+        own = len(own_parts(mesh, axes))
+        size = f'{own}, this process\' share of {size} (`host_batch`="local")'
+    return (
+        "`batch`: the leading dimension of every leaf must be a positive multiple of "
+        f"{size}, got {', '.join(wrong[:_MAX_NAMED])}{more}."
+    )
+
+
+def _divides(parts: int, x: Any) -> bool:
+    shape = np.shape(x)
+    return bool(shape) and shape[0] > 0 and parts > 0 and shape[0] % parts == 0
 
 
 def placed_weight(
@@ -146,16 +257,24 @@ class Placing:
       mesh: of the step.
       axis_name: of its replicas.
       host_batch: what leaves of the host are.
-      lookup: of the step; ids of the host are looked at before they are used.
+      lookup: the lookup of the step, by which ids of the host are checked before they are used;
+        None where the step has no tables.
+      compare: is called with every batch and its axes, where several processes give parts of it,
+        and raises `ValueError` where these do not fit together; None in one process.
     """
 
     def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch, lookup: Lookup
+        self,
+        mesh: AnyMesh,
+        axis_name: AxisName,
+        host_batch: HostBatch,
+        lookup: Lookup | None,
+        compare: Callable[[PyTree, tuple[str, ...]], None] | None,
     ) -> None:
         self._mesh, self._axis_name = mesh, axis_name
         self._host_batch: HostBatch = host_batch
-        self._compare = Comparison(mesh, host_batch)
-        self._lookup, self._has_ids = lookup, lookup.embeddings is not None
+        self._compare = compare
+        self._lookup = lookup
         self._looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._counts: deque[dict[str, Any]] = deque()  # by program, of ids that only devices know
 
@@ -163,13 +282,14 @@ class Placing:
         self, batch: PyTree, weight: Any, layout: StateLayout, *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """A batch that is to run, when processes have compared what they give, and its weight."""
-        if weight is None and not self._has_ids and isinstance(self._mesh, Mesh):
+        if weight is None and self._lookup is None and isinstance(self._mesh, Mesh):
             leaves = jax.tree.leaves(batch)
             if all(lies_there(x, self._mesh, layout.data_axes) for x in leaves):
                 return batch, None
         batch = as_arrays(batch)
-        self._compare(batch, layout.data_axes)
-        if not self._has_ids or not check_ids:
+        if self._compare is not None:
+            self._compare(batch, layout.data_axes)
+        if self._lookup is None or not check_ids:
             return self.placed(batch, weight, layout)
         # All of them, if any: of arrays of the host `inputs` may make some of a device.
         host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
@@ -196,7 +316,7 @@ class Placing:
 
         `refuse_counted` looks at that.
         """
-        if not self._has_ids:
+        if self._lookup is None:
             return
         is_known = all(self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch))
         counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
@@ -208,7 +328,7 @@ class Placing:
         Args:
           num_running: the last programs, which may be at work still and are not waited for.
         """
-        while self._has_ids and len(self._counts) > num_running:
+        while self._lookup is not None and len(self._counts) > num_running:
             counts = self._counts.popleft()
             self._lookup.refuse({name: count_here(x) for name, x in counts.items()})
 

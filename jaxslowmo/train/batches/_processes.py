@@ -1,66 +1,19 @@
-"""Which parts of a batch each process holds, and whether what they give fits together."""
+"""Whether what several processes give for one batch fits together."""
 
-import functools
 import json
-import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from ..._support.checks import warn_user
 from ..._support.coordinator import NoNoteError, forget, tell, wait_for
 from ..._support.types import PyTree
-from ..._support.warnings import warn_user
-from ...mesh import (
-    AnyMesh,
-    Description,
-    VirtualMesh,
-    describe,
-    differences,
-    digest,
-    is_of_host,
-    name_processes,
-)
-from ...tree import leaf_names
-
-HostBatch = Literal["local", "global"]
-
-
-@functools.lru_cache(maxsize=64)
-def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Of a dimension that is split over `axes`, the parts that devices of this process hold.
-
-    Args:
-      mesh: in several processes or in one; a `VirtualMesh` has all parts.
-      axes: of the mesh, outermost first.
-
-    Returns:
-      Numbers in 0 .. parts - 1, ascending. They need not follow each other, and where devices
-      differ along another axis several processes hold the same part.
-
-    Communication: none.
-    """
-    count = num_parts(mesh, axes)
-    if isinstance(mesh, VirtualMesh):
-        return tuple(range(count))
-    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
-    return tuple(sorted({index[0].indices(count)[0] for index in held if index}))
-
-
-def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
-    """Into how many parts a dimension is split over `axes`."""
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
-    """Whether devices of several processes form the mesh."""
-    return isinstance(mesh, Mesh) and mesh.is_multi_process
+from ...mesh import Description, describe, differences, digest, is_of_host, name_processes
+from ._placing import HostBatch, num_parts, own_parts, parts_given, uneven
 
 
 def processes_of(mesh: Mesh) -> list[int]:
@@ -81,90 +34,6 @@ def topic_of(kind: str, mesh: Mesh) -> str:
     name = f"jaxslowmo/{kind}/{zlib.crc32(repr(processes_of(mesh)).encode()):08x}"
     _num_topics[name] += 1
     return f"{name}/{_num_topics[name]}"
-
-
-def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
-    """Of how many parts `x` holds the rows: of all, or of those of this process."""
-    if host_batch == "local" and is_of_processes(mesh) and is_of_host(x):
-        return len(own_parts(mesh, axes))
-    return num_parts(mesh, axes)
-
-
-def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """The array over all processes of which this one gives its own parts.
-
-    Args:
-      x: NumPy or jax array (own parts * rows, ...): the rows of `own_parts`, one part after the
-        other; as many rows in every part, on every process. Processes that hold the same part
-        must give the same.
-      mesh: of several processes.
-      axes: over which the leading dimension is split.
-
-    Communication: none.
-    """
-    own = own_parts(mesh, axes)
-    rows = x.shape[0] // len(own)
-    whole = rows * num_parts(mesh, axes)
-    begins = {part: i * rows for i, part in enumerate(own)}
-    x = _cuttable(x)
-
-    def of_device(where: Any) -> Any:
-        begin = begins[where[0].indices(whole)[0] // rows]
-        return x[begin : begin + rows]
-
-    shape = (whole, *x.shape[1:])
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, P(axes)), of_device)
-
-
-def from_whole(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """The array over all processes of which each gives the same whole.
-
-    Communication: none; nobody looks whether it is the same.
-    """
-    x = _cuttable(x)
-    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), x.__getitem__)
-
-
-def _cuttable(x: Any) -> Any:
-    """`x` with rows that can be taken without a program over several devices."""
-    if not isinstance(x, jax.Array) or len(x.devices()) == 1:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = jnp.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return np.asarray(x)
-
-
-_MAX_NAMED = 8  # leaves in a message
-
-
-def uneven(
-    batch: PyTree, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch
-) -> str | None:
-    """Which leading dimensions do not split evenly, in a sentence; None where all do."""
-    leaves = jax.tree.leaves(batch)
-    parts = [parts_given(x, mesh, axes, host_batch) for x in leaves]
-    if all(map(_divides, parts, leaves)):
-        return None
-    named = zip(leaf_names(batch), parts, leaves, strict=True)
-    wrong = [f"{name} {np.shape(x)}" for name, count, x in named if not _divides(count, x)]
-    more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-    if not all(map(np.shape, leaves)):
-        more += "; lists of numbers are not arrays, np.asarray makes one"
-    every = num_parts(mesh, axes)
-    size = f"{every}, the size of axes {axes} together"
-    if any(count != every for count in parts):
-        own = len(own_parts(mesh, axes))
-        size = f'{own}, this process\' share of {size} (`host_batch`="local")'
-    return (
-        "`batch`: the leading dimension of every leaf must be a positive multiple of "
-        f"{size}, got {', '.join(wrong[:_MAX_NAMED])}{more}."
-    )
-
-
-def _divides(parts: int, x: Any) -> bool:
-    shape = np.shape(x)
-    return bool(shape) and shape[0] > 0 and parts > 0 and shape[0] % parts == 0
 
 
 # A process may be late for good reason, and later exchanges wait for it anyway.
@@ -201,11 +70,11 @@ class Comparison:
     """Compares what the processes give one step, whenever it has another shape.
 
     Args:
-      mesh: of the step.
+      mesh: the mesh of the step, whose devices several processes have.
       host_batch: what leaves of the host are.
     """
 
-    def __init__(self, mesh: AnyMesh, host_batch: HostBatch) -> None:
+    def __init__(self, mesh: Mesh, host_batch: HostBatch) -> None:
         self._mesh = mesh
         self._host_batch: HostBatch = host_batch
         self._seen: set[Any] = set()
@@ -219,11 +88,9 @@ class Comparison:
           ValueError: on every process: shapes that do not fit together, or values that should be
             the same and are not.
 
-        Communication: none with one process, nor for shapes that were there before; else a note of
-          each process to the coordinator, and one back.
+        Communication: none for shapes that were there before; else a note of each process to the
+          coordinator, and one back.
         """
-        if not is_of_processes(self._mesh):
-            return
         leaves, treedef = jax.tree.flatten(batch)
         own = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
         self._calls += bool(own)  # what was placed before was compared then
@@ -265,7 +132,6 @@ class Comparison:
 
     def _agree(self, own: Note) -> Verdict:
         """The first process reads what all tell, and tells them what it found."""
-        assert is_of_processes(self._mesh)
         first, *others = processes_of(self._mesh)
         self._topic = self._topic or topic_of("batch", self._mesh)
         key = f"{self._topic}/{len(self._seen)}"

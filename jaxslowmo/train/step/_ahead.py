@@ -9,11 +9,11 @@ from jax.core import Tracer
 
 from ..._support.checks import as_int, check_choice
 from ..._support.types import PyTree
-from ...embedding import Ahead, Carry, Embeddings, Lookup
+from ...embedding import Ahead, Carry, Embeddings
 from .._train_state import TrainState
 from ._step_programs import Task, ask
 from ._step_runner import Runner
-from .update import Given, GradientWindow, Metrics
+from .update import AnyLookup, Given, GradientWindow, Metrics
 
 AheadMode = Literal["exact", "stale", "patched"]
 
@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
-    def is_of(self, state: TrainState, lookup: Lookup) -> bool:
+    def is_of(self, state: TrainState, lookup: AnyLookup) -> bool:
         """Whether the rows are those of this very state, no older or newer one."""
         if self.carry.vectors is None:
             return True

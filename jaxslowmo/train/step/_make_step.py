@@ -7,7 +7,7 @@ import optax
 
 from ..._support.checks import as_int, check_choice
 from ..._support.types import AxisName
-from ...embedding import Embeddings, Lookup, lookup_of
+from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, replica_count
 from ...tracing import FullLoss, as_full_loss
@@ -17,7 +17,15 @@ from ..batches import HostBatch
 from ._step_runner import Mode
 from ._train_step import TrainStep
 from ._transforms import check_axes, check_beside_tables, checked_gradients, told_apart
-from .update import Differentiation, Dispatched, GradientOrder, ModelStateMode, StepParts, Validate
+from .update import (
+    Differentiation,
+    Dispatched,
+    GradientOrder,
+    ModelStateMode,
+    NoTables,
+    StepParts,
+    Validate,
+)
 
 
 def make_train_step(
@@ -184,7 +192,7 @@ def make_train_step(
     check_axes((gradients, optimizer, own_sync), mesh, axis_name)
     if embeddings is not None:
         check_beside_tables(gradients)
-    lookup = Lookup() if embeddings is None else lookup_of(embeddings, mesh, axis_name)
+    lookup = NoTables() if embeddings is None else lookup_of(embeddings, mesh, axis_name)
 
     def completed(loss_fn: Callable[..., Any]) -> FullLoss:
         loss = as_full_loss(loss_fn)
@@ -198,7 +206,8 @@ def make_train_step(
         is_cast = policy is not None
         dispatched = Dispatched(loss_fn, completed, num_microbatches, is_cast=is_cast)
         loss, num_microbatches = dispatched.loss, 1
-    loss, own_sync = lookup.of_loss(loss), lookup.of_sync(own_sync)
+    if lookup.embeddings is not None:
+        loss, own_sync = lookup.of_loss(loss), lookup.of_sync(own_sync)
     specs = getattr(loss_fn, "param_specs", None)
     if specs is not None and own_sync is not None and own_sync.shards_whole_leaves:
         own_sync = own_sync.with_specs(specs, of_state=True)

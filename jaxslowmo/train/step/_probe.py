@@ -7,7 +7,7 @@ all must be left afterwards (weight decay takes little). That is on parameters o
 few elements, on one device of this process, once per training step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from ..._support.types import PyTree
-from ...transform import Every, ParameterTransform, has_origin, instants, shifted_copies
+from ...transform import Every, ParameterTransform, instants, shifted_copies
 
 _SIDE = 3  # elements along an axis, at most
 _BEFORE = (4, 5, 6)  # updates before the displacement: it may matter which, as for SAM
@@ -27,28 +27,29 @@ _MAX_PERIOD = 64
 
 def check_remembered(
     optimizer: optax.GradientTransformationExtraArgs,
-    state: PyTree,
     params: PyTree,
     sync: ParameterTransform,
     warn: Callable[[str], None],
+    *,
+    unknown: Sequence[str],
+    has_sam: bool,
 ) -> None:
     """Warn of an optimizer that undoes exchanges of parameters, or that they find in mid-air.
 
     Args:
-      optimizer: of the training step.
-      state: of it, stacked.
-      params: stacked; of both only types matter.
-      sync: what exchanges.
-      warn: issues each message once.
+      optimizer: the optimizer of the training step.
+      params: the stacked parameters; only their types matter.
+      sync: the parameter transform, which exchanges.
+      warn: a function that issues each message once.
+      unknown: what the optimizer's state holds of which nothing is known, for the message.
+      has_sam: whether the optimizer holds `optax.contrib.sam`.
 
     Communication: none.
     """
-    kinds = _kinds(state, params)
-    unknown = sorted(kind.__name__ for kind in kinds if _is_foreign(kind) and not has_origin(kind))
-    if unknown or _is_bare(state):
+    if unknown:
         left = _left(optimizer, params)
         if left is not None and left < _LEFT:
-            whose = f"its state has {', '.join(unknown or ['arrays without a class'])}"
+            whose = f"its state has {', '.join(unknown)}"
             warn(
                 f"`optimizer` remembers parameters ({whose}): of what an exchange adds to them, it "
                 f"had taken back {1 - max(left, 0):.0%} after {_AFTER} updates of a trial with few "
@@ -56,7 +57,7 @@ def check_remembered(
                 "are copies of the parameters, as in js.remembers_parameters(MyState, "
                 'moves=("start",)), and they will move along.'
             )
-    if any(kind.__name__ == "SAMState" for kind in kinds):
+    if has_sam:
         period = _sam_period(optimizer, params)
         if period is not None and _falls_between(sync, period):
             warn(
@@ -65,37 +66,6 @@ def check_remembered(
                 "then stay apart by what they were pushed. Make `sync_every` a multiple of "
                 f"{period}."
             )
-
-
-def _kinds(state: PyTree, params: PyTree) -> set[type]:
-    """NamedTuples in a state, those of the parameters apart."""
-
-    def seen(tree: PyTree) -> set[type]:
-        found: set[type] = set()
-
-        def note(x: Any) -> bool:
-            if hasattr(type(x), "_fields"):
-                found.add(type(x))
-            return False
-
-        jax.tree.leaves(tree, is_leaf=note)
-        return found
-
-    return seen(state) - seen(params)
-
-
-def _is_bare(state: PyTree) -> bool:
-    """Whether some arrays of a state stand in no NamedTuple."""
-
-    def has_class(x: Any) -> bool:
-        return hasattr(type(x), "_fields")
-
-    return not all(map(has_class, jax.tree.leaves(state, is_leaf=has_class)))
-
-
-def _is_foreign(kind: type) -> bool:
-    """Neither of optax, whose classes that keep copies are known, nor of this library."""
-    return kind.__module__.partition(".")[0] not in ("optax", "jaxslowmo")
 
 
 def _unless_it_fails(trial: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,16 +6,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 
+from ..._support.checks import warn_once
 from ..._support.types import Phase, PyTree
-from ..._support.warnings import warn_once
 from ...embedding import Ahead, Carry
 from ...mesh import AnyMesh, VirtualMesh, axis_names
 from ...transform import ParameterTransform
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import StateLayout, TrainState, refuse_raw_keys
-from ..batches import HostBatch, Placing
+from ..batches import Comparison, HostBatch, Placing, is_of_processes
 from ._step_programs import (
     EVALUATE,
     Programs,
@@ -145,7 +146,9 @@ class Runner:
         self.parts, self.mesh, self.mode = parts, mesh, mode
         self.embeddings, self._warn = parts.lookup.embeddings, warn_once()
         self.layouts = Layouts(mesh, parts.axis_name, parts.lookup, parts.sync)
-        self.placing = Placing(mesh, parts.axis_name, host_batch, parts.lookup)
+        lookup = parts.lookup if parts.lookup.embeddings is not None else None
+        compare = Comparison(mesh, host_batch) if is_of_processes(mesh) else None
+        self.placing = Placing(mesh, parts.axis_name, host_batch, lookup, compare)
         self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
@@ -296,8 +299,6 @@ class Runner:
     def check(self, state: TrainState) -> None:
         """Refuse what could not be seen before there was a state; asked once for every program."""
         refuse_others(state)
-        if self._numbers is None:
-            self._numbers = number_places(state.opt_state)
         parts, warn, is_first = self.parts, self._warn, not self._is_checked
         check_state(state, parts, self.mesh, self.mode, warn, is_first=is_first)
         self._is_checked = True
@@ -338,7 +339,8 @@ class Runner:
     def _replace_numbers(self, state: TrainState) -> None:
         """Spread hyperparameters that were assigned as plain numbers over the replicas."""
         if self._numbers is None:
-            self._numbers = number_places(state.opt_state)
+            has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
+            self._numbers = number_places(state.opt_state) if has_any else []
         if self._numbers:
             replace_numbers(state.opt_state, self._numbers)
 

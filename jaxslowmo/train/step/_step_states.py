@@ -12,15 +12,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import AxisName, PyTree
-from ...embedding import Lookup
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes, specs_key, specs_over
-from ...transform import NoExchangeState, ParameterTransform
+from ...transform import NoExchangeState, ParameterTransform, has_origin
 from ...tree import leaf_names, not_floating
 from .._train_state import KnownLayout, StateLayout, TrainState
 from ._probe import check_remembered
 from ._transforms import check_transforms
-from .update import GradientWindow, StepParts
+from .update import AnyLookup, GradientWindow, StepParts
 
 
 def check_state(
@@ -57,8 +56,39 @@ def check_state(
             "nothing is wrong."
         )
     if sync is not None and is_first:
-        optimizer_state, params = lookup.dense(state.opt_state[1]), lookup.dense(state.params)
-        check_remembered(parts.optimizer, optimizer_state, params, sync, warn)
+        params, own = lookup.dense(state.params), lookup.dense(state.opt_state[1])
+        kinds = _classes_in(own) - _classes_in(params)
+        unknown = sorted(kind.__name__ for kind in kinds if _is_foreign(kind))
+        if not all(map(_has_class, jax.tree.leaves(own, is_leaf=_has_class))):
+            unknown = unknown or ["arrays without a class"]
+        has_sam = any(kind.__name__ == "SAMState" for kind in kinds)
+        if unknown or has_sam:
+            tried = parts.optimizer, params, sync, warn
+            check_remembered(*tried, unknown=unknown, has_sam=has_sam)
+
+
+def _has_class(x: Any) -> bool:
+    """Return whether `x` is a NamedTuple, by whose class an optimizer's state is known."""
+    return hasattr(type(x), "_fields")
+
+
+def _classes_in(tree: PyTree) -> set[type]:
+    """Return the classes of all NamedTuples in a tree, those inside of others too."""
+    classes: set[type] = set()
+
+    def note(x: Any) -> bool:
+        if _has_class(x):
+            classes.add(type(x))
+        return False
+
+    jax.tree.leaves(tree, is_leaf=note)
+    return classes
+
+
+def _is_foreign(kind: type) -> bool:
+    """Return whether nothing is known of copies of the parameters in states of this class."""
+    known = kind.__module__.partition(".")[0] in ("optax", "jaxslowmo")
+    return not known and not has_origin(kind)
 
 
 def check_shards(shards: list[Any]) -> None:
@@ -257,7 +287,7 @@ class Layouts:
         self,
         mesh: AnyMesh,
         axis_name: AxisName,
-        lookup: Lookup,
+        lookup: AnyLookup,
         sync: ParameterTransform | None = None,
     ) -> None:
         self._mesh, self._axis_name, self._lookup, self._sync = mesh, axis_name, lookup, sync

@@ -10,7 +10,7 @@ import optax
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.clipping import ClipByGlobalNormState, clip_state
-from ...gradients.precision import check_place, scale_state
+from ...gradients.precision import DynamicLossScaleState, check_place
 from ...mesh import AnyMesh, axis_names
 from ...tracing import unnamed_exchanges
 from ...transform import (
@@ -24,6 +24,7 @@ from ...transform import (
     over_stages,
     spec_of,
 )
+from ...tree import parts_of
 from .._train_state import TrainState
 from .update import USE_CHAIN, StepParts
 
@@ -197,7 +198,8 @@ def check_transforms(
                 "join it with others by js.chain."
             )
     _check_gradients_state(gradients)
-    check_place(optimizer)
+    if parts_of(optimizer, DynamicLossScaleState):
+        check_place(optimizer)
     _check_hidden_scale(unknown["optimizer"])
     if parts.validate == "after":
         _check_late(gradients, optimizer, list(unknown.values()), spec_of(parts.optimizer))
@@ -255,7 +257,7 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
         states = list(state.values()) if isinstance(state, dict) else state
         if not isinstance(states, list) and type(states) is not tuple:
             continue
-        places = [i for i, part in enumerate(states) if scale_state(part) is not None]
+        places = [i for i, part in enumerate(states) if parts_of(part, DynamicLossScaleState)]
         if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
             raise ValueError(
                 "`optimizer` is an optax.chain in which something stands in front of a "
@@ -292,7 +294,7 @@ def _check_late(
     own, inside = clip_state(gradients), clip_state(optimizer)
     if own is not None and inside is not None:
         clip_state((own, inside))
-    if clip_state(unknown) is not None or scale_state(unknown) is not None:
+    if clip_state(unknown) is not None or parts_of(unknown, DynamicLossScaleState):
         raise ValueError(
             '`validate`="after": js.clip_by_global_norm or js.dynamic_loss_scale stands inside of '
             f"a transform that nobody knows, and would not be told of it. {USE_CHAIN}"
@@ -302,7 +304,7 @@ def _check_late(
             '`validate`="after": in `gradients` js.clip_by_global_norm must stand last, since what '
             "follows it would have to run again: reorder the chain, or put it into `optimizer`."
         )
-    if own is None and inside is None and scale_state(optimizer) is None:
+    if own is None and inside is None and not parts_of(optimizer, DynamicLossScaleState):
         raise ValueError(
             '`validate`="after" chooses between updates by js.clip_by_global_norm and '
             "js.dynamic_loss_scale, and the step has neither (optax.clip_by_global_norm cannot be "
@@ -359,7 +361,7 @@ def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
                 "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such "
                 f"as js.local_sgd(...), as `sync`. {USE_CHAIN}"
             )
-    if scale_state(unknown) is not None:
+    if parts_of(unknown, DynamicLossScaleState):
         raise ValueError(
             "`optimizer` beside `embeddings` holds a js.dynamic_loss_scale that the step does not "
             f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
@@ -374,7 +376,7 @@ def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
 def _check_gradients_state(state: PyTree) -> None:
     if holds_state(state, "parameters"):
         raise ValueError(_misplaced("a chain that holds a parameter transform"))
-    if scale_state(state) is not None:
+    if parts_of(state, DynamicLossScaleState):
         raise ValueError(
             "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
             "of a skipped update for gradients. Put it around `optimizer`."

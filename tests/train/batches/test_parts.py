@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.batches._processes import own_parts, parts_given
+from jaxslowmo.train.batches._placing import own_parts, parts_given
 from support.pairs import two_processes
 
 pytestmark = pytest.mark.xdist_group("parts")  # they share two processes

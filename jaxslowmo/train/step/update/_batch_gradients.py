@@ -10,10 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._support.types import PyTree
-from ....embedding import Carry, WithVectors, added_rows, empty_rows, summed
+from ....embedding import (
+    Carry,
+    Lookup,
+    Requested,
+    Requests,
+    WithVectors,
+    added_rows,
+    empty_rows,
+    summed,
+)
 from ....gradients.precision import scaled_value_and_grad
 from ....gradients.sparse import Rows
-from ....mesh import match_varying
+from ....mesh import match_varying, replicate
 from ....tracing import FullLoss
 from ....tree import added, at_least_float32, by_dtype, cast, kept_if, zeros_like
 
@@ -266,6 +275,66 @@ def value_and_gradients(
     # Of an example only its own microbatch tells.
     own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
     return (metrics, model_state), grads, own
+
+
+class NoTables:
+    """The lookup of a step without embedding tables: all of its parameters are dense.
+
+    Attributes and methods mean what they do in `Lookup`; those that a step calls only where there
+    are tables are left out.
+    """
+
+    embeddings: None = None
+    axis: None = None
+    nested: None = None
+    specs: None = None
+    optimizer_specs: None = None
+
+    def dense(self, tree: PyTree) -> PyTree:
+        """Return all parameters."""
+        return tree
+
+    def stored(self, tree: PyTree) -> None:
+        """Return that nothing is stored."""
+        del tree
+
+    def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
+        """Return the dense parameters."""
+        del stored
+        return dense
+
+    def stacked(self, params: PyTree, seed: int, **lies: Any) -> PyTree:
+        """Return the parameters of all replicas, equal on them."""
+        del seed
+        return replicate(params, **lies)
+
+    def requested(self, stored: PyTree, batch: PyTree, *_: Any) -> Requested:
+        """Return a batch that asks for nothing."""
+        del stored
+        return Requested(batch, Requests._make({} for _ in Requests._fields), {}, {}, None)
+
+    def seen(self, requested: Requested, params: PyTree) -> PyTree:
+        """Return the batch that the loss function is given."""
+        del params
+        return requested.batch
+
+    def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the types of the parameters and the batch that the loss function is given."""
+        return params, share
+
+    def differentiated(
+        self, requested: Requested, params: PyTree, compute: Callable[..., Any], *operands: PyTree
+    ) -> tuple[Any, PyTree, Rows, PyTree]:
+        """Return results and gradients, no gradients of rows, and the batch."""
+        results, grads, _ = compute(params, requested.batch, *operands)
+        return results, grads, {}, requested.batch
+
+    def following(self, *_: Any) -> tuple[None, tuple[()]]:
+        """Return that the next batch asks for nothing, and that nothing was read for it."""
+        return None, ()
+
+
+AnyLookup = Lookup | NoTables
 
 
 class WithResults(NamedTuple):

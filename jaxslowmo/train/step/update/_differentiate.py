@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from ...._support.scopes import METRICS, MODEL_STATE
 from ...._support.types import AxisName, PyTree
-from ....embedding import Lookup
-from ....gradients.precision import loss_scale_of
+from ....gradients.precision import DynamicLossScaleState, loss_scale_of
 from ....mesh import axis_names, from_first, match_varying, own_keys, vary_over
 from ....tracing import FullLoss, ready_order
 from ....transform import Exchange, replica_mean, unless_idle
-from ....tree import cast
+from ....tree import cast, parts_of
 from ..._train_state import TrainState
 from ._batch_gradients import (
+    AnyLookup,
     Dispatched,
     Given,
     Gradients,
@@ -130,7 +130,7 @@ class Differentiation:
     axis_name: AxisName
     accumulate: int
     model_state: ModelStateMode
-    lookup: Lookup
+    lookup: AnyLookup
     inner_axes: tuple[str, ...] = ()
     unscales: bool = True
     dispatched: Dispatched | None = None
@@ -288,9 +288,9 @@ class Differentiation:
         """What a batch of a replica of this weight gives."""
         # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
         # varying they stay local, and the gradient transform reduces them in buckets.
-        params, scale = state.params, loss_scale_of(state.opt_state)
-        params = vary_over(params, self._axes)
-        scale = None if scale is None else vary_over(scale, self._axes)
+        params, scale = vary_over(state.params, self._axes), None
+        if parts_of(state.opt_state, DynamicLossScaleState):
+            scale = vary_over(loss_scale_of(state.opt_state), self._axes)
         compute = partial(
             value_and_gradients, self.loss, accumulate=self.accumulate, divides=self.unscales
         )

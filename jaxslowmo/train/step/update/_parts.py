@@ -10,12 +10,12 @@ import optax
 
 from ...._support.scopes import EVERY_PHASE
 from ...._support.types import AxisName, Phase, PyTree
-from ....embedding import Lookup, rows_are_finite
+from ....embedding import rows_are_finite
 from ....gradients.clipping import clip_state, scaled
 from ....gradients.precision import (
+    DynamicLossScaleState,
     Policy,
     as_before_if,
-    loss_scale_of,
     unless_overflow,
     was_skipped,
     zero_if,
@@ -35,9 +35,9 @@ from ....transform import (
     spec_of,
     unless_idle,
 )
-from ....tree import apply_exactly
+from ....tree import apply_exactly, parts_of
 from ..._train_state import TrainState
-from ._batch_gradients import Gradients, as_value
+from ._batch_gradients import AnyLookup, Gradients, as_value
 from ._differentiate import (
     Differentiation,
     kept_if_idle,
@@ -100,7 +100,7 @@ class StepParts:
     apart: bool  # replicas were said to train apart
     axis_name: AxisName
     order: GradientOrder
-    lookup: Lookup
+    lookup: AnyLookup
     param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
     validate: Validate = "before"
     raw_keys: bool = False  # whether untyped keys in new model state become typed ones
@@ -132,7 +132,9 @@ class StepParts:
         check_reduced(updates, self.inner_axes)
         # A replica that follows the others leaves what it stores to what they exchange.
         active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
-        skipped = was_skipped(state.opt_state[1], optimizer_state)
+        skipped = None
+        if parts_of(optimizer_state, DynamicLossScaleState):
+            skipped = was_skipped(state.opt_state[1], optimizer_state)
         gradients_state, model_state, rows = reduced.state, gathered.model_state, reduced.rows
         if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
             rows = scaled(rows, clip.clip_factor)
@@ -219,7 +221,7 @@ class StepParts:
             reductions, averaged, hides = averaging_of(self.gradients, after, self.axis_name)
             value = None if hides else value
             update: Any = partial(self.gradients.update, **known)
-            if loss_scale_of(state.opt_state) is not None:
+            if parts_of(state.opt_state, DynamicLossScaleState):
                 update = unless_overflow(update, {*averaged, *inner_axes}, weight)
             both = WithRows(grads, rows, inner_axes) if rows else grads
             both, after = update(both, after, state.params)
@@ -255,7 +257,7 @@ class StepParts:
         `alone`: nothing brings replicas together.
         """
         before, weight, finite = state.opt_state[1], gathered.weight, None
-        if reduced.rows and loss_scale_of(before) is not None:
+        if reduced.rows and parts_of(before, DynamicLossScaleState):
             finite = rows_are_finite(reduced.rows, self.inner_axes)
         names, value = axis_names(self.axis_name), reduced.loss
         reductions, averaged, hides = averaging_of(self.optimizer, before, self.axis_name)

@@ -57,9 +57,9 @@ class ReplicaStep:
         """The transforms of the step as one, of whose states it keeps."""
         lookup, sync = self.parts.lookup, self.parts.sync
         last = no_exchange() if sync is None else of_known_layout(sync)
-        if (embeddings := lookup.embeddings) is None:
+        if lookup.embeddings is None:
             return chain(*self.parts.first_two(), last)
-        optimizers = chain(*self.parts.first_two())
+        optimizers, embeddings = chain(*self.parts.first_two()), lookup.embeddings
 
         def both(dense: PyTree, stored: PyTree) -> tuple[PyTree, PyTree]:
             states = optimizers.init(dense)
@@ -108,7 +108,7 @@ class ReplicaStep:
         kinds = self._local_kinds, "device", "whole", "device"
         done, changed, metrics, following = self._on_devices(inside, now, given, kinds)
         new = self._exchanged(then, done, phase)
-        if following is not None:
+        if following is not None and lookup.embeddings is not None:
             following, resent = lookup.patched(
                 lookup.stored(new.params),
                 following,
@@ -223,9 +223,10 @@ class ReplicaStep:
 
     def _applied(self, local: Local, moved: Moved, read: PyTree) -> tuple[Local, Any]:
         """The stored parameters after an update, too, and which of them have changed."""
-        if self.parts.lookup.embeddings is None:
+        lookup = self.parts.lookup
+        if lookup.embeddings is None:
             return Local(moved, None, None), {}
-        stored, stored_state, changed = self.parts.lookup.applied(
+        stored, stored_state, changed = lookup.applied(
             local.stored, local.stored_state, moved.rows, moved.active, read
         )
         return Local(moved._replace(rows={}, active=None), stored, stored_state), changed
