@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint._record import FORMAT
 
 
 def restore(folder, train_step, **options):
@@ -108,8 +109,9 @@ def test_a_record_is_checked(step, state, tmp_path):
     rewritten(record, leaves=[["key", "name"]])
     with pytest.raises(CheckpointError, match="damaged record"):
         restore(tmp_path, step)
-    rewritten(record, jaxslowmo_checkpoint=2)
-    with pytest.raises(CheckpointError, match=r"has format 2, written by .*reads format 1"):
+    rewritten(record, jaxslowmo_checkpoint=FORMAT + 1)
+    said = rf"has format {FORMAT + 1}, written by .*reads format {FORMAT}:"
+    with pytest.raises(CheckpointError, match=said):
         restore(tmp_path, step, fallback=True)
 
 
