@@ -13,6 +13,7 @@ import pytest
 
 from checkpoint.runs import MODEL_STATE, PARAMS, bits, make_step
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint._record import FORMAT
 
 
 def restore(folder, train_step, **options):
@@ -89,8 +90,9 @@ def test_of_another_library(step, tmp_path):
         restore(tmp_path, step, step=7)
 
 
-def rewritten(path: Path, **changes) -> None:
+def rewritten(path: Path, without: tuple[str, ...] = (), **changes) -> None:
     value = json.loads(path.read_text()) | changes
+    value = {k: v for k, v in value.items() if k not in without}
     content = {k: v for k, v in value.items() if k not in ("jaxslowmo_checkpoint", "crc32")}
     value["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     path.write_text(json.dumps(value))
@@ -108,9 +110,21 @@ def test_a_record_is_checked(step, state, tmp_path):
     rewritten(record, leaves=[["key", "name"]])
     with pytest.raises(CheckpointError, match="damaged record"):
         restore(tmp_path, step)
-    rewritten(record, jaxslowmo_checkpoint=2)
-    with pytest.raises(CheckpointError, match=r"has format 2, written by .*reads format 1"):
+    rewritten(record, jaxslowmo_checkpoint=FORMAT + 1)
+    said = rf"has format {FORMAT + 1}, written by .*reads format {FORMAT}:"
+    with pytest.raises(CheckpointError, match=said):
         restore(tmp_path, step, fallback=True)
+
+
+def test_a_record_may_lack_what_older_versions_did_not_note_and_have_what_newer_ones_do(
+    step, state, tmp_path
+):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+    rewritten(tmp_path / "3" / "record" / "metadata", ("shards", "layout"), of_tomorrow=[1])
+    found = restore(tmp_path, step)
+    assert found.is_exact
+    assert bits(found.state) == bits(state)
 
 
 def test_another_model_optimizer_or_algorithm(step, state, tmp_path):

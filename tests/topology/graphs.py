@@ -1,5 +1,6 @@
 """Graphs to draw from, and what an exchange does, each told apart from the code under test."""
 
+import inspect
 import re
 from collections import Counter
 
@@ -18,21 +19,17 @@ FAIRSCALE = {
     "DynamicBipartiteLinearGraph": topology.bipartite_linear,
     "RingGraph": topology.ring,
 }
-OTHERS = {
-    make.__name__: make
-    for make in (
-        topology.symmetric_exponential,
-        topology.complete,
-        topology.star,
-        topology.grid_2d,
-        topology.torus_2d,
-        topology.inner_outer,
-        topology.random_matching,
-    )
-}
-NAMED = {make.__name__: make for make in FAIRSCALE.values()} | OTHERS
+NAMED = dict(topology.GRAPHS)
 # Their nodes exchange in pairs.
 PAIRED = ("bipartite_exponential", "bipartite_linear", "random_matching")
+POWERS = ("hypercube",)  # of 2: their numbers of nodes
+# A node may have another number of peers than the next.
+IRREGULAR = ("star", "grid_2d")
+ALL_AT_ONCE = [
+    name
+    for name, make in NAMED.items()
+    if inspect.signature(make).parameters["peers_per_step"].default is None
+]
 MOST_NODES = 33
 
 
@@ -62,8 +59,10 @@ def named_graphs(draw, names=tuple(NAMED), least=1) -> topology.Graph:
     num_nodes = draw(st.integers(least, MOST_NODES))
     if name in PAIRED and num_nodes > 1:
         num_nodes -= num_nodes % 2
+    if name in POWERS:
+        num_nodes = 2 ** (num_nodes.bit_length() - 1)
     options = {"peers_per_step": draw(st.sampled_from(peer_counts(name, num_nodes)))}
-    if name in ("symmetric_exponential", "complete", "star", "grid_2d", "torus_2d"):
+    if name in ALL_AT_ONCE:
         options = draw(st.sampled_from([options, {}]))  # or all peers, every time
     return NAMED[name](num_nodes, **options)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,15 @@ MOST_NODES = 1024
 MOST_ENTRIES = 2**27
 # A search for the lockstep of more operations takes minutes.
 MOST = 2**14
+# Compared with two peers per step, too.
+_TWICE = ("npeer_directed_exponential", "directed_linear", "ring")
 _TIMES = ("forward", "backward_input", "backward_weight")
+
+
+def _whose(argument: str) -> str:
+    """For help: the graphs whose constructors take an argument."""
+    names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
+    return f"Of {' and '.join(names)}."
 
 
 def _mixing() -> str:
@@ -49,10 +58,10 @@ class InspectGraphConfig(Checked):
         None, "Peers that a node sends to per exchange (default: the graph's).", least=1
     )
     dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, "Of grid_2d and torus_2d.", least=1)
-    group_size: int | None = option(None, "Of inner_outer.", least=1)
-    num_rounds: int | None = option(None, "Of random_matching.", least=1)
-    seed: int | None = option(None, "Of random_matching.", least=0, below=2**63)
+    rows: int | None = option(None, _whose("rows"), least=1)
+    group_size: int | None = option(None, _whose("group_size"), least=1)
+    num_rounds: int | None = option(None, _whose("num_rounds"), least=1)
+    seed: int | None = option(None, _whose("seed"), least=0, below=2**63)
     phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
         None, "JSON file, instead of a name: for every node the list of its peers."
     )
@@ -140,11 +149,8 @@ class InspectGraphsConfig(Checked):
         "4,8,16,32,64,128,256", "Numbers of nodes, separated by commas.", parse=parse_integers
     )
     graphs: tuple[str, ...] = option(
-        "npeer_directed_exponential,npeer_directed_exponential:2,directed_exponential,"
-        "bipartite_exponential,symmetric_exponential,hypercube,inner_outer,random_matching,"
-        "directed_linear,directed_linear:2,bipartite_linear,ring,ring:2,torus_2d,grid_2d,star,"
-        "complete",
-        "Separated by commas, each NAME or NAME:PEERS (default: a selection of all).",
+        ",".join(f"{name},{name}:2" if name in _TWICE else name for name in GRAPHS),
+        "Separated by commas, each NAME or NAME:PEERS (default: all, some with 2 peers besides).",
         parse=parse_names,
         shows_default=False,
     )

@@ -114,7 +114,7 @@ class Recipe:
     """An algorithm.
 
     Attributes:
-      colour: of its line in a picture, by its name in figures/_style.py.
+      colour: of its line in a picture, by its name in `COLOURS` of cli/_figures.py.
       marker: on that line, for print.
       exchanges: those of `_EXCHANGES` that describe it.
       gradients: builds its gradient transform; None where gradients are not exchanged.
