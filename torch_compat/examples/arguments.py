@@ -1,189 +1,91 @@
-"""What several programs ask on their command lines; a bad value ends in an error message."""
+"""Options of the command lines, each declared once; a bad value ends in an error message."""
 
 import argparse
 import math
-from collections.abc import Callable
 from typing import Any
 
 from .model import LanguageModelConfig
-from .text import VOCABULARY
+
+# What a value must be, by the name of its option, or by the type of its default.
+_RULES: dict[Any, Any] = {
+    int: ("a whole number >= 1", lambda value: value >= 1),
+    float: ("a number > 0", lambda value: 0 < value < math.inf),
+    str: ("text", lambda value: True),
+    # `runtime.MAX_CPU_DEVICES` cannot be imported where there is no torch_xla.
+    "cpu_devices": ("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
+    "seed": ("a whole number >= 0", lambda value: value >= 0),
+    "slowmo_momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "target_accuracy": ("a number from 0 to 100", lambda value: 0 <= value <= 100),
+}
+# Options of several programs, as (default, help); of choices the first is the default.
+MODEL = {
+    "length": (128, "tokens per sample"),
+    "width": (192, "width of the model"),
+    "layers": (2, "blocks of the model"),
+    "heads": (6, "attention heads per block"),
+}
+SLOWMO = {
+    "base": (("localsgd", "sgp"), "base algorithm"),
+    "localsgd_frequency": (4, "localsgd: steps from one average to the next"),
+    "slowmo_frequency": (16, "steps from one step of the slow momentum to the next"),
+    "slowmo_momentum": (0.2, "slow momentum, in [0, 1)"),
+    "nprocs_per_node": (1, "devices that average their gradients in every step"),
+}
+TRAINING = {
+    "batch_size": (8, "samples per device"),
+    "learning_rate": (2e-3, "learning rate, the highest where it changes"),
+    "seed": (0, "seed of parameters and samples"),
+}
+STEPS = {"steps": (128, "steps of the optimizer, in all")}
+XLA = {"cpu_devices": (None, "CPU devices to train on, instead of all XLA devices of the machine")}
 
 
-def make_parser(
-    program: str, description: str | None, *, on_xla: bool = True
-) -> argparse.ArgumentParser:
-    """A parser, that knows --cpu-devices for XLA devices; the description is printed as it is."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m torch_compat.examples.{program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    if on_xla:
-        parser.add_argument(
-            "--cpu-devices",
-            type=cpu_devices,
-            metavar="N",
-            help="train on N CPU devices, without TPU",
-        )
-    return parser
+class Parser(argparse.ArgumentParser):
+    """A parser of the options above, and of others like them, for a module of this package."""
+
+    def __init__(self, module: str, description: str | None, *groups: dict[str, tuple[Any, str]]):
+        style = argparse.RawDescriptionHelpFormatter  # the description keeps its lines
+        prog = f"python -m {__package__}.{module}"
+        super().__init__(prog, description=description, formatter_class=style)
+        for name, (default, text) in (option for group in groups for option in group.items()):
+            how: dict[str, Any] = {"default": default, "type": _reader(name, default)}
+            if isinstance(default, bool):
+                how = {"action": "store_true"}
+            elif isinstance(default, tuple):
+                how = {"default": default[0], "choices": default}
+            self.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (%(default)s)", **how)
+
+    def parse(self, arguments: list[str] | None = None) -> argparse.Namespace:
+        """Return the options, also as the model's `config` and as arguments `slowmo`, or exit."""
+        options = self.parse_args(arguments)
+        every = vars(options)
+        devices, node = every.get("cpu_devices") or 1, every.get("nprocs_per_node", 1)
+        if every.get("cpu_devices") and devices % node:
+            self.error(f"--nprocs-per-node: must divide --cpu-devices, {devices}, got {node}")
+        least = devices * options.batch_size
+        if (size := every.get("train_samples", least)) < least:
+            self.error(f"--train-samples: must be a batch for every device, {least}, got {size}")
+        options.slowmo = {name: every[name] for name in SLOWMO if name in every}
+        options.slowmo["slowmo_base_algorithm"] = options.slowmo.pop("base", None)
+        try:
+            sizes = {name: every[name] for name in MODEL if name in every}
+            options.config = LanguageModelConfig(**sizes)
+        except ValueError as error:
+            self.error(str(error))
+        return options
 
 
-def add_slowmo(
-    parser: argparse.ArgumentParser,
-    *,
-    localsgd_frequency: int = 4,
-    slowmo_frequency: int = 16,
-    slowmo_momentum: float = 0.2,
-) -> None:
-    """Options of `SlowMoDistributedDataParallel` with these defaults, for `slowmo_arguments`."""
-    add = parser.add_argument
-    add(
-        "--base",
-        choices=("localsgd", "sgp"),
-        default="localsgd",
-        help="base algorithm (%(default)s)",
-    )
-    add(
-        "--localsgd-frequency",
-        type=positive_int,
-        default=localsgd_frequency,
-        help="localsgd: steps from one average to the next (%(default)s)",
-    )
-    add(
-        "--slowmo-frequency",
-        type=positive_int,
-        default=slowmo_frequency,
-        help="steps from one step of the slow momentum to the next (%(default)s)",
-    )
-    add(
-        "--slowmo-momentum",
-        type=momentum,
-        default=slowmo_momentum,
-        help="in [0, 1) (%(default)s)",
-    )
-    add("--slowmo-lr", type=positive_float, default=1.0, help="(%(default)s)")
-    add(
-        "--slowmo-memory-efficient",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="shard the slow momentum over the devices",
-    )
-    add(
-        "--nprocs-per-node",
-        type=positive_int,
-        default=1,
-        help="devices that average their gradients in every step (%(default)s)",
-    )
+def _reader(name: str, default: Any) -> Any:
+    """Return a function that reads a value; argparse reports what it refuses."""
+    kind = int if default is None else type(default)
 
-
-def slowmo_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_slowmo` asked for, as arguments of the class."""
-    return {
-        "nprocs_per_node": options.nprocs_per_node,
-        "slowmo_base_algorithm": options.base,
-        "slowmo_momentum": options.slowmo_momentum,
-        "slowmo_memory_efficient": options.slowmo_memory_efficient,
-        "slowmo_frequency": options.slowmo_frequency,
-        "slowmo_lr": options.slowmo_lr,
-        "localsgd_frequency": options.localsgd_frequency,
-    }
-
-
-def add_training(parser: argparse.ArgumentParser) -> None:
-    """--steps, --batch-size, --learning-rate, --seed, and those of `add_model` and `add_slowmo`."""
-    add = parser.add_argument
-    add("--steps", type=positive_int, default=128, help="of every replica (%(default)s)")
-    add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
-    add("--learning-rate", type=positive_float, default=2e-3, help="of AdamW (%(default)s)")
-    add_slowmo(parser)
-    add_model(parser)
-    add("--seed", type=natural, default=0, help="of parameters and samples (%(default)s)")
-
-
-def parse_training(
-    parser: argparse.ArgumentParser, arguments: list[str] | None
-) -> argparse.Namespace:
-    """The options of `add_training`, with the model's sizes as `config`."""
-    options = parser.parse_args(arguments)
-    if "cpu_devices" in options:
-        check_node_size(parser, options)
-    try:
-        options.config = model_config(options)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def check_node_size(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program where --nprocs-per-node does not divide --cpu-devices."""
-    if options.cpu_devices and options.cpu_devices % options.nprocs_per_node:
-        parser.error(
-            f"argument --nprocs-per-node: must divide --cpu-devices, {options.cpu_devices}, "
-            f"got {options.nprocs_per_node}"
-        )
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """--length, --width, --layers and --heads, for `model_config`."""
-    add = parser.add_argument
-    add("--length", type=positive_int, default=128, help="tokens per sample (%(default)s)")
-    add("--width", type=positive_int, default=192, help="of the model (%(default)s)")
-    add("--layers", type=positive_int, default=2, help="of the model (%(default)s)")
-    add("--heads", type=positive_int, default=6, help="of attention per layer (%(default)s)")
-
-
-def model_config(options: argparse.Namespace) -> LanguageModelConfig:
-    """The model that is asked for.
-
-    Raises:
-      ValueError: for sizes that don't fit together.
-    """
-    return LanguageModelConfig(
-        VOCABULARY, options.length, options.width, options.layers, options.heads
-    )
-
-
-def positive_int(text: str) -> int:
-    """A whole number >= 1."""
-    return _checked(text, int, lambda value: value >= 1, "a whole number >= 1")
-
-
-def natural(text: str) -> int:
-    """A whole number >= 0."""
-    return _checked(text, int, lambda value: value >= 0, "a whole number >= 0")
-
-
-def positive_float(text: str) -> float:
-    """A finite number > 0."""
-    return _checked(text, float, lambda value: 0 < value < math.inf, "a number > 0")
-
-
-def percentage(text: str) -> float:
-    """A number from 0 to 100."""
-    return _checked(text, float, lambda value: 0 <= value <= 100, "a number from 0 to 100")
-
-
-def momentum(text: str) -> float:
-    """A number in [0, 1)."""
-    return _checked(text, float, lambda value: 0 <= value < 1, "in [0, 1)")
-
-
-def cpu_devices(text: str) -> int:
-    """A number of CPU devices that a process can have."""
-    # torchrun's program asks for none and may run where there is no torch_xla.
-    from ..runtime import MAX_CPU_DEVICES
-
-    rule = f"a whole number from 1 to {MAX_CPU_DEVICES}"
-    return _checked(text, int, lambda value: 1 <= value <= MAX_CPU_DEVICES, rule)
-
-
-def _checked(
-    text: str, kind: Callable[[str], Any], allowed: Callable[[Any], bool], rule: str
-) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not allowed(value):
+    def read(text: str) -> Any:
+        rule, is_allowed = _RULES.get(name) or _RULES[kind]
+        try:
+            if is_allowed(value := kind(text)):
+                return value
+        except ValueError:
+            pass
         raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
-    return value
+
+    return read

@@ -1,6 +1,7 @@
-"""Checkpoints that are there as a whole or not at all."""
+"""Checkpoints that exist completely or not at all, and a Ctrl-C that leaves time for one."""
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,7 @@ import torch
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`, replacing what was at `path`, only once all of it is on disk.
-
-    Args:
-      path: the file; its folder is made where it is missing.
-      state: tensors, numbers, strings, dicts and lists; nothing that `torch.load` with
-        `weights_only=True` refuses.
-    """
+    """Write `state`; an older file is only replaced once all of the new one is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -29,18 +24,28 @@ def save(path: Path, state: dict[str, Any]) -> None:
         raise
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What `save` wrote, on the CPU.
-
-    Raises:
-      ValueError: if there is no such file, or it is no checkpoint.
-    """
+def load(path: Path, **wanted: Any) -> dict[str, Any]:
+    """Return what `save` wrote, or raise ValueError; `wanted` are entries that it must have."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = dict(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise ValueError(f"There is no checkpoint {path}.") from None
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint that can be read: {error}") from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} is not a checkpoint: it holds a {type(state).__name__}.")
+    for name, value in wanted.items():
+        if state.get(name) != value:
+            is_now = f"its {name} is {state.get(name)}, now {value} is asked for"
+            raise ValueError(f"{path} is of another run: {is_now}.")
     return state
+
+
+def postpone_interrupt() -> list[int]:
+    """Return a list to which the first Ctrl-C only adds an entry; the second one raises."""
+    requests: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        requests.append(number)
+
+    signal.signal(signal.SIGINT, handle)
+    return requests

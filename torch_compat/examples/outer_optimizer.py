@@ -1,109 +1,112 @@
-"""What happens on the host to the gradients that the devices leave there."""
+"""AdamW on the host, for the gradients that the devices leave there: alone, or with peers."""
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import argparse
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-MAX_NORM = 1.0
-
-
-class OuterOptimizer(Protocol):
-    """Turns gradients on the host into new parameters, now and then."""
-
-    @property
-    def steps(self) -> int:
-        """How often the parameters have changed."""
-        ...
-
-    def after_step(self, num_samples: int) -> bool:
-        """Take the gradients of `num_samples`; whether the parameters have changed."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        ...
-
-    def close(self) -> None:
-        """Release what belongs to other processes."""
-        ...
-
 
 def adamw(parameters: Iterable[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW with weight decay."""
+    """Return AdamW with weight decay."""
     return torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def warm_up_and_decay(total_steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate: linear up in a tenth of the steps, then a cosine to a tenth."""
-    rising = max(1, total_steps // 10)
-
-    def factor(step: int) -> float:
-        if step < rising:
-            return (step + 1) / rising
-        progress = min(1.0, (step - rising) / max(1, total_steps - rising))
-        return 0.55 + 0.45 * math.cos(math.pi * progress)
-
-    return factor
+def warm_up_and_decay(optimizer: torch.optim.Optimizer, total_steps: int) -> LambdaLR:
+    """Return the schedule: linear up in a tenth of the steps, then linear down to a tenth."""
+    rising, total = max(1, total_steps // 10), total_steps
+    return LambdaLR(optimizer, lambda step: min((step + 1) / rising, max(0.1, 1 - step / total)))
 
 
 class LocalOptimizer:
-    """AdamW in this process, once for every `accumulation_steps` steps of the devices.
+    """AdamW on the mean gradient of every --accumulation-steps steps of the devices."""
 
-    Args:
-      model: the master model; its gradients are sums over the accumulated steps.
-      learning_rate: the highest.
-      total_steps: of the optimizer, for the schedule.
-      accumulation_steps: steps of the devices per step of the optimizer.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        learning_rate: float,
-        total_steps: int,
-        accumulation_steps: int,
-    ):
-        self.model, self.accumulation_steps = model, accumulation_steps
-        self.optimizer = adamw(model.parameters(), learning_rate)
-        self.scheduler = LambdaLR(self.optimizer, warm_up_and_decay(total_steps))
+    def __init__(self, model: nn.Module, options: argparse.Namespace):
+        self.parameters, self.period = list(model.parameters()), options.accumulation_steps
+        self.optimizer = adamw(self.parameters, options.learning_rate)
+        self.scheduler = warm_up_and_decay(self.optimizer, options.steps)
         self.steps = self.accumulated = 0
 
     def after_step(self, num_samples: int) -> bool:
-        """Step the optimizer once there are gradients enough."""
+        """Take the gradients of `num_samples`; return whether the parameters have changed."""
         self.accumulated += 1
-        if self.accumulated < self.accumulation_steps:
+        if self.accumulated < self.period:
             return False
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(self.accumulated)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.scheduler.step()
         self.steps, self.accumulated = self.steps + 1, 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """To be asked for right after the optimizer's step, when no gradients are waiting."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "steps": self.steps,
-        }
+        """Return all that a checkpoint needs, right after a step, when no gradients are waiting."""
+        optimizer, scheduler = self.optimizer.state_dict(), self.scheduler.state_dict()
+        return {"optimizer": optimizer, "scheduler": scheduler, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Continue from `state_dict()`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.steps = state["steps"]
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Release what belongs to other processes, which is nothing here."""
+
+
+def hivemind_is_installed() -> bool:
+    """Return whether hivemind can be imported."""
+    return importlib.util.find_spec("hivemind") is not None
+
+
+class HivemindOptimizer:
+    """AdamW on the mean gradient of --target-batch-size samples of all peers, by hivemind.
+
+    It has the methods of `LocalOptimizer`. Start it before `TPUManager`: it forks processes.
+    """
+
+    def __init__(self, model: nn.Module, options: argparse.Namespace):
+        import hivemind  # pyright: ignore[reportMissingImports]  optional
+
+        self.parameters = list(model.parameters())
+        self.dht = hivemind.DHT(initial_peers=options.initial_peers, start=True)
+        self.optimizer = hivemind.Optimizer(
+            dht=self.dht,
+            run_id=options.run_id,
+            target_batch_size=options.target_batch_size,
+            params=self.parameters,
+            optimizer=lambda parameters: adamw(parameters, options.learning_rate),
+            scheduler=lambda optimizer: warm_up_and_decay(optimizer, options.steps),
+        )
+        # Its state holds the number of steps, from which the schedule follows; peers that are
+        # further ahead send theirs.
+        self.state_dict = self.optimizer.state_dict
+        self.load_state_dict = self.optimizer.load_state_dict
+        print("Others join with --initial-peers", *self.dht.get_visible_maddrs())
+
+    @property
+    def steps(self) -> int:
+        """The steps of all peers together, including those before this one joined."""
+        return self.optimizer.local_epoch
+
+    def after_step(self, num_samples: int) -> bool:
+        """Hand over the gradients; hivemind keeps the sum itself, so they start again from zero."""
+        before = self.steps
+        self.optimizer.step(batch_size=num_samples)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        return self.steps != before
+
+    def close(self) -> None:
+        """Leave the peers."""
+        self.optimizer.shutdown()
+        self.dht.shutdown()
+
+
+KINDS = {"local": LocalOptimizer, "hivemind": HivemindOptimizer}

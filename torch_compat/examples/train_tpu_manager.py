@@ -2,146 +2,81 @@
 
     python -m torch_compat.examples.train_tpu_manager --cpu-devices 2
 
-Without --cpu-devices it uses all XLA devices of this machine. Ctrl-C stops after the step in
-progress, with a checkpoint where --checkpoint names one.
+Ctrl-C stops after the step in progress, with a checkpoint where --checkpoint names one.
 """
 
 import argparse
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from .. import TPUManager, runtime
-from . import checkpoint, outer_hivemind
-from .arguments import add_model, make_parser, model_config, natural, positive_float, positive_int
-from .interrupt import Interrupt
+from . import checkpoint, outer_optimizer
+from .arguments import MODEL, STEPS, TRAINING, XLA, Parser
 from .model import LanguageModel, mean_loss
-from .outer_hivemind import HivemindOptimizer
-from .outer_optimizer import LocalOptimizer, OuterOptimizer
 from .text import TextStream, standard_library, validation_batch
+
+OPTIONS = {
+    "grad_accumulation_steps": (1, "passes per device before gradients go to the host"),
+    "accumulation_steps": (2, "of those, on the host, before the optimizer's step"),
+    "validate_every": (20, "steps from one validation to the next"),
+    "optimizer": (("local", "hivemind"), "whether to train alone or with peers"),
+    "target_batch_size": (64, "hivemind: samples of all peers per step"),
+    "resume": (False, "go on from --checkpoint"),
+    "run_id": ("torch_compat_example", "hivemind: name of the common run"),
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ends the program where it is wrong."""
-    parser = make_parser("train_tpu_manager", __doc__)
-    add = parser.add_argument
-    add("--steps", type=positive_int, default=60, help="of the optimizer, in all (%(default)s)")
-    add("--batch-size", type=positive_int, default=8, help="samples per device (%(default)s)")
-    add(
-        "--grad-accumulation-steps",
-        type=positive_int,
-        default=1,
-        help="forward passes per device before the gradients go to the host (%(default)s)",
-    )
-    add(
-        "--accumulation-steps",
-        type=positive_int,
-        default=2,
-        help="of those, on the host, before the optimizer's step (%(default)s)",
-    )
-    add("--learning-rate", type=positive_float, default=5e-3, help="the highest (%(default)s)")
-    add_model(parser)
-    add("--seed", type=natural, default=0, help="of parameters and order of samples (%(default)s)")
-    add("--validate-every", type=positive_int, default=20, help="steps (%(default)s)")
-    add("--checkpoint", type=Path, help="file; written at every validation and at the end")
-    add("--resume", action="store_true", help="go on from --checkpoint")
-    add("--optimizer", choices=("local", "hivemind"), default="local", help="(%(default)s)")
-    add("--target-batch-size", type=positive_int, default=64, help="hivemind: samples of all peers")
-    add("--run-id", default="torch_compat_example", help="hivemind: name of the common run")
-    add("--initial-peers", nargs="*", default=[], help="hivemind: addresses to join")
-    options = parser.parse_args(arguments)
+    """Return the options, with the checkpoint to go on from as `state`, empty for a new run."""
+    parser = Parser("train_tpu_manager", __doc__, XLA, STEPS, TRAINING, OPTIONS, MODEL)
+    parser.set_defaults(steps=60, learning_rate=5e-3)
+    parser.add_argument("--initial-peers", nargs="*", default=[], help="hivemind: whom to join")
+    parser.add_argument("--checkpoint", type=Path, help="file, written at every validation")
+    options = parser.parse(arguments)
     if options.resume and options.checkpoint is None:
         parser.error("argument --resume: needs --checkpoint, the file to go on from")
-    if options.optimizer == "hivemind" and not outer_hivemind.is_installed():
+    if options.optimizer == "hivemind" and not outer_optimizer.hivemind_is_installed():
         parser.error("argument --optimizer: hivemind is not installed (pip install hivemind)")
+    options.run = {"config": vars(options.config), "outer": options.optimizer}
     try:
-        options.config = model_config(options)
-        options.state = checkpoint.load(options.checkpoint) if options.resume else None
-        _check_fits(options)
+        path = options.checkpoint
+        options.state = checkpoint.load(path, **options.run) if options.resume else {}
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def _check_fits(options: argparse.Namespace) -> None:
-    if options.state is None:
-        return
-    for name, wanted in {"config": vars(options.config), "outer": options.optimizer}.items():
-        if options.state.get(name) != wanted:
-            raise ValueError(
-                f"{options.checkpoint} is of another run: its {name} is "
-                f"{options.state.get(name)}, now {wanted} is asked for."
-            )
-
-
-def make_optimizer(model: LanguageModel, options: argparse.Namespace) -> OuterOptimizer:
-    """The one that --optimizer names, for a model with the parameters to start from."""
-    common = {"learning_rate": options.learning_rate, "total_steps": options.steps}
-    if options.optimizer == "local":
-        return LocalOptimizer(model, accumulation_steps=options.accumulation_steps, **common)
-    outer = HivemindOptimizer(
-        model,
-        target_batch_size=options.target_batch_size,
-        run_id=options.run_id,
-        initial_peers=options.initial_peers,
-        **common,
-    )
-    print("Others join with --initial-peers", *outer.addresses)
-    return outer
-
-
-def warm_up(manager: TPUManager, model: LanguageModel) -> None:
-    """Three steps that leave nothing behind: what is compiled is compiled here."""
-    manager.step()
-    manager.update_model_parameters(model.parameters())
-    manager.step()
-    manager.step()
-    manager.get_aggregated_gradients()
-    manager.zero_grad()
-
-
-class Outcome(NamedTuple):
-    """What a run did; losses are those of the validation text, in nats per byte."""
-
-    first_loss: float
-    last_loss: float
-    steps: int
-    samples_per_second: float
-    interrupted: bool
-
-
 def train(
-    manager: TPUManager,
-    model: LanguageModel,
-    outer: OuterOptimizer,
-    options: argparse.Namespace,
-    validation: torch.Tensor,
-    samples_before: int,
-) -> Outcome:
-    """Up to --steps steps of the optimizer, or Ctrl-C."""
-    first = mean_loss(model, validation)
-    first_step, taken, trained, begin = outer.steps, 0, 0, time.perf_counter()
+    manager: TPUManager, model: LanguageModel, outer: Any, options: argparse.Namespace
+) -> None:
+    """Train up to --steps steps of the optimizer `outer`, or until Ctrl-C."""
+    text = standard_library().validation
+    validation = validation_batch(text, num_samples=64, length=options.length)
+    first_loss, first_step = mean_loss(model, validation), outer.steps
+    taken, trained, begin = 0, options.state.get("samples", 0), time.perf_counter()
 
     def save() -> None:
         if options.checkpoint is not None:
-            state = make_state(options, model, outer, samples_before + trained)
-            checkpoint.save(options.checkpoint, state)
+            states = {"model": model.state_dict(), "optimizer": outer.state_dict()}
+            checkpoint.save(options.checkpoint, {**states, "samples": trained, **options.run})
 
-    with Interrupt() as interrupt, tqdm(total=options.steps, initial=first_step) as bar:
-        while outer.steps < options.steps and not interrupt.requested:
+    interrupts, waiting = checkpoint.postpone_interrupt(), 0
+    with tqdm(total=options.steps, initial=first_step) as bar:
+        while outer.steps < options.steps and not interrupts:
             loss, num_samples = manager.step()
-            taken += num_samples
+            taken, waiting = taken + num_samples, waiting + num_samples
             rate = taken / (time.perf_counter() - begin)
             bar.set_postfix(loss=f"{loss:.3f}", samples_per_second=f"{rate:.1f}")
             if not outer.after_step(num_samples):
                 continue
-            # Gradients that still wait for their step are lost with a checkpoint: it lets their
-            # samples come again.
-            trained = taken
+            # No checkpoint holds gradients that wait for their step: their samples come again.
+            trained, waiting = trained + waiting, 0
             bar.update(outer.steps - bar.n)
             manager.update_model_parameters(model.parameters())
             manager.zero_grad()
@@ -151,66 +86,40 @@ def train(
                 save()
     rate = taken / (time.perf_counter() - begin)
     save()
-    last = mean_loss(model, validation)
-    return Outcome(first, last, outer.steps - first_step, rate, interrupt.requested)
-
-
-def make_state(
-    options: argparse.Namespace, model: LanguageModel, outer: OuterOptimizer, samples: int
-) -> dict[str, Any]:
-    """All that a run needs to go on as if it had not stopped."""
-    return {
-        "config": vars(options.config),
-        "outer": options.optimizer,
-        "model": model.state_dict(),
-        "optimizer": outer.state_dict(),
-        "samples": samples,
-        "rng": torch.get_rng_state(),
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the program."""
-    options = parse(arguments)
-    torch.manual_seed(options.seed)
-    text = standard_library()
-    model = LanguageModel(options.config)
-    samples_before = 0
-    if options.state is not None:
-        model.load_state_dict(options.state["model"])
-        samples_before = options.state["samples"]
-    outer = make_optimizer(model, options)
-    if options.state is not None:
-        outer.load_state_dict(options.state["optimizer"])
-        torch.set_rng_state(options.state["rng"])
-    validation = validation_batch(text.validation, num_samples=64, length=options.length)
-    # The warm-up takes samples too. A run that goes on therefore begins as many samples earlier:
-    # it was trained with `samples_before` samples after the first run's warm-up.
-    samples = TextStream(text.train, length=options.length, seed=options.seed, skip=samples_before)
-    try:
-        with TPUManager(
-            model,
-            samples,
-            nprocs=options.cpu_devices,
-            batch_size_per_device=options.batch_size,
-            grad_accumulation_steps=options.grad_accumulation_steps,
-            # Random numbers of the devices: others than before the checkpoint.
-            seed_base=options.seed + samples_before,
-            start=True,
-        ) as manager:
-            print("Starting the devices ...", flush=True)
-            warm_up(manager, model)
-            kind = "CPU" if runtime.on_cpu() else "XLA"
-            print(f"{manager.nprocs} {kind} devices, step {outer.steps} of {options.steps}.")
-            outcome = train(manager, model, outer, options, validation, samples_before)
-    finally:
-        outer.close()
-    print(
-        f"validation loss {outcome.first_loss:.4f} -> {outcome.last_loss:.4f} in {outcome.steps} "
-        f"steps, {outcome.samples_per_second:.1f} samples/s"
-    )
-    if outcome.interrupted:
+    losses = f"validation loss {first_loss:.4f} -> {mean_loss(model, validation):.4f}"
+    print(f"{losses} in {outer.steps - first_step} steps, {rate:.1f} samples/s")
+    if interrupts:
         raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Run the program."""
+    options = parse()
+    torch.manual_seed(options.seed)
+    text, model, state = standard_library().train, LanguageModel(options.config), options.state
+    if state:
+        model.load_state_dict(state["model"])
+    outer = outer_optimizer.KINDS[options.optimizer](model, options)
+    if state:
+        outer.load_state_dict(state["optimizer"])
+    # The warm-up of every run takes samples first: `skip` counts those of the training alone.
+    skip = state.get("samples", 0)
+    samples = TextStream(text, length=options.length, seed=options.seed, skip=skip)
+    settings: dict[str, Any] = {
+        "batch_size_per_device": options.batch_size,
+        "grad_accumulation_steps": options.grad_accumulation_steps,
+        "nprocs": options.cpu_devices,
+        "seed_base": options.seed + skip,  # other random numbers than before the checkpoint
+    }
+    with closing(outer), TPUManager(model, samples, start=True, **settings) as manager:
+        print("Starting the devices ...", flush=True)
+        for _ in range(3):  # all programs are compiled before time is taken
+            manager.step()
+            manager.update_model_parameters(model.parameters())
+        manager.zero_grad()
+        kind = "CPU" if runtime.on_cpu() else "XLA"
+        print(f"{manager.nprocs} {kind} devices, step {outer.steps} of {options.steps}.")
+        train(manager, model, outer, options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.waiting import PATIENCE_SECONDS
-from torch_compat.examples import outer_hivemind
+from torch_compat.examples import outer_optimizer
 from torch_compat.examples.train_tpu_manager import parse
 
 RUN = ("--steps", "24", "--validate-every", "6", "--grad-accumulation-steps", "2")
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):
 
 
 def test_hivemind_is_asked_for_only_where_it_is_installed(monkeypatch, capsys):
-    monkeypatch.setattr(outer_hivemind, "is_installed", lambda: False)
+    monkeypatch.setattr(outer_optimizer, "hivemind_is_installed", lambda: False)
     with pytest.raises(SystemExit):
         parse(["--optimizer", "hivemind"])
     assert "hivemind is not installed (pip install hivemind)" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""What the programs with replicas share: how they start, and the run of a language model."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..slowmo import SlowMoDistributedDataParallel as Wrapper
+from .model import LanguageModel, mean_loss
+from .text import TextStream, standard_library, validation_batch
+
+
+def prepare_to_spawn(options: argparse.Namespace) -> None:
+    """Choose devices and seed for `xmp.spawn`, whose processes Ctrl-C then ends at once.
+
+    Their threads would otherwise run on, and this process would wait for them.
+    """
+    from .. import runtime  # here, since processes of torchrun need no torch_xla
+
+    warnings.simplefilter("once")  # not once per device
+    torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
+    if options.cpu_devices:
+        runtime.configure_cpu_devices(options.cpu_devices)
+    torch.manual_seed(options.seed)
+    parent = os.getpid()
+
+    def handle(number: int, frame: object) -> None:
+        if os.getpid() != parent:
+            os._exit(1)
+        sys.exit("Stopped by Ctrl-C.")
+
+    signal.signal(signal.SIGINT, handle)
+
+
+def run(net: Wrapper, options: argparse.Namespace, step: Callable[[Tensor], Tensor]) -> None:
+    """Train a replica, and compare the mean of all replicas with what they started from.
+
+    `net` wraps a `LanguageModel`. `step` trains it with tokens, int64 (batch, length), that are on
+    its device, lets the replicas exchange, and returns the loss.
+    """
+    rank, world, text = net.process_rank, net.process_world_size, standard_library()
+    samples = TextStream(text.train, length=options.length, seed=(options.seed, rank))
+    validation = validation_batch(text.validation, num_samples=64, length=options.length)
+
+    def validation_loss() -> float:
+        state = net.consolidated_state_dict()  # an exchange: all replicas call it
+        if rank != 0:
+            return 0.0
+        model, own = LanguageModel(options.config), "module."
+        model.load_state_dict({k[len(own) :]: v for k, v in state.items() if k.startswith(own)})
+        return mean_loss(model, validation)
+
+    first_loss, begin = validation_loss(), time.perf_counter()
+    batches, device = DataLoader(samples, options.batch_size), next(net.parameters()).device
+    for number, batch in zip(range(1, options.steps + 1), batches, strict=False):
+        loss = step(batch["input_ids"].to(device))
+        if rank == 0 and number % 10 == 0:
+            print(f"step {number}/{options.steps}: loss {loss.item():.3f}", flush=True)
+    rate = options.steps * options.batch_size * world / (time.perf_counter() - begin)
+    losses = f"{first_loss:.4f} -> {validation_loss():.4f} (mean of {world} replicas)"
+    if rank == 0:
+        print(
+            f"validation loss {losses} in {options.steps} steps, {rate:.1f} samples/s", flush=True
+        )
