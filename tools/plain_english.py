@@ -26,22 +26,27 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxslowmo", "torch_compat")
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Words with which no docstring begins: what follows is a piece of a sentence.
-FRAGMENTS = set(
+FRAGMENTS = _words(
     """after also and as at before behind beside between but by else for from how if in into
     likewise not of on only or over so than that those to under unless until what when where
-    whether which while who whom whose why with within without""".split()
+    whether which while who whom whose why with within without"""
 )
 # Words with which a noun begins: a function does something.
-NOUNS = set("a all an each every its no one some such the their these this whatever".split())
+NOUNS = _words("a all an each every its no one some such the their these this whatever")
 # Imperatives that end in "s".
-IMPERATIVES = set("address bypass compress cross express guess pass press process".split())
+IMPERATIVES = _words("address bypass compress cross express guess pass press process")
 # Words with which no line about an argument begins.
-PREPOSITIONS = set(
-    "as at beside between by for from in likewise of on over so than that to under with".split()
+PREPOSITIONS = _words(
+    "as at beside between by for from in likewise of on over so than that to under with"
 )
-NAMES = set("asked found given here known made moved others own said seen there told".split())
-CLASSES = set("Asked Found Given Known Made Moved Own Said Seen Told".split())
+NAMES = _words("asked found given known made moved own said told there")
+CLASSES = _words("Asked Found Given Known Made Moved Own Said Told")
 
 # "path:name": the reason.
 EXCEPTIONS: dict[str, str] = {}
