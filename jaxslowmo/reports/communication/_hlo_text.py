@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ._collectives import dtype_of, num_bytes, num_turns
+from ._collectives import Carried, Term, dtype_of, num_bytes, num_turns
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -173,34 +173,27 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
     compare = condition.instruction(condition.root)
     if compare is None or compare.attributes.get("direction") != "LT":
         return None
-    index = _tuple_index(compare.operands[0], condition)
-    stop = _bound(compare.operands[1], condition, body, loop, within)
-    if index is None:
+    return num_turns(
+        [_term(name, condition) for name in compare.operands],
+        lambda i: _term(_element(loop.operands[0], i, within), within),
+        lambda i: _term(_element(body.root, i, body), body),
+    )
+
+
+def _term(name: str | None, within: Computation, *, sums: bool = True) -> Term:
+    """Return what a value is for `num_turns`; what a computation carries is a tuple."""
+    found = _behind_copies(name, within)
+    if found is None or not found.operands:
         return None
-    start = _constant(_element(loop.operands[0], index, within), within)
-    return num_turns(start, stop, _step(_element(body.root, index, body), index, body))
-
-
-def _bound(
-    name: str, condition: Computation, body: Computation, loop: Instruction, within: Computation
-) -> int | None:
-    """A constant, or a carried value that starts as one and that the body hands on."""
-    carried = _tuple_index(name, condition)
-    if carried is None:
-        return _constant(name, condition)
-    handed_on = _element(body.root, carried, body)
-    if handed_on is None or _tuple_index(handed_on, body) != carried:
-        return None
-    return _constant(_element(loop.operands[0], carried, within), within)
-
-
-def _step(name: str | None, index: int, body: Computation) -> int | None:
-    add = _behind_copies(name, body)
-    if add is None or add.opcode != "add":
-        return None
-    for counter, step in (add.operands, add.operands[::-1]):
-        if _tuple_index(counter, body) == index:
-            return _constant(step, body)
+    if found.opcode == "constant":
+        text = found.operands[0]
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if found.opcode == "get-tuple-element":
+        carrier = within.instruction(found.operands[0])
+        is_carried = carrier is not None and carrier.opcode == "parameter"
+        return Carried(int(found.attributes["index"])) if is_carried else None
+    if found.opcode == "add" and sums:
+        return [_term(operand, within, sums=False) for operand in found.operands]
     return None
 
 
@@ -214,22 +207,3 @@ def _behind_copies(name: str | None, within: Computation) -> Instruction | None:
 def _element(tuple_name: str, index: int, within: Computation) -> str | None:
     made = _behind_copies(tuple_name, within)
     return made.operands[index] if made is not None and made.opcode == "tuple" else None
-
-
-def _tuple_index(name: str, within: Computation) -> int | None:
-    """The element of the carried tuple that a value is."""
-    found = _behind_copies(name, within)
-    if found is None or found.opcode != "get-tuple-element":
-        return None
-    carrier = within.instruction(found.operands[0])
-    if carrier is None or carrier.opcode != "parameter":
-        return None
-    return int(found.attributes["index"])
-
-
-def _constant(name: str | None, within: Computation) -> int | None:
-    found = _behind_copies(name, within)
-    if found is None or found.opcode != "constant" or not found.operands:
-        return None
-    text = found.operands[0]
-    return int(text) if re.fullmatch(r"-?\d+", text) else None

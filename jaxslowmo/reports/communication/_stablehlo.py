@@ -12,11 +12,13 @@ import numpy as np
 from ._collectives import (
     Block,
     Branches,
+    Carried,
     Collective,
     Groups,
     Loop,
     Node,
     ProgramCollectives,
+    Term,
     dtype_of,
     num_bytes,
     num_turns,
@@ -212,31 +214,25 @@ def _trip_count(loop: Any) -> int | None:
         return None
     if "LT" not in str(compare.attributes["comparison_direction"]):
         return None
-    index = _argument_number(compare.operands[0], condition)
-    if index is None:
-        return None
-    start = _constant(loop.operands[index])
-    stop = _bound(compare.operands[1], condition, body, loop)
-    return num_turns(start, stop, _step(_terminator(body).operands[index], index, body))
+    ends = _terminator(body).operands
+    return num_turns(
+        [_term(value, condition) for value in compare.operands],
+        lambda i: _term(loop.operands[i], body),
+        lambda i: _term(ends[i], body),
+    )
 
 
-def _bound(value: Any, condition: Any, body: Any, loop: Any) -> int | None:
-    """A constant, or a carried value that starts as one and that the body hands on."""
-    carried = _argument_number(value, condition)
-    if carried is None:
-        return _constant(value)
-    if _argument_number(_terminator(body).operands[carried], body) != carried:
-        return None
-    return _constant(loop.operands[carried])
-
-
-def _step(value: Any, index: int, body: Any) -> int | None:
-    add = _producer(value)
-    if add is None or add.name != "stablehlo.add":
-        return None
-    for counter, step in ((0, 1), (1, 0)):
-        if _argument_number(add.operands[counter], body) == index:
-            return _constant(add.operands[step])
+def _term(value: Any, block: Any, *, sums: bool = True) -> Term:
+    """Return what a value is for `num_turns`, in a block whose arguments are carried."""
+    for number, argument in enumerate(block.arguments):
+        if argument == value:
+            return Carried(number)
+    op = _producer(value)
+    if op is not None and op.name == "stablehlo.constant":
+        array = np.asarray(op.attributes["value"])
+        return int(array.ravel()[0]) if array.size == 1 else None
+    if op is not None and op.name == "stablehlo.add" and sums:
+        return [_term(operand, block, sums=False) for operand in op.operands]
     return None
 
 
@@ -247,18 +243,3 @@ def _terminator(block: Any) -> Any:
 def _producer(value: Any) -> Any | None:
     owner = value.owner
     return getattr(owner, "operation", owner) if hasattr(owner, "name") else None
-
-
-def _constant(value: Any) -> int | None:
-    op = _producer(value)
-    if op is None or op.name != "stablehlo.constant":
-        return None
-    array = np.asarray(op.attributes["value"])
-    return int(array.ravel()[0]) if array.size == 1 else None
-
-
-def _argument_number(value: Any, block: Any) -> int | None:
-    for number, argument in enumerate(block.arguments):
-        if argument == value:
-            return number
-    return None
