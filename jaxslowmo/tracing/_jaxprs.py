@@ -1,9 +1,8 @@
 """Programs as jax writes them down: walked through, looked at, and run again.
 
-What reads programs of others takes `interpret` to compute something else with their equations
-(facts, types, origins), and `programs_in` to look at every equation: any package above may. Those
-that take programs apart equation by equation, `pipeline/stage` and `pipeline/split`, and `reports`,
-which finds meshes in them, have walkers of their own.
+No other package has a walker of its own. What reads programs takes `interpret` to compute something
+with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
+takes programs apart, as `pipeline/stage` does, takes `flattened` and `run`.
 """
 
 import weakref
@@ -38,6 +37,8 @@ def interpret(
     inputs: Sequence[_Value],
     equation: Callable[[Any, list[_Value]], Iterable[_Value]],
     constant: Callable[[Any], _Value],
+    *,
+    literal: Callable[[Any], _Value] | None = None,
 ) -> list[_Value]:
     """Return the outputs of a program, computed with values of the caller's own.
 
@@ -49,6 +50,8 @@ def interpret(
         as by `called_program` and another `interpret`.
       constant: `constant(x)` returns the value of an array that the program holds: of a NumPy array
         for numbers that are written into it, and None for a constant of an open jaxpr.
+      literal: `literal(x)` returns the value of a number that is written into the program, as jax
+        holds it, with a weak type perhaps; None: by `constant`.
 
     Communication: none of its own.
     """
@@ -59,6 +62,8 @@ def interpret(
 
     def read(atom: Any) -> _Value:
         if hasattr(atom, "val"):
+            if literal is not None:
+                return literal(atom.val)
             return constant(np.asarray(atom.val, atom.aval.dtype))
         return values[atom]
 
@@ -76,13 +81,26 @@ def programs_in(equation: Any) -> Iterator[Any]:
                 yield item
 
 
-def scan_operands(params: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The operands of a `scan` equation as constants, carry and what it scans over."""
+def equations_in(program: Any) -> Iterator[Any]:
+    """Yield all equations of a program, each before those of the programs that it holds."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for inner in programs_in(equation):
+            yield from equations_in(inner)
+
+
+def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the operands of a `scan` equation as constants, carry and what it scans over."""
     if "num_carry" in params:  # jax < 0.12
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        return operands[:first], operands[first:last], operands[last:]
+        return [*operands[:first]], [*operands[first:last]], [*operands[last:]]
     consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
     return consts, carry, xs
+
+
+def scan_options(params: Any) -> dict[str, Any]:
+    """Return the options of a `scan` equation, as `jax.lax.scan` takes them."""
+    return {name: params[name] for name in ("length", "reverse", "unroll")}
 
 
 def called_program(eqn: Any) -> Any:
@@ -249,8 +267,7 @@ def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Seque
                 out = _run(params["jaxpr"], axes, [*consts, *carry, *x])
                 return out[: len(carry)], out[len(carry) :]
 
-            options = {name: params[name] for name in ("length", "reverse", "unroll")}
-            carry, ys = lax.scan(body, carry, xs, **options)
+            carry, ys = lax.scan(body, carry, xs, **scan_options(params))
             return [*carry, *ys]
     # What a shard_map holds has other shapes and axes: it is run as it was traced.
     if eqn.primitive.name != "shard_map" and (inner := called_program(eqn)):

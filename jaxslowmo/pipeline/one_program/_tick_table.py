@@ -144,15 +144,13 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
         if op.kind != "W" and (to, m) in arrived:  # the receiver is told where to put it
             channel = half.arrivals[known.index(distances[min(k, to)])]
             channel[t + (op.kind != "F"), placement[to]] = arrived[to, m]
-    most = [1 + max(rows.values(), default=-1) for rows in (x, dy)]
-    needed = [
-        tuple(
-            1 + max((row for (k, _), row in rows.items() if k == stage), default=-1)
-            for stage in range(len(placement))
-        )
-        for rows in (stash, kept)
-    ]
-    return TickTable(forward, backward, channels, (most[0], most[1]), *needed, len(ticks))
+
+    def needed(rows: Rows) -> tuple[int, ...]:
+        own = [[row for (k, _), row in rows.items() if k == i] for i in range(len(placement))]
+        return tuple(1 + max(each, default=-1) for each in own)
+
+    arrivals = max(needed(x)), max(needed(dy))
+    return TickTable(forward, backward, channels, arrivals, needed(stash), needed(kept), len(ticks))
 
 
 def forward_ticks(schedule: Schedule) -> Sequence[Tick]:
