@@ -16,16 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._support.scopes import (
-    ALL_REDUCE_GRADIENTS,
-    ALL_REDUCE_ROWS,
-    CLIP,
-    GRADIENT_TRANSFORM,
-    LOSS_SCALE,
-    PHASE,
-    SKIP_UNUSED,
-    TIED,
-)
+from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
 
@@ -276,18 +267,6 @@ def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Seque
     return out if eqn.primitive.multiple_results else [out]
 
 
-_KNOWN = (
-    ALL_REDUCE_GRADIENTS,
-    ALL_REDUCE_ROWS,
-    CLIP,
-    GRADIENT_TRANSFORM,
-    LOSS_SCALE,
-    PHASE,
-    SKIP_UNUSED,
-    TIED,
-)
-
-
 def unnamed_exchanges(
     tx: optax.GradientTransformationExtraArgs,
     params: PyTree,
@@ -349,4 +328,4 @@ def _updated(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: P
 
 def _is_unnamed(equation: Any) -> bool:
     scopes = str(equation.source_info.name_stack)
-    return not any(name in scopes for name in _KNOWN)
+    return not any(name in scopes for name in OF_TRANSFORMS)

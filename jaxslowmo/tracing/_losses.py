@@ -189,10 +189,7 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     parameters = inspect.signature(loss_fn).parameters.values()
     names = {p.name for p in parameters}
     any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    takes_rng = any_keyword or "rng" in names
-    takes_state = any_keyword or "model_state" in names
-
-    takes_embedded = any_keyword or "embedded" in names
+    takes = {n: any_keyword or n in names for n in ("rng", "model_state", "embedded")}
 
     def full(
         params: PyTree,
@@ -202,15 +199,15 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and not takes_state:
+        if jax.tree.leaves(model_state) and not takes["model_state"]:
             raise ValueError(
                 "`loss_fn` must take `model_state` as a keyword, since the train state has one."
             )
-        keywords: dict[str, Any] = {"rng": rng} if takes_rng else {}
-        if takes_state:
+        keywords: dict[str, Any] = {"rng": rng} if takes["rng"] else {}
+        if takes["model_state"]:
             keywords["model_state"] = model_state
         if embedded is not None:
-            if not takes_embedded:
+            if not takes["embedded"]:
                 raise ValueError(
                     "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
                     "since the step was given `embeddings`."

@@ -60,7 +60,7 @@ class HostPipeline(Pipelined):
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
-    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+    ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Dispatch the schedule, or read what was computed; see `Pipelined.execute`."""
         if isinstance(batch, Results):
             results = batch.of_this_position()
@@ -77,9 +77,7 @@ class HostPipeline(Pipelined):
             results = self._computed(
                 Spread((), (), self.data_axes), stacked, batch, keys, states, 1, differentiates
             )
-        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        grads = self.layout.packing.staged({**none, **(results.grads or {})})
-        return (results.value, results.states), grads
+        return (results.value, results.states), results.grads or {}
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise `ValueError` unless a step is for the mesh of this pipeline."""

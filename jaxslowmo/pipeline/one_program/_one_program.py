@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
@@ -34,7 +33,7 @@ class OneProgram(Pipelined):
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
-    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+    ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Map one step over the stages and the data axes; see `Pipelined.execute`."""
         plan, table = self.plan, self._table if differentiates else self._forward_table
         context, axis_name = jax.sharding.get_abstract_mesh(), plan.axis_name
@@ -72,8 +71,7 @@ class OneProgram(Pipelined):
             )
         microbatches = _laid_out(microbatches, of_batch, mesh)
         value, after, grads = step(stacked.buffers, states, microbatches, rng)
-        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        return (value, after), self.layout.packing.staged({**none, **grads})
+        return (value, after), grads
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class OneProgramStep:
 
 def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Return `tree` as `specs` say over Explicit axes, of whose layout types tell."""
-    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    explicit = frozenset(mesh.explicit_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
         own = only_over(spec, explicit)
@@ -190,13 +188,8 @@ def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 def _automatic(spec: P) -> P | None:
     """Return the part of a spec over axes that the compiler handles; None where it has none."""
-    automatic = _axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Auto)
+    automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
     return only_over(spec, automatic) if any(only_over(spec, automatic)) else None
-
-
-def _axes_of_type(mesh: Mesh | AbstractMesh, wanted: AxisType) -> frozenset[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == wanted)
 
 
 def activations_of(results: Sequence[PyTree]) -> Activations:

@@ -95,10 +95,7 @@ class _HloReader:
         # an all-reduce). If the rest of the branch belongs to one phase, so do they; if nothing in
         # it has a scope (seen in programs for several slices) they are merely conditional.
         computation = self.module.computations.get(name)
-        lines = computation.lines.values() if computation else ()
-        phases = {phase_of(found[1]) for line in lines if (found := _OP_NAME.search(line))}
-        phases.discard(None)
-        return self.computation(name, phases.pop() if len(phases) == 1 else phase)
+        return self.computation(name, (computation and computation.only_phase()) or phase)
 
     def collective(
         self, op: Instruction, name: str, within: Computation, phase: str | None
@@ -151,9 +148,6 @@ class _HloReader:
         groups = groups or (tuple(range(per_slice)),)
         starts = range(0, per_slice * self.num_slices, per_slice)
         return tuple(tuple(start + i for i in group) for start in starts for group in groups)
-
-
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def _starts_chain(computation: Computation) -> bool:

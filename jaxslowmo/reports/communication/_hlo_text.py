@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ._collectives import Carried, Term, dtype_of, num_bytes, num_turns
+from ._collectives import Carried, Term, dtype_of, num_bytes, num_turns, phase_of
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 
@@ -37,6 +38,12 @@ class Computation:
 
     def type_of(self, name: str) -> str:
         return _split_type(self.lines.get(name, ""))[0]
+
+    def only_phase(self) -> str | None:
+        """The phase of all its instructions that name one; None where they differ, or none does."""
+        scopes = filter(None, map(_OP_NAME.search, self.lines.values()))
+        phases = {phase_of(found[1]) for found in scopes} - {None}
+        return phases.pop() if len(phases) == 1 else None
 
     def select(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
         """Instructions whose text contains a match, in program order."""
