@@ -98,9 +98,12 @@ class _Reader:
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            return self._scan(params, operands)
+            carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
+            return [*carry, *ys]
         if name == "while":
-            return self._while(params, operands)
+            first = params["cond_nconsts"]
+            last = first + params["body_nconsts"]
+            return self._loop(params["body_jaxpr"], operands[first:last], operands[last:], [])[0]
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
         if inner := called_program(eqn):
@@ -134,16 +137,6 @@ class _Reader:
         out = [Fact(max(fact.place, start + 1), fact.zero) for fact in out]
         carried = [Fact(o.place, z) for o, z in zip(out, zero, strict=False)]
         return carried, out[len(carry) :]
-
-    def _scan(self, params: Any, operands: list[Fact]) -> list[Fact]:
-        carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
-        return [*carry, *ys]
-
-    def _while(self, params: Any, operands: list[Fact]) -> list[Fact]:
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        carry, _ = self._loop(params["body_jaxpr"], operands[first:last], operands[last:], [])
-        return carry
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place

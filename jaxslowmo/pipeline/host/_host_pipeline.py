@@ -245,11 +245,9 @@ class Execution:
     def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
         """Return for each stage of the model what its operations are given."""
         setting, names = self._setting, self._stages.whole.axis_names
-        lying: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
-        for name, x in buffers.items():
-            spec = setting.of_buffer(name, setting.replica, names).spec
-            for own, view in zip(lying, self._stages.views(x, spec), strict=True):
-                own[name] = view
+        lying = self._stages.views_by_name(
+            buffers, lambda name: setting.of_buffer(name, setting.replica, names).spec
+        )
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
         rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
@@ -268,10 +266,7 @@ class Execution:
     def _pass(self, data: Sequence[StageInputs], states: dict[str, Any], part: int) -> Pass:
         """Dispatch the microbatches of one part of the batch."""
         setting, count = self._setting, self._schedule.num_microbatches
-        own: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
-        for name, x in states.items():
-            for stage, view in zip(own, self._stages.views(x, setting.lead.spec), strict=True):
-                stage[name] = view
+        own = self._stages.views_by_name(states, lambda _: setting.lead.spec)
         programs = zip(self._step.own_states, own, strict=True)
         totals: list[Any] = [{} for _ in own]
         if setting.differentiates:

@@ -1,6 +1,6 @@
 """All stages as one program, behind the loss function of a pipeline."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, varying_axes
+from ...mesh import only_over, vary_over, varying_axes
 from ...tree import Staged
 from ..model import Loss, LossTerms, without_state
 from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
@@ -38,8 +38,12 @@ class OneProgram(Pipelined):
         plan, table = self.plan, self._table if differentiates else self._forward_table
         context, axis_name = jax.sharding.get_abstract_mesh(), plan.axis_name
         manual = frozenset(context.manual_axes)
-        if self.schedule.num_stages > 1:
-            _check_not_mapped(axis_name, manual)
+        if self.schedule.num_stages > 1 and axis_name in manual:
+            raise ValueError(
+                f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
+                "pipeline is called, which maps the stages itself. In a step of js.make_train_step "
+                "it stays free if the state's parameters lie as `layout.stack` puts them."
+            )
         # Between devices along an axis that is mapped already the caller has split the batch.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         outer_axes = tuple(a for a in self.data_axes if a in manual)
@@ -111,9 +115,12 @@ class OneProgramStep:
         if rng is not None:
             for name in ending.data_axes:
                 rng = jax.random.fold_in(rng, lax.axis_index(name))
-        device = Device(
+            rng = vary_over(rng, self.axes)
+        own = whole, {name: x[0] for name, x in states.items()}, batch
+        whole, own_states, batch = vary_over(own, self.axes)  # branches must agree
+        return Device(
             buffers=whole,
-            states={name: x[0] for name, x in states.items()},
+            states=own_states,
             layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
             batch=batch,
             rng=rng,
@@ -121,7 +128,6 @@ class OneProgramStep:
             axes=self.axes,
             axis_name=plan.axis_name,
         )
-        return device.varied()
 
     def _scan(self, device: Device) -> Scan:
         """Return the program, for values of the types that a device has."""
@@ -225,13 +231,3 @@ class _Type(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _check_not_mapped(axis_name: str, manual: Collection[str]) -> None:
-    """Raise `ValueError` where the axis of the stages is mapped already."""
-    if axis_name in manual:
-        raise ValueError(
-            f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
-            "pipeline is called, which maps the stages itself. In a step of js.make_train_step it "
-            "stays free if the state's parameters lie as `layout.stack` puts them."
-        )

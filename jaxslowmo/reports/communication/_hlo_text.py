@@ -11,7 +11,8 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CLOSING = {"(": ")", "{": "}", "[": "]"}
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_DEPTH = dict.fromkeys("({[", 1) | dict.fromkeys(")}]", -1)
 
 
 @dataclass(frozen=True)
@@ -86,42 +87,23 @@ def parse_module(text: str) -> HloModule:
 
 def _end(text: str, start: int) -> int:
     """Index behind the bracket that closes the one at `start`, quoted text skipped."""
-    stack, quoted, i = [], False, start
-    while i < len(text):
-        char = text[i]
-        if quoted:
-            i += char == "\\"
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char in _CLOSING:
-            stack.append(_CLOSING[char])
-        elif stack and char == stack[-1]:
-            stack.pop()
-            if not stack:
-                return i + 1
-        i += 1
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += _DEPTH.get(token[0], 0)
+        if not depth:
+            return token.end()
     return len(text)
 
 
 def _split(text: str) -> list[str]:
     """Splits at commas outside brackets and quotes."""
-    parts, start, i = [], 0, 0
-    while i < len(text):
-        if text[i] in _CLOSING:
-            i = _end(text, i)
-        elif text[i] == '"':
-            i += 1
-            while i < len(text) and text[i] != '"':
-                i += 2 if text[i] == "\\" else 1
-            i += 1
-        elif text[i] == ",":
-            parts.append(text[start:i].strip())
-            start = i = i + 1
-        else:
-            i += 1
-    parts.append(text[start:].strip())
-    return [part for part in parts if part]
+    parts, start, depth = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        depth += _DEPTH.get(token[0], 0)
+        if token[0] == "," and not depth:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
 
 
 def _split_type(text: str) -> tuple[str, str]:

@@ -144,12 +144,12 @@ class _StableHloReader:
         if name == "ragged-all-to-all":
             operands = operands[:1]  # the others are the output buffer, offsets and sizes
         values = list(op.results) if name == "all-gather" else operands
-        types = [str(value.type) for value in values]
+        arrays = [_array(str(value.type)) for value in values]
         return Collective(
             name=name,
             groups=self.groups(attributes["source_target_pairs" if pairs else "replica_groups"]),
-            nbytes=sum(_tensor_bytes(t) for t in types),
-            dtypes=tuple(sorted({dtype_of(_element(t))[0] for t in types})),
+            nbytes=sum(size for _, size in arrays),
+            dtypes=tuple(sorted({dtype for dtype, _ in arrays})),
             phase=phase,
             pairs=pairs,
         )
@@ -186,17 +186,12 @@ def _called_functions(op: Any) -> list[str]:
     return []
 
 
-def _element(tensor_type: str) -> str:
-    """`tensor<2x3xf32>` -> `f32`."""
+def _array(tensor_type: str) -> tuple[str, int]:
+    """Return dtype and bytes of an array such as `tensor<2x3xf32>`; no bytes of other types."""
     inner = tensor_type.removeprefix("tensor<").removesuffix(">").split(",")[0]
-    return re.sub(r"^(?:\d+x)*", "", inner)
-
-
-def _tensor_bytes(tensor_type: str) -> int:
-    dims = re.match(r"tensor<((?:\d+x)*)", tensor_type)
-    if dims is None:
-        return 0
-    return num_bytes(_element(tensor_type), [int(d) for d in dims[1].split("x") if d])
+    *dims, element = re.split(r"(?<=\d)x", inner)
+    is_array = tensor_type.startswith("tensor<")
+    return dtype_of(element)[0], num_bytes(element, [int(d) for d in dims]) if is_array else 0
 
 
 def _trip_count(loop: Any) -> int | None:
