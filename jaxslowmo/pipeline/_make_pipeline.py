@@ -192,8 +192,7 @@ def _stage_kinds(
 def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, which stands for its kind."""
     runs, packing = layout.runs(model_stage), layout.packing
-    trees = [layout.treedef(run.start) for run in runs]
-    treedef = jax.tree.structure(tuple(d.unflatten([0] * d.num_leaves) for d in trees))
+    treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
     segments = [
         Segment(place, run.count, packing.part_size(place.leaf))
         for run in runs

@@ -96,7 +96,7 @@ def scan_options(params: Any) -> dict[str, Any]:
 
 def called_program(eqn: Any) -> Any:
     """The program that an equation calls once with its own operands; None if it calls none."""
-    found = [v for v in eqn.params.values() if hasattr(getattr(v, "jaxpr", v), "eqns")]
+    found = list(programs_in(eqn))
     if len(found) != 1:
         return None
     jaxpr = getattr(found[0], "jaxpr", found[0])

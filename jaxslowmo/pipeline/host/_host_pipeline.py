@@ -35,10 +35,6 @@ class Results(NamedTuple):
     states: dict[str, Any]
     grads: dict[str, Any] | None
 
-    def of_this_position(self) -> "Results":
-        """Return the results of one device, where the leading dimension is mapped."""
-        return jax.tree.map(lambda x: x[0], self)
-
 
 class HostPipeline(Pipelined):
     """A pipeline whose stages have programs of their own, which one process dispatches.
@@ -63,7 +59,7 @@ class HostPipeline(Pipelined):
     ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Dispatch the schedule, or read what was computed; see `Pipelined.execute`."""
         if isinstance(batch, Results):
-            results = batch.of_this_position()
+            results = jax.tree.map(lambda x: x[0], batch)  # of this position
         else:
             arguments = stacked, states, batch, rng
             if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -214,7 +210,8 @@ class Execution:
         totals = jax.tree.map(self._of_all_stages, totals)
         value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
         results = Results(value, new_states, grads if self._setting.differentiates else None)
-        results = _with_wide_metrics(results) if self._setting.parts > 1 else results
+        if self._setting.parts > 1:
+            results = jax.eval_shape(_with_wide_metrics, results)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             results,
@@ -228,15 +225,10 @@ class Execution:
         def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
             return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
 
-        grads = results.grads and {
-            n: NamedSharding(mesh, setting.of_buffer(n, setting.lead, mesh.axis_names).spec)
-            for n in results.grads
-        }
-        value, states = (
-            over(results.value, setting.loss.spec),
-            over(results.states, setting.lead.spec),
-        )
-        return Results(value, states, grads)
+        every = setting.shardings(mesh, setting.lead)
+        grads = results.grads and {n: every[n] for n in results.grads}
+        value = over(results.value, setting.loss.spec)
+        return Results(value, over(results.states, setting.lead.spec), grads)
 
     def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self._schedule.num_stages
@@ -244,10 +236,9 @@ class Execution:
 
     def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
         """Return for each stage of the model what its operations are given."""
-        setting, names = self._setting, self._stages.whole.axis_names
-        lying = self._stages.views_by_name(
-            buffers, lambda name: setting.of_buffer(name, setting.replica, names).spec
-        )
+        setting = self._setting
+        lies = setting.shardings(self._stages.whole, setting.replica)
+        lying = self._stages.views_by_name(buffers, lambda name: lies[name].spec)
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
         rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
@@ -298,16 +289,10 @@ class Execution:
             for stage, mesh in enumerate(self._stages.meshes)
         ]
         loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
-        names = self._stages.whole.axis_names
+        axes = setting.spread.data_axes
+        lies = setting.shardings(self._stages.whole, setting.device, but=axes)
         grads = {
-            name: self._stages.joined(
-                [own[name] for own in one_pass.totals],
-                setting.of_buffer(
-                    name,
-                    setting.device,
-                    [axis for axis in names if axis not in setting.spread.data_axes],
-                ).spec,
-            )
+            name: self._stages.joined([own[name] for own in one_pass.totals], lies[name].spec)
             for name, x in one_pass.totals[0].items()
             if x is not None
         }
@@ -354,13 +339,8 @@ def _with_wide_metrics(results: Results) -> Results:
     if not isinstance(results.value, tuple):
         return results
     loss, metrics = results.value
-
-    def wide(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        return jnp.asarray(x, jnp.float32)
-
-    return results._replace(value=(loss, jax.tree.map(wide, metrics)))
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+    return results._replace(value=(loss, wide))
 
 
 @jax.jit

@@ -106,7 +106,7 @@ class BufferPacking:
                 places = []
                 for leaf in self.leaves[position]:
                     start = ends.get(leaf.buffer, 0)
-                    ends[leaf.buffer] = start + leaf.size // self._parts(leaf.axes)
+                    ends[leaf.buffer] = start + self.part_size(leaf)
                     places.append(LeafPlace(stage, start, leaf))
                 found[position] = tuple(places)
         return tuple(found)
@@ -145,10 +145,7 @@ class BufferPacking:
 
     def part_size(self, leaf: Leaf) -> int:
         """Return the number of elements of a leaf in one part of its buffer."""
-        return leaf.size // self._parts(leaf.axes)
-
-    def _parts(self, axes: frozenset[str]) -> int:
-        return math.prod(size for axis, size in self.axis_sizes if axis in axes)
+        return leaf.size // math.prod(size for axis, size in self.axis_sizes if axis in leaf.axes)
 
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
         """Return the tree of one stage, of its buffers (*sizes, elements)."""

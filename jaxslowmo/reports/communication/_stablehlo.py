@@ -5,6 +5,7 @@ Python class (meshes, and groups stated as mesh axes) are read from their printe
 """
 
 import re
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from ._collectives import (
     Collective,
     Groups,
     Loop,
-    Node,
     ProgramCollectives,
     Term,
     dtype_of,
@@ -57,7 +57,8 @@ def read_stablehlo(module: Any) -> ProgramCollectives:
     Args:
       module: `lowered.compiler_ir("stablehlo")`.
     """
-    return _StableHloReader(module).read()
+    reader = _StableHloReader(module)
+    return ProgramCollectives(reader.function("main", None, False), tuple(reader.scopes))
 
 
 def _mesh_table(module: Any) -> dict[str, MeshAxes]:
@@ -88,10 +89,6 @@ class _StableHloReader:
             if op.operation.name == "func.func":
                 self.functions[_symbol(op.operation.attributes["sym_name"])] = op.operation
 
-    def read(self) -> ProgramCollectives:
-        block = self.function("main", None, False)
-        return ProgramCollectives(block, tuple(self.scopes))
-
     def function(self, name: str, phase: str | None, conditional: bool) -> Block:
         if name in self.silent or name not in self.functions:
             return ()
@@ -102,11 +99,8 @@ class _StableHloReader:
         return block
 
     def region(self, region: Any, phase: str | None, conditional: bool) -> Block:
-        nodes: list[Node] = []
-        for block in region.blocks:
-            for op in block.operations:
-                nodes.extend(self.operation(op.operation, phase, conditional))
-        return tuple(nodes)
+        operations = (op.operation for block in region.blocks for op in block.operations)
+        return tuple(chain(*(self.operation(op, phase, conditional) for op in operations)))
 
     def operation(self, op: Any, phase: str | None, conditional: bool) -> Block:
         # Scope names in a called function are relative to the call, so the caller's phase counts
@@ -122,21 +116,17 @@ class _StableHloReader:
             blocks = tuple(self.region(region, phase, True) for region in op.regions)
             return (Branches(blocks),) if any(blocks) else ()
         if name == "stablehlo.while":
-            block: Block = ()
-            for region in op.regions:
-                block += self.region(region, phase, conditional)
+            block = tuple(chain(*(self.region(r, phase, conditional) for r in op.regions)))
             return (Loop(block, _trip_count(op)),) if block else ()
         if name == "stablehlo.custom_call" and _symbol(op.attributes["call_target_name"]) in (
             "ragged_all_to_all",
         ):
             config = op.attributes["mhlo.backend_config"]
             return (self.collective(op, "ragged-all-to-all", config, phase),)
-        nodes: list[Node] = []
-        for called in _called_functions(op):
-            nodes.extend(self.function(called, phase, conditional))
-        for region in op.regions:  # manual_computation, and whatever else holds code
-            nodes.extend(self.region(region, phase, conditional))
-        return tuple(nodes)
+        called = [self.function(called, phase, conditional) for called in _called_functions(op)]
+        # Of manual_computation, and whatever else holds code.
+        held = [self.region(region, phase, conditional) for region in op.regions]
+        return tuple(chain(*called, *held))
 
     def collective(self, op: Any, name: str, attributes: Any, phase: str | None) -> Collective:
         pairs = name == "collective-permute"

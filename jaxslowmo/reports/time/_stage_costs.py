@@ -208,11 +208,9 @@ class _Compiler:
 def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
     """Per device stage, the bytes of activations and cotangents that it sends in a step."""
     sent = [0] * schedule.num_stages
-    for row in schedule.rows:
-        for operation in filter(None, row):
-            if schedule.is_sent(operation):
-                model_stage = schedule.model_stage(operation)
-                sent[operation.stage] += message_bytes(stages, model_stage, operation.kind)
+    for operation in filter(schedule.is_sent, schedule.in_order):
+        model_stage = schedule.model_stage(operation)
+        sent[operation.stage] += message_bytes(stages, model_stage, operation.kind)
     return tuple(sent)
 
 
