@@ -1,17 +1,11 @@
-"""Programs as jax writes them down: walked through, looked at, and run again.
-
-No other package has a walker of its own. What reads programs takes `interpret` to compute something
-with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
-takes programs apart, as `pipeline/stage` does, takes `flattened` and `run`.
-"""
+"""What programs exchange, and programs run where jax refuses types of what varies."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
@@ -19,90 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
-
-_Value = TypeVar("_Value")
-
-
-def interpret(
-    program: Any,
-    inputs: Sequence[_Value],
-    equation: Callable[[Any, list[_Value]], Iterable[_Value]],
-    constant: Callable[[Any], _Value],
-    *,
-    literal: Callable[[Any], _Value] | None = None,
-) -> list[_Value]:
-    """Return the outputs of a program, computed with values of the caller's own.
-
-    Args:
-      program: a jaxpr, closed or open.
-      inputs: a value for each of its inputs.
-      equation: `equation(eqn, operands)` returns a value for each output of an equation. It is
-        called in the order of the program; programs inside of an equation are its own affair, such
-        as by `called_program` and another `interpret`.
-      constant: `constant(x)` returns the value of an array that the program holds: of a NumPy array
-        for numbers that are written into it, and None for a constant of an open jaxpr.
-      literal: `literal(x)` returns the value of a number that is written into the program, as jax
-        holds it, with a weak type perhaps; None: by `constant`.
-
-    Communication: none of its own.
-    """
-    jaxpr = getattr(program, "jaxpr", program)
-    constants = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
-    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    values.update(zip(jaxpr.constvars, map(constant, constants), strict=True))
-
-    def read(atom: Any) -> _Value:
-        if hasattr(atom, "val"):
-            if literal is not None:
-                return literal(atom.val)
-            return constant(np.asarray(atom.val, atom.aval.dtype))
-        return values[atom]
-
-    for eqn in jaxpr.eqns:
-        results = equation(eqn, [read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def programs_in(equation: Any) -> Iterator[Any]:
-    """Yield the programs that an equation holds, of calls, loops and branches, as they stand."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                yield item
-
-
-def equations_in(program: Any) -> Iterator[Any]:
-    """Yield all equations of a program, each before those of the programs that it holds."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for inner in programs_in(equation):
-            yield from equations_in(inner)
-
-
-def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the operands of a `scan` equation as constants, carry and what it scans over."""
-    if "num_carry" in params:  # jax < 0.12
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        return [*operands[:first]], [*operands[first:last]], [*operands[last:]]
-    consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
-    return consts, carry, xs
-
-
-def scan_options(params: Any) -> dict[str, Any]:
-    """Return the options of a `scan` equation, as `jax.lax.scan` takes them."""
-    return {name: params[name] for name in ("length", "reverse", "unroll")}
-
-
-def called_program(eqn: Any) -> Any:
-    """The program that an equation calls once with its own operands; None if it calls none."""
-    found = list(programs_in(eqn))
-    if len(found) != 1:
-        return None
-    jaxpr = getattr(found[0], "jaxpr", found[0])
-    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-    return found[0] if fits else None
-
+from ._programs import called_program, interpret, programs_in, scan_operands, scan_options
 
 # A conditional inside of others is met once per level.
 _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()

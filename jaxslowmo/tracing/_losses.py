@@ -15,7 +15,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..tree import leaf_names, not_floating
-from ._jaxprs import called_program, interpret, scan_operands
+from ._programs import called_program, interpret, scan_operands
 
 GIVEN = -1  # place of what the program does not compute
 

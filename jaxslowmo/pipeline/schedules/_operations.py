@@ -79,9 +79,9 @@ class PlacedOperation(NamedTuple):
         """Return `operation` on a stage of the model."""
         microbatch = operation.microbatch
         kind: _Part = "B" if operation.kind == "BW" else operation.kind
-        places = [(needed, model_stage + distance) for needed, distance in _NEEDS[kind]]
-        needs = (Done(n, k, microbatch) for n, k in places if 0 <= k < num_model_stages)
-        return cls(operation, model_stage, Done(kind, model_stage, microbatch), tuple(needs))
+        needs = (Done(n, model_stage + distance, microbatch) for n, distance in _NEEDS[kind])
+        needs = tuple(done for done in needs if 0 <= done.model_stage < num_model_stages)
+        return cls(operation, model_stage, Done(kind, model_stage, microbatch), needs)
 
     @property
     def letters(self) -> str:
