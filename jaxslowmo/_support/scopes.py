@@ -18,5 +18,17 @@ METRICS = "metrics"
 PHASE = "phase:"
 EVERY_PHASE = "*"  # as NAME: part of whichever exchange is due
 
+OF_TRANSFORMS = (
+    ALL_REDUCE_GRADIENTS,
+    ALL_REDUCE_ROWS,
+    CLIP,
+    GRADIENT_TRANSFORM,
+    LOSS_SCALE,
+    PHASE,
+    SKIP_UNUSED,
+    TIED,
+)
+"""All scopes around what transforms of the library exchange."""
+
 # Not a scope: buffers of gradients are noted under this name, those of parameters under a phase's.
 GRADIENTS = "gradients"

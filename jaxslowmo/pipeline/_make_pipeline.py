@@ -116,13 +116,12 @@ def pipelined(
     layout = StageLayout(
         model, params, blocks, schedule.placement, param_specs=param_specs, beside=states, **placed
     )
-    state_layout = None
+    layouts = [layout]
     if states is not None:
         untied = LayeredModel(model.layers, model.loss)
-        state_layout = StageLayout(
-            untied, states, blocks, schedule.placement, runs=layout.all_runs, **placed
-        )
-    kinds, of_stage = _stage_kinds(model, layout, state_layout)
+        runs = layout.all_runs
+        layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
+    kinds, of_stage = _stage_kinds(model, layouts)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -130,7 +129,7 @@ def pipelined(
         axis_name=axis_name,
         data_axes=data_axes,
         layout=layout,
-        state_layout=state_layout,
+        state_layout=layouts[-1] if model.takes_state else None,
         kinds=kinds,
         of_stage=of_stage,
         shifts=np.array([b.start for b in blocks]) - np.array([kinds[i].start for i in of_stage]),
@@ -155,41 +154,45 @@ def _blocks(
 
 
 def _stage_kinds(
-    model: LayeredModel, layout: StageLayout, state_layout: StageLayout | None
+    model: LayeredModel, layouts: Sequence[StageLayout]
 ) -> tuple[list[StageKind], np.ndarray]:
-    """The kinds of a model's stages, and which kind each stage is.
+    """Return the kinds of a model's stages, and which kind each stage is.
 
     Stages are alike if their functions are equal and their leaves lie alike.
+
+    Args:
+      model: the layers.
+      layouts: where the parameters lie, and the model state of models that have one.
     """
     kinds: list[StageKind] = []
-    blocks = layout.blocks
+    blocks, runs = layouts[0].blocks, layouts[0].all_runs
     of_stage = np.zeros(len(blocks), np.int32)
     for k, block in enumerate(blocks):
         ends = k == 0, k == len(blocks) - 1
-        weights = _segments_of(layout, k)
-        states = None if state_layout is None else _segments_of(state_layout, k)
-        own = [weights] if states is None else [weights, states]
+        own = [_segments_of(layout, k) for layout in layouts]
         layers = model.layers[block.start : block.end]
         for i, kind in enumerate(kinds):
             known = [kind.weights] if kind.states is None else [kind.weights, kind.states]
             others = model.layers[kind.start : kind.start + len(layers)]
             is_alike = (kind.is_first, kind.is_last) == ends
             is_alike = is_alike and all(map(equal_layers, others, layers))
-            if is_alike and _shifted(known, own, k):
+            if is_alike and [*map(_form, known)] == [*map(_form, own)]:
                 of_stage[k] = i
+                for one, other in zip(known, own, strict=True):
+                    first = _first_places(one)
+                    for name, start in _first_places(other).items():
+                        one.starts[name][k] = start - first[name]
                 break
         else:
             of_stage[k] = len(kinds)
-            fn = model.stage(*block, layout.runs(k))
-            kinds.append(StageKind(fn, *ends, block.start, weights, states))
+            kinds.append(StageKind(model.stage(*block, runs[k]), *ends, block.start, *own))
     return kinds, of_stage
 
 
 def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     """Return the leaves of a stage of the model, which stands for its kind."""
     runs, packing = layout.runs(model_stage), layout.packing
-    trees = [layout.treedef(run.start) for run in runs]
-    treedef = jax.tree.structure(tuple(d.unflatten([0] * d.num_leaves) for d in trees))
+    treedef = jax.tree_util.treedef_tuple(layout.treedef(run.start) for run in runs)
     segments = [
         Segment(place, run.count, packing.part_size(place.leaf))
         for run in runs
@@ -199,30 +202,16 @@ def _segments_of(layout: StageLayout, model_stage: int) -> Segments:
     return Segments(treedef, tuple(segments), packing, starts)
 
 
-def _shifted(known: Sequence[Segments], own: Sequence[Segments], model_stage: int) -> bool:
-    """Whether the leaves of a stage lie as those of another; `known` then tells how far away."""
-    shifts = [_shifts(one, other) for one, other in zip(known, own, strict=True)]
-    if any(shift is None for shift in shifts):
-        return False
-    for segments, shift in zip(known, shifts, strict=True):
-        for name, value in (shift or {}).items():
-            segments.starts[name][model_stage] = value
-    return True
+def _first_places(segments: Segments) -> dict[str, int]:
+    """Return where the first leaf of a stage lies in each buffer."""
+    return {s.place.leaf.buffer: s.place.start for s in reversed(segments.segments)}
 
 
-def _shifts(one: Segments, other: Segments) -> dict[str, int] | None:
-    """Return for each buffer how far the leaves of another stage lie; None where unlike."""
-    shifts: dict[str, int] = {}
-    if one.treedef != other.treedef or len(one.segments) != len(other.segments):
-        return None
-    for mine, their in zip(one.segments, other.segments, strict=True):
-        leaf = mine.place.leaf
-        if (leaf, mine.count) != (their.place.leaf, their.count):
-            return None
-        shift = their.place.start - mine.place.start
-        if shifts.setdefault(leaf.buffer, shift) != shift:
-            return None
-    return shifts
+def _form(segments: Segments) -> tuple[Any, list[Any]]:
+    """Return what is equal for stages whose leaves lie alike, wherever the first of them is."""
+    first = _first_places(segments)
+    places = [(s.place.start - first[s.place.leaf.buffer], s) for s in segments.segments]
+    return segments.treedef, [(start, s.place.leaf, s.count) for start, s in places]
 
 
 def check_pipeline(model: Any, schedule: Any) -> None:

@@ -1,10 +1,7 @@
 """What traced programs tell: of a loss about its gradients, of a transform what it sends."""
 
 from ._jaxprs import axes_sent_over as axes_sent_over
-from ._jaxprs import called_program as called_program
 from ._jaxprs import collective_axes as collective_axes
-from ._jaxprs import interpret as interpret
-from ._jaxprs import programs_in as programs_in
 from ._jaxprs import run_where_values_vary as run_where_values_vary
 from ._jaxprs import unnamed_exchanges as unnamed_exchanges
 from ._losses import FullLoss as FullLoss
@@ -12,3 +9,14 @@ from ._losses import as_full_loss as as_full_loss
 from ._losses import check_all_used as check_all_used
 from ._losses import ready_order as ready_order
 from ._losses import unused_parameters as unused_parameters
+from ._programs import Atom as Atom
+from ._programs import Flat as Flat
+from ._programs import called_program as called_program
+from ._programs import equations_in as equations_in
+from ._programs import flattened as flattened
+from ._programs import has_side_effects as has_side_effects
+from ._programs import interpret as interpret
+from ._programs import programs_in as programs_in
+from ._programs import run as run
+from ._programs import scan_operands as scan_operands
+from ._programs import scan_options as scan_options

@@ -1,99 +1,19 @@
-"""Programs as jax writes them down: walked through, looked at, and run again.
-
-What reads programs of others takes `interpret` to compute something else with their equations
-(facts, types, origins), and `programs_in` to look at every equation: any package above may. Those
-that take programs apart equation by equation, `pipeline/stage` and `pipeline/split`, and `reports`,
-which finds meshes in them, have walkers of their own.
-"""
+"""What programs exchange, and programs run where jax refuses types of what varies."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._support.scopes import (
-    ALL_REDUCE_GRADIENTS,
-    ALL_REDUCE_ROWS,
-    CLIP,
-    GRADIENT_TRANSFORM,
-    LOSS_SCALE,
-    PHASE,
-    SKIP_UNUSED,
-    TIED,
-)
+from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
-
-_Value = TypeVar("_Value")
-
-
-def interpret(
-    program: Any,
-    inputs: Sequence[_Value],
-    equation: Callable[[Any, list[_Value]], Iterable[_Value]],
-    constant: Callable[[Any], _Value],
-) -> list[_Value]:
-    """Return the outputs of a program, computed with values of the caller's own.
-
-    Args:
-      program: a jaxpr, closed or open.
-      inputs: a value for each of its inputs.
-      equation: `equation(eqn, operands)` returns a value for each output of an equation. It is
-        called in the order of the program; programs inside of an equation are its own affair, such
-        as by `called_program` and another `interpret`.
-      constant: `constant(x)` returns the value of an array that the program holds: of a NumPy array
-        for numbers that are written into it, and None for a constant of an open jaxpr.
-
-    Communication: none of its own.
-    """
-    jaxpr = getattr(program, "jaxpr", program)
-    constants = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
-    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    values.update(zip(jaxpr.constvars, map(constant, constants), strict=True))
-
-    def read(atom: Any) -> _Value:
-        if hasattr(atom, "val"):
-            return constant(np.asarray(atom.val, atom.aval.dtype))
-        return values[atom]
-
-    for eqn in jaxpr.eqns:
-        results = equation(eqn, [read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def programs_in(equation: Any) -> Iterator[Any]:
-    """Yield the programs that an equation holds, of calls, loops and branches, as they stand."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                yield item
-
-
-def scan_operands(params: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """The operands of a `scan` equation as constants, carry and what it scans over."""
-    if "num_carry" in params:  # jax < 0.12
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-        return operands[:first], operands[first:last], operands[last:]
-    consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
-    return consts, carry, xs
-
-
-def called_program(eqn: Any) -> Any:
-    """The program that an equation calls once with its own operands; None if it calls none."""
-    found = [v for v in eqn.params.values() if hasattr(getattr(v, "jaxpr", v), "eqns")]
-    if len(found) != 1:
-        return None
-    jaxpr = getattr(found[0], "jaxpr", found[0])
-    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-    return found[0] if fits else None
-
+from ._programs import called_program, interpret, programs_in, scan_operands, scan_options
 
 # A conditional inside of others is met once per level.
 _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -249,26 +169,13 @@ def _equation(eqn: Any, axes: Iterable[str], operands: list[jax.Array]) -> Seque
                 out = _run(params["jaxpr"], axes, [*consts, *carry, *x])
                 return out[: len(carry)], out[len(carry) :]
 
-            options = {name: params[name] for name in ("length", "reverse", "unroll")}
-            carry, ys = lax.scan(body, carry, xs, **options)
+            carry, ys = lax.scan(body, carry, xs, **scan_options(params))
             return [*carry, *ys]
     # What a shard_map holds has other shapes and axes: it is run as it was traced.
     if eqn.primitive.name != "shard_map" and (inner := called_program(eqn)):
         return _run(inner, axes, operands)
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return out if eqn.primitive.multiple_results else [out]
-
-
-_KNOWN = (
-    ALL_REDUCE_GRADIENTS,
-    ALL_REDUCE_ROWS,
-    CLIP,
-    GRADIENT_TRANSFORM,
-    LOSS_SCALE,
-    PHASE,
-    SKIP_UNUSED,
-    TIED,
-)
 
 
 def unnamed_exchanges(
@@ -332,4 +239,4 @@ def _updated(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: P
 
 def _is_unnamed(equation: Any) -> bool:
     scopes = str(equation.source_info.name_stack)
-    return not any(name in scopes for name in _KNOWN)
+    return not any(name in scopes for name in OF_TRANSFORMS)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..tree import leaf_names, not_floating
-from ._jaxprs import called_program, interpret, scan_operands
+from ._programs import called_program, interpret, scan_operands
 
 GIVEN = -1  # place of what the program does not compute
 
@@ -98,9 +98,12 @@ class _Reader:
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            return self._scan(params, operands)
+            carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
+            return [*carry, *ys]
         if name == "while":
-            return self._while(params, operands)
+            first = params["cond_nconsts"]
+            last = first + params["body_nconsts"]
+            return self._loop(params["body_jaxpr"], operands[first:last], operands[last:], [])[0]
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
         if inner := called_program(eqn):
@@ -134,16 +137,6 @@ class _Reader:
         out = [Fact(max(fact.place, start + 1), fact.zero) for fact in out]
         carried = [Fact(o.place, z) for o, z in zip(out, zero, strict=False)]
         return carried, out[len(carry) :]
-
-    def _scan(self, params: Any, operands: list[Fact]) -> list[Fact]:
-        carry, ys = self._loop(params["jaxpr"], *scan_operands(params, operands))
-        return [*carry, *ys]
-
-    def _while(self, params: Any, operands: list[Fact]) -> list[Fact]:
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        carry, _ = self._loop(params["body_jaxpr"], operands[first:last], operands[last:], [])
-        return carry
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place
@@ -189,10 +182,7 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     parameters = inspect.signature(loss_fn).parameters.values()
     names = {p.name for p in parameters}
     any_keyword = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    takes_rng = any_keyword or "rng" in names
-    takes_state = any_keyword or "model_state" in names
-
-    takes_embedded = any_keyword or "embedded" in names
+    takes = {n: any_keyword or n in names for n in ("rng", "model_state", "embedded")}
 
     def full(
         params: PyTree,
@@ -202,15 +192,15 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         model_state: PyTree,
         embedded: PyTree | None = None,
     ):
-        if jax.tree.leaves(model_state) and not takes_state:
+        if jax.tree.leaves(model_state) and not takes["model_state"]:
             raise ValueError(
                 "`loss_fn` must take `model_state` as a keyword, since the train state has one."
             )
-        keywords: dict[str, Any] = {"rng": rng} if takes_rng else {}
-        if takes_state:
+        keywords: dict[str, Any] = {"rng": rng} if takes["rng"] else {}
+        if takes["model_state"]:
             keywords["model_state"] = model_state
         if embedded is not None:
-            if not takes_embedded:
+            if not takes["embedded"]:
                 raise ValueError(
                     "`loss_fn` must take `embedded` as a keyword, what was looked up by feature, "
                     "since the step was given `embeddings`."

@@ -35,10 +35,6 @@ class Results(NamedTuple):
     states: dict[str, Any]
     grads: dict[str, Any] | None
 
-    def of_this_position(self) -> "Results":
-        """Return the results of one device, where the leading dimension is mapped."""
-        return jax.tree.map(lambda x: x[0], self)
-
 
 class HostPipeline(Pipelined):
     """A pipeline whose stages have programs of their own, which one process dispatches.
@@ -60,10 +56,10 @@ class HostPipeline(Pipelined):
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
-    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+    ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Dispatch the schedule, or read what was computed; see `Pipelined.execute`."""
         if isinstance(batch, Results):
-            results = batch.of_this_position()
+            results = jax.tree.map(lambda x: x[0], batch)  # of this position
         else:
             arguments = stacked, states, batch, rng
             if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -77,9 +73,7 @@ class HostPipeline(Pipelined):
             results = self._computed(
                 Spread((), (), self.data_axes), stacked, batch, keys, states, 1, differentiates
             )
-        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        grads = self.layout.packing.staged({**none, **(results.grads or {})})
-        return (results.value, results.states), grads
+        return (results.value, results.states), results.grads or {}
 
     def check_mesh(self, mesh: Any) -> None:
         """Raise `ValueError` unless a step is for the mesh of this pipeline."""
@@ -216,7 +210,8 @@ class Execution:
         totals = jax.tree.map(self._of_all_stages, totals)
         value, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
         results = Results(value, new_states, grads if self._setting.differentiates else None)
-        results = _with_wide_metrics(results) if self._setting.parts > 1 else results
+        if self._setting.parts > 1:
+            results = jax.eval_shape(_with_wide_metrics, results)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             results,
@@ -230,15 +225,10 @@ class Execution:
         def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
             return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
 
-        grads = results.grads and {
-            n: NamedSharding(mesh, setting.of_buffer(n, setting.lead, mesh.axis_names).spec)
-            for n in results.grads
-        }
-        value, states = (
-            over(results.value, setting.loss.spec),
-            over(results.states, setting.lead.spec),
-        )
-        return Results(value, states, grads)
+        every = setting.shardings(mesh, setting.lead)
+        grads = results.grads and {n: every[n] for n in results.grads}
+        value = over(results.value, setting.loss.spec)
+        return Results(value, over(results.states, setting.lead.spec), grads)
 
     def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self._schedule.num_stages
@@ -246,12 +236,9 @@ class Execution:
 
     def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
         """Return for each stage of the model what its operations are given."""
-        setting, names = self._setting, self._stages.whole.axis_names
-        lying: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
-        for name, x in buffers.items():
-            spec = setting.of_buffer(name, setting.replica, names).spec
-            for own, view in zip(lying, self._stages.views(x, spec), strict=True):
-                own[name] = view
+        setting = self._setting
+        lies = setting.shardings(self._stages.whole, setting.replica)
+        lying = self._stages.views_by_name(buffers, lambda name: lies[name].spec)
         leaves, structure = jax.tree.flatten(batch)
         memory = "pinned_host" if setting.plan.batch_memory == "host" else None
         rows = [self._stages.views(x, setting.batch.spec, memory) for x in leaves]
@@ -270,10 +257,7 @@ class Execution:
     def _pass(self, data: Sequence[StageInputs], states: dict[str, Any], part: int) -> Pass:
         """Dispatch the microbatches of one part of the batch."""
         setting, count = self._setting, self._schedule.num_microbatches
-        own: list[dict[str, Any]] = [{} for _ in self._stages.meshes]
-        for name, x in states.items():
-            for stage, view in zip(own, self._stages.views(x, setting.lead.spec), strict=True):
-                stage[name] = view
+        own = self._stages.views_by_name(states, lambda _: setting.lead.spec)
         programs = zip(self._step.own_states, own, strict=True)
         totals: list[Any] = [{} for _ in own]
         if setting.differentiates:
@@ -305,16 +289,10 @@ class Execution:
             for stage, mesh in enumerate(self._stages.meshes)
         ]
         loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
-        names = self._stages.whole.axis_names
+        axes = setting.spread.data_axes
+        lies = setting.shardings(self._stages.whole, setting.device, but=axes)
         grads = {
-            name: self._stages.joined(
-                [own[name] for own in one_pass.totals],
-                setting.of_buffer(
-                    name,
-                    setting.device,
-                    [axis for axis in names if axis not in setting.spread.data_axes],
-                ).spec,
-            )
+            name: self._stages.joined([own[name] for own in one_pass.totals], lies[name].spec)
             for name, x in one_pass.totals[0].items()
             if x is not None
         }
@@ -361,13 +339,8 @@ def _with_wide_metrics(results: Results) -> Results:
     if not isinstance(results.value, tuple):
         return results
     loss, metrics = results.value
-
-    def wide(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        return jnp.asarray(x, jnp.float32)
-
-    return results._replace(value=(loss, jax.tree.map(wide, metrics)))
+    wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+    return results._replace(value=(loss, wide))
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """The devices of each stage as a mesh of their own, and arrays on them without a copy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,13 @@ class StageMeshes:
             )
             for mesh in self.meshes
         ]
+
+    def views_by_name(
+        self, arrays: Mapping[str, Any], spec_of: Callable[[str], P]
+    ) -> list[dict[str, jax.Array]]:
+        """Return for each stage its parts of arrays, each of which lies as `spec_of` its name."""
+        views = {name: self.views(x, spec_of(name)) for name, x in arrays.items()}
+        return [{n: own[i] for n, own in views.items()} for i in range(len(self.meshes))]
 
     def joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
         """Return the array on the whole mesh whose parts lie on the stages, as `spec` says."""

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tree import at_least_float32
-from ..model import BufferPacking, LossTerms, without_state
+from ..model import LossTerms, without_state
 from ..plan import (
     Ending,
     Plan,
@@ -299,7 +299,7 @@ class StepPrograms:
         self.zeros = [
             setting.mapped(
                 each,
-                partial(_zeros, setting.plan.layout.packing),
+                partial(_zeros, setting),
                 (),
                 setting.device,
                 out_shardings=setting.shardings(each, setting.device, but=axes),
@@ -353,13 +353,10 @@ def _floating(setting: HostSetting) -> list[str]:
     return [n for n in names if jnp.issubdtype(jnp.dtype(n.partition("/")[0]), jnp.inexact)]
 
 
-def _zeros(packing: BufferPacking) -> dict[str, jax.Array | None]:
+def _zeros(setting: HostSetting) -> dict[str, jax.Array | None]:
     """Return zeros to add gradients to; None for integers, which have none."""
-
-    def zeros(name: str) -> jax.Array | None:
-        dtype = jnp.dtype(name.partition("/")[0])
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            return None
-        return jnp.zeros(packing.shapes[name][1:], at_least_float32(dtype))
-
-    return {name: zeros(name) for name in packing.shapes}
+    floating = _floating(setting)
+    return {
+        n: jnp.zeros(shape[1:], at_least_float32(n.partition("/")[0])) if n in floating else None
+        for n, shape in setting.plan.layout.packing.shapes.items()
+    }

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import axis_names
-from ...tree import Staged, leaf_names
+from ...tree import Staged
 
 
 class Leaf(NamedTuple):
@@ -106,7 +106,7 @@ class BufferPacking:
                 places = []
                 for leaf in self.leaves[position]:
                     start = ends.get(leaf.buffer, 0)
-                    ends[leaf.buffer] = start + leaf.size // self._parts(leaf.axes)
+                    ends[leaf.buffer] = start + self.part_size(leaf)
                     places.append(LeafPlace(stage, start, leaf))
                 found[position] = tuple(places)
         return tuple(found)
@@ -145,10 +145,7 @@ class BufferPacking:
 
     def part_size(self, leaf: Leaf) -> int:
         """Return the number of elements of a leaf in one part of its buffer."""
-        return leaf.size // self._parts(leaf.axes)
-
-    def _parts(self, axes: frozenset[str]) -> int:
-        return math.prod(size for axis, size in self.axis_sizes if axis in axes)
+        return leaf.size // math.prod(size for axis, size in self.axis_sizes if axis in leaf.axes)
 
     def unpack(self, buffers: Mapping[str, Any], stage: int) -> PyTree:
         """Return the tree of one stage, of its buffers (*sizes, elements)."""
@@ -311,44 +308,3 @@ class BufferPacking:
         leaf = Leaf(tuple(x.shape), spec, "")
         axes = [axis for axis, _ in self.axis_sizes if axis in leaf.axes]
         return leaf._replace(buffer=buffer_name(x.dtype, axes))
-
-
-def specs_of_layers(params: Sequence[PyTree], param_specs: PyTree | None) -> list[list[P]]:
-    """Return for each layer the specs of its leaves, without what says nothing at their end.
-
-    Raises:
-      ValueError: specs that don't fit the parameters.
-    """
-    prefix = P() if param_specs is None else param_specs
-    try:
-        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
-            f"it: {error}"
-        ) from None
-    found = []
-    for layer, specs in zip(params, every, strict=True):
-        named = zip(
-            leaf_names(layer),
-            jax.tree.leaves(layer),
-            jax.tree.leaves(specs, is_leaf=_is_spec),
-            strict=True,
-        )
-        found.append([_shortened(name, x, spec) for name, x, spec in named])
-    return found
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
-def _shortened(name: str, x: Any, spec: P) -> P:
-    if len(spec) > jnp.ndim(x):
-        raise ValueError(
-            f"`param_specs` has {spec} for {name!r}, which has {jnp.ndim(x)} dimensions."
-        )
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.extend.core import Literal
 
 from ..._support.types import PyTree
-from ...tracing import called_program
+from ...tracing import called_program, interpret
 from ...tree import Staged
 from ._buffer_packing import BufferPacking
 
@@ -94,7 +93,7 @@ def _expressions(
         else:
             inputs += [reader.of(f"shared {number}", None)] * len(jax.tree.leaves(node))
     inputs += [reader.of("params", i) for i in range(len(types))]
-    values = iter(reader.run(closed.jaxpr, closed.consts, inputs))
+    values = iter(reader.run(closed, inputs))
     found: list[list[int]] = [[] for _ in types]
     for node in (results[0], *structure.flatten_up_to(results[1])):
         is_like = mirrors(node)
@@ -117,29 +116,19 @@ class _ExpressionReader:
         """Return the value of an expression."""
         return _Value(self._numbers.setdefault(key, len(self._numbers)), leaf)
 
-    def run(self, jaxpr: Any, consts: Any, inputs: list[_Value]) -> list[_Value]:
+    def run(self, program: Any, inputs: list[_Value]) -> list[_Value]:
         """Return how the outputs of a program come about."""
-        values = dict(zip(jaxpr.invars, inputs, strict=True))
-        values |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, consts, strict=True)}
-
-        def read(atom: Any) -> _Value:
-            return self._constant(atom.val) if isinstance(atom, Literal) else values[atom]
-
-        for equation in jaxpr.eqns:
-            results = self._equation(equation, [read(atom) for atom in equation.invars])
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return interpret(program, inputs, self._equation, self._constant)
 
     def _constant(self, x: Any) -> _Value:
-        if np.ndim(x):
+        if x is None or np.ndim(x):
             raise _Not
-        return self.of(f"{np.asarray(x).dtype} {x}", None)
+        return self.of(f"{x.dtype} {x}", None)
 
     def _equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
         name = equation.primitive.name
         if name in _CALLS and (inner := called_program(equation)):
-            consts = getattr(inner, "consts", ())
-            return self.run(getattr(inner, "jaxpr", inner), consts, operands)
+            return self.run(inner, operands)
         leaves = {x.leaf for x in operands} - {None}
         if len(leaves) > 1:
             raise _Not

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over, vary_over, varying_axes
-from ...tracing import run_where_values_vary
+from ...tracing import equations_in, run_where_values_vary
 from ...tree import Staged
 from ._buffer_packing import BufferPacking, Leaf, buffer_name
 from ._elementwise import is_elementwise
@@ -365,7 +365,10 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
-        key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *_arrays(closed.jaxpr))))
+        # Texts of programs abbreviate the arrays that equations hold as literals.
+        atoms = (v for equation in equations_in(closed) for v in equation.invars)
+        arrays = [v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val)]
+        key = str(closed.jaxpr), tuple(map(_constant, (*closed.consts, *arrays)))
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # PRNG keys have no dtype but their own.
     widest = [
@@ -387,13 +390,3 @@ def _constant(x: Any) -> Any:
     """Return a key by which constants of programs are told apart."""
     is_small = isinstance(x, np.ndarray | np.generic) and x.size < 4096
     return (str(x.dtype), x.shape, x.tobytes()) if is_small else id(x)
-
-
-def _arrays(jaxpr: Any) -> list[Any]:
-    """Arrays that equations hold as literals, which texts of programs abbreviate."""
-    found = []
-    for equation in jaxpr.eqns:
-        found += [v.val for v in equation.invars if isinstance(v, Literal) and np.ndim(v.val)]
-        for inner in jaxprs_in_params(equation.params):
-            found += _arrays(inner)
-    return found

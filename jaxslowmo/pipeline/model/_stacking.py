@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
@@ -109,7 +109,7 @@ def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict
     """Return traced buffers as those on the mesh lie over Explicit axes, of which types tell."""
     context = jax.sharding.get_abstract_mesh()
     mesh = packing.mesh if context.empty else context
-    explicit = _explicit(mesh)
+    explicit = frozenset(mesh.explicit_axes)
     if not explicit:
         return buffers
     types = packing.buffer_types({name: x.dtype for name, x in buffers.items()}, ())
@@ -124,14 +124,9 @@ def _over_explicit_axes(packing: BufferPacking, buffers: dict[str, Any]) -> dict
     return {name: over(name, x) for name, x in buffers.items()}
 
 
-def _explicit(mesh: Any) -> frozenset[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
-
-
 def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
     """`fn` of arrays on a mesh, whose results lie as said."""
-    if explicit := _explicit(mesh):
+    if explicit := frozenset(mesh.explicit_axes):
         typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
         fn = jax.sharding.auto_axes(fn, out_sharding=typed)
     return jax.jit(fn, out_shardings=shardings)

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
+from ...mesh import axis_names
 from ...tree import Staged, leaf_names
-from ._buffer_packing import Leaf, LeafPlace, buffer_name, specs_of_layers
+from ._buffer_packing import Leaf, LeafPlace, buffer_name
 from ._layered import LayeredModel, Run, runs_of
 from ._optimizer import StagePacking
 from ._stacking import stacked, unstacked
@@ -323,14 +324,33 @@ def _leaves_of(
     Raises:
       ValueError: specs that don't fit the parameters.
     """
+    prefix = P() if param_specs is None else param_specs
+    try:
+        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
+            f"it: {error}"
+        ) from None
     found = []
-    for layer, specs in zip(params, specs_of_layers(params, param_specs), strict=True):
-        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), specs, strict=True)
-        found.append([_leaf(name, x, spec, dict(sizes)) for name, x, spec in leaves])
+    for layer, specs in zip(params, every, strict=True):
+        flat = jax.tree.leaves(specs, is_leaf=_is_spec)
+        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
+        found.append([_leaf(*leaf, dict(sizes)) for leaf in leaves])
     return found
 
 
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
 def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
+    if len(spec) > jnp.ndim(x):
+        raise ValueError(
+            f"`param_specs` has {spec} for {name!r}, which has {jnp.ndim(x)} dimensions."
+        )
+    while spec and spec[-1] is None:
+        spec = P(*spec[:-1])
     leaf = Leaf(jnp.shape(x), spec, "")
     if unknown := sorted(leaf.axes - set(sizes)):
         others = ", ".join(map(repr, sizes)) or "none"
@@ -339,7 +359,7 @@ def _leaf(name: str, x: Any, spec: P, sizes: Mapping[str, int]) -> Leaf:
             f"the axes of `mesh` inside a stage: {others}."
         )
     for size, entry in zip(leaf.shape, spec, strict=False):
-        names = (entry,) if isinstance(entry, str) else entry or ()
+        names = axis_names(entry or ())
         parts = int(np.prod([sizes[a] for a in names]))
         if size % parts:
             raise ValueError(

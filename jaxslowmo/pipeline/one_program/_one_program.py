@@ -1,19 +1,18 @@
 """All stages as one program, behind the loss function of a pipeline."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, varying_axes
+from ...mesh import only_over, vary_over, varying_axes
 from ...tree import Staged
 from ..model import Loss, LossTerms, without_state
 from ..plan import Ending, Pipelined, Plan, gathered, in_microbatches, microbatch_specs
@@ -34,13 +33,17 @@ class OneProgram(Pipelined):
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
-    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+    ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Map one step over the stages and the data axes; see `Pipelined.execute`."""
         plan, table = self.plan, self._table if differentiates else self._forward_table
         context, axis_name = jax.sharding.get_abstract_mesh(), plan.axis_name
         manual = frozenset(context.manual_axes)
-        if self.schedule.num_stages > 1:
-            _check_not_mapped(axis_name, manual)
+        if self.schedule.num_stages > 1 and axis_name in manual:
+            raise ValueError(
+                f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
+                "pipeline is called, which maps the stages itself. In a step of js.make_train_step "
+                "it stays free if the state's parameters lie as `layout.stack` puts them."
+            )
         # Between devices along an axis that is mapped already the caller has split the batch.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         outer_axes = tuple(a for a in self.data_axes if a in manual)
@@ -72,8 +75,7 @@ class OneProgram(Pipelined):
             )
         microbatches = _laid_out(microbatches, of_batch, mesh)
         value, after, grads = step(stacked.buffers, states, microbatches, rng)
-        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        return (value, after), self.layout.packing.staged({**none, **grads})
+        return (value, after), grads
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,12 @@ class OneProgramStep:
         if rng is not None:
             for name in ending.data_axes:
                 rng = jax.random.fold_in(rng, lax.axis_index(name))
-        device = Device(
+            rng = vary_over(rng, self.axes)
+        own = whole, {name: x[0] for name, x in states.items()}, batch
+        whole, own_states, batch = vary_over(own, self.axes)  # branches must agree
+        return Device(
             buffers=whole,
-            states={name: x[0] for name, x in states.items()},
+            states=own_states,
             layouts={name: _automatic(plan.layout.specs[name][1:]) for name in buffers},
             batch=batch,
             rng=rng,
@@ -123,7 +128,6 @@ class OneProgramStep:
             axes=self.axes,
             axis_name=plan.axis_name,
         )
-        return device.varied()
 
     def _scan(self, device: Device) -> Scan:
         """Return the program, for values of the types that a device has."""
@@ -179,7 +183,7 @@ class OneProgramStep:
 
 def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Return `tree` as `specs` say over Explicit axes, of whose layout types tell."""
-    explicit = _axes_of_type(mesh, AxisType.Explicit)
+    explicit = frozenset(mesh.explicit_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
         own = only_over(spec, explicit)
@@ -190,13 +194,8 @@ def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 def _automatic(spec: P) -> P | None:
     """Return the part of a spec over axes that the compiler handles; None where it has none."""
-    automatic = _axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Auto)
+    automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
     return only_over(spec, automatic) if any(only_over(spec, automatic)) else None
-
-
-def _axes_of_type(mesh: Mesh | AbstractMesh, wanted: AxisType) -> frozenset[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == wanted)
 
 
 def activations_of(results: Sequence[PyTree]) -> Activations:
@@ -232,13 +231,3 @@ class _Type(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _check_not_mapped(axis_name: str, manual: Collection[str]) -> None:
-    """Raise `ValueError` where the axis of the stages is mapped already."""
-    if axis_name in manual:
-        raise ValueError(
-            f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
-            "pipeline is called, which maps the stages itself. In a step of js.make_train_step it "
-            "stays free if the state's parameters lie as `layout.stack` puts them."
-        )

@@ -1,7 +1,7 @@
 """The program of one device: a scan over the ticks of a schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,12 +60,6 @@ class Device:
         """Return the microbatch that an operation computes."""
         shift = jnp.asarray(self.shifts)[now.model_stage]
         return microbatch_of(self.batch, self.rng, now.microbatch, shift)
-
-    def varied(self) -> "Device":
-        """With all that it has typed alike."""
-        rng = None if self.rng is None else self.vary(self.rng)
-        own = self.vary((self.buffers, self.states, self.batch))
-        return replace(self, buffers=own[0], states=own[1], batch=own[2], rng=rng)
 
     def vary(self, tree: PyTree) -> PyTree:
         """`tree` typed as all values here are: branches must agree."""

@@ -1,9 +1,9 @@
 """A schedule as integers that one program scans over, and the buffers whose rows they number."""
 
 import heapq
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,13 +21,14 @@ KINDS = ("", "F", "B", "W", "BW")
 """Kinds of operations by the number that stands for them."""
 
 # A tick has four moments: cotangents of the tick before have arrived; F; B, W or BW; activations
-# have arrived. So what is sent travels beside the half of the tick that does not wait for it.
-_COTANGENTS, _FORWARD, _BACKWARD, _ACTIVATIONS = range(4)
-_MOMENTS = 4
+# have arrived. So what is sent travels beside the half of the tick that does not wait for it, and
+# is there two moments after its operation.
+_FORWARD, _BACKWARD, _TRAVEL, _MOMENTS = 1, 2, 2, 4
 
 
 Rows = dict[tuple[int, int], int]  # of a model stage and a microbatch
 Channel = tuple[tuple[int, int], ...]
+_Placed = tuple[int, Operation, int, int]  # tick, operation, its model stage and microbatch
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -110,137 +111,77 @@ class TickTable:
 
 
 def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickTable:
-    """The table of a schedule; of `ticks` in place of its own, if given."""
-    return _Tabulation(schedule, schedule.ticks() if ticks is None else ticks).table()
-
-
-def forward_ticks(schedule: Schedule) -> list[Tick]:
-    """The schedule's forward passes alone, in the order of its rows, as early as can be."""
-    rows = [[op for op in row if op and op.kind == "F"] for row in schedule.rows]
-    at = [0] * schedule.num_stages
-    done: dict[tuple[int, int], int] = {}
-    ticks: list[Tick] = []
-    while any(i < len(row) for i, row in zip(at, rows, strict=True)):
-        tick = []
-        for stage, row in enumerate(rows):
-            op = row[at[stage]] if at[stage] < len(row) else None
-            before = (schedule.model_stage(op) - 1, op.microbatch) if op else (-1, 0)
-            ready = op and (before[0] < 0 or done.get(before, len(ticks)) < len(ticks))
-            tick.append((op,) if op and ready else ())
-        for stage, cell in enumerate(tick):
-            for op in cell:
-                at[stage] += 1
-                done[schedule.model_stage(op), op.microbatch] = len(ticks)
-        ticks.append(tuple(tick))
-    return ticks
-
-
-class _Tabulation:
-    def __init__(self, schedule: Schedule, ticks: Sequence[Tick]) -> None:
-        self._schedule, self._ticks = schedule, ticks
-        placement = schedule.placement
-        shape = len(ticks), schedule.num_stages
-        edges = list(pairwise(placement))
-        places = [(there - here) % schedule.num_stages for here, there in edges]
-        known = sorted(set(places))
-        self._channel = [known.index(n) for n in places]  # after each stage of the model
-        self._channels = tuple(
-            tuple(sorted({edge for edge, n in zip(edges, places, strict=True) if n == m}))
-            for m in known
+    """Return the table of a schedule; of `ticks` in place of its own, if given."""
+    ticks = schedule.ticks() if ticks is None else ticks
+    placement, shape = schedule.placement, (len(ticks), schedule.num_stages)
+    operations: list[_Placed] = [
+        (t, op, schedule.model_stage(op), op.microbatch)
+        for t, tick in enumerate(ticks)
+        for cell in tick
+        for op in cell
+    ]
+    x, dy, stash, kept = _rows(schedule, operations)
+    edges = list(pairwise(placement))
+    distances = [(there - here) % schedule.num_stages for here, there in edges]
+    known = sorted(set(distances))
+    channels = tuple(
+        tuple(sorted({edge for edge, n in zip(edges, distances, strict=True) if n == distance}))
+        for distance in known
+    )
+    forward, backward = (
+        Half(
+            *np.zeros((6, *shape), np.int32),
+            arrivals=tuple(np.full((len(channels), *shape), -1, np.int32)),
         )
+        for _ in range(2)
+    )
+    for t, op, k, m in operations:
+        half, arrived, to = (forward, x, k + 1) if op.kind == "F" else (backward, dy, k - 1)
+        own = (rows.get((k, m), 0) for rows in (arrived, stash, kept))
+        values = KINDS.index(op.kind), k, m, *own
+        for column, value in zip(half[:6], values, strict=True):
+            column[t, op.stage] = value
+        if op.kind != "W" and (to, m) in arrived:  # the receiver is told where to put it
+            channel = half.arrivals[known.index(distances[min(k, to)])]
+            channel[t + (op.kind != "F"), placement[to]] = arrived[to, m]
 
-        def half() -> Half:
-            columns = [np.zeros(shape, np.int32) for _ in range(6)]
-            nothing = tuple(np.full(shape, -1, np.int32) for _ in self._channels)
-            return Half(*columns, arrivals=nothing)
+    def needed(rows: Rows) -> tuple[int, ...]:
+        own = [[row for (k, _), row in rows.items() if k == i] for i in range(len(placement))]
+        return tuple(1 + max(each, default=-1) for each in own)
 
-        self._forward, self._backward = half(), half()
-        # When each operation of (kind, model stage, microbatch) happens; BW is B and W.
-        self._when: dict[tuple[str, int, int], int] = {}
-        for t, tick in enumerate(ticks):
-            for op in (op for cell in tick for op in cell):
-                for kind in op.kind:
-                    self._when[kind, schedule.model_stage(op), op.microbatch] = t
+    arrivals = max(needed(x)), max(needed(dy))
+    return TickTable(forward, backward, channels, arrivals, needed(stash), needed(kept), len(ticks))
 
-    def table(self) -> TickTable:
-        schedule = self._schedule
-        last = len(schedule.placement) - 1
-        x = self._rows(lambda k, m: self._arrival(k, m, _ACTIVATIONS) if k else None)
-        dy = self._rows(lambda k, m: self._arrival(k, m, _COTANGENTS) if k < last else None)
-        stash = self._rows(lambda k, m: self._life("F", "W", k, m))
-        kept = self._rows(lambda k, m: self._life("B", "W", k, m) if self._apart(k, m) else None)
-        for t, tick in enumerate(self._ticks):
-            for op in (op for cell in tick for op in cell):
-                key = schedule.model_stage(op), op.microbatch
-                half = self._forward if op.kind == "F" else self._backward
-                values = (
-                    KINDS.index(op.kind),
-                    *key,
-                    (x if op.kind == "F" else dy)[0].get(key, 0),
-                    stash[0].get(key, 0),
-                    kept[0].get(key, 0),
-                )
-                for column, value in zip(half[:6], values, strict=True):
-                    column[t, op.stage] = value
-                self._send(op, t, x[0], dy[0])
-        return TickTable(
-            self._forward,
-            self._backward,
-            self._channels,
-            (x[1], dy[1]),
-            self._needed(stash[0]),
-            self._needed(kept[0]),
-            len(self._ticks),
-        )
 
-    def _rows(self, life: Callable[[int, int], Lifetime | None]) -> tuple[Rows, int]:
-        """Rows of the values of each model stage and microbatch that have a life, by device."""
-        rows: Rows = {}
-        most = 0
-        for held in self._schedule.model_stages:
-            keys = [(k, m) for k in held for m in range(self._schedule.num_microbatches)]
-            lives = {key: found for key in keys if (found := life(*key))}
-            own, count = rows_of(lives)
-            rows |= own
-            most = max(most, count)
-        return rows, most
+def forward_ticks(schedule: Schedule) -> Sequence[Tick]:
+    """Return the schedule's forward passes alone, in the order of its rows, as early as can be."""
+    rows = ([(op,) for op in row if op and op.kind == "F"] for row in schedule.rows)
+    return replace(schedule, cells=tuple(map(tuple, rows)), lockstep=False).ticks()
 
-    def _needed(self, rows: Rows) -> tuple[int, ...]:
-        needed = [0] * len(self._schedule.placement)
-        for (k, _), row in rows.items():
-            needed[k] = max(needed[k], row + 1)
-        return tuple(needed)
 
-    def _arrival(self, k: int, m: int, moment: int) -> Lifetime | None:
-        """Of what a stage of the model is sent: from when it arrives until it is used."""
-        kind, sender, used = "F", k - 1, _FORWARD
-        if moment == _COTANGENTS:
-            kind, sender, used = "B", k + 1, _BACKWARD
-        if (kind, k, m) not in self._when:
-            return None
-        made, read = self._when[kind, sender, m], self._when[kind, k, m]
-        assert made < read, "the ticks of a schedule keep its dependencies"
-        arrived = made + (moment == _COTANGENTS)
-        return Lifetime(_MOMENTS * arrived + moment, _MOMENTS * read + used)
+def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
+    """Return the rows of activations, of cotangents, of what F leaves, and of what B leaves."""
+    # BW is B and W.
+    moments = {
+        (kind, k, m): _MOMENTS * t + (_FORWARD if kind == "F" else _BACKWARD)
+        for t, op, k, m in operations
+        for kind in op.kind
+    }
 
-    def _life(self, first: str, last: str, k: int, m: int) -> Lifetime | None:
-        if (last, k, m) not in self._when:
-            return None
-        start = _MOMENTS * self._when[first, k, m] + (_FORWARD if first == "F" else _BACKWARD)
-        return Lifetime(start, _MOMENTS * self._when[last, k, m] + _BACKWARD)
+    def rows(made: str, sender: int, read: str) -> Rows:
+        """Of what `made` of the stage `sender` stages on leaves for `read` of a stage."""
+        found: Rows = {}
+        for held in schedule.model_stages:
+            lives: dict[tuple[int, int], Lifetime] = {}
+            for k, m in product(held, range(schedule.num_microbatches)):
+                start, end = moments.get((made, k + sender, m)), moments.get((read, k, m))
+                if start is not None and end is not None and start != end:
+                    lives[k, m] = Lifetime(start + _TRAVEL * (sender != 0), end)
+            assert all(a <= b for a, b in lives.values()), "ticks keep dependencies"
+            found |= rows_of(lives)[0]
+        return found
 
-    def _apart(self, k: int, m: int) -> bool:
-        return self._when.get(("B", k, m)) != self._when.get(("W", k, m))
-
-    def _send(self, op: Operation, t: int, x: Rows, dy: Rows) -> None:
-        """Tell the receiver of what an operation makes where to put it."""
-        k, placement = self._schedule.model_stage(op), self._schedule.placement
-        if op.kind == "F" and (k + 1, op.microbatch) in x:
-            row = x[k + 1, op.microbatch]
-            self._forward.arrivals[self._channel[k]][t, placement[k + 1]] = row
-        elif "B" in op.kind and (k - 1, op.microbatch) in dy:
-            row = dy[k - 1, op.microbatch]
-            self._backward.arrivals[self._channel[k - 1]][t + 1, placement[k - 1]] = row
+    return [rows("F", -1, "F"), rows("B", 1, "B"), rows("F", 0, "W"), rows("B", 0, "W")]
 
 
 def empty(shape: Sequence[int], dtype: Any) -> jax.Array:

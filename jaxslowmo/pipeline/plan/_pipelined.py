@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -127,7 +128,7 @@ class Pipelined:
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
-    ) -> tuple[tuple[Loss, dict[str, Any]], Staged]:
+    ) -> tuple[tuple[Loss, dict[str, Any]], dict[str, Any]]:
         """Run the schedule.
 
         Args:
@@ -138,8 +139,8 @@ class Pipelined:
           differentiates: whether gradients are wanted.
 
         Returns:
-          Loss with metrics, and the buffers of the new model state; and the gradients, in whose
-          place anything may stand where they are not wanted.
+          Loss with metrics, and the buffers of the new model state; and the buffers of the
+          gradients of floating parameters, {} where they are not wanted.
         """
         raise NotImplementedError
 
@@ -160,7 +161,9 @@ class Pipelined:
         if self.plan.tied:
             stacked = only_once(stacked)
         self.refuse_forward_only()
-        return self.execute(stacked, states, batch, rng, differentiates=True)
+        results, grads = self.execute(stacked, states, batch, rng, differentiates=True)
+        none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
+        return results, self.layout.packing.staged({**none, **grads})
 
     def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
         value, _ = cotangent

@@ -156,7 +156,7 @@ class StageKind:
     is_last: bool
     start: int
     weights: Segments
-    states: Segments | None
+    states: Segments | None = None
 
     def given(self, x: PyTree, states: PyTree) -> PyTree:
         """What the function takes in the place of activations."""

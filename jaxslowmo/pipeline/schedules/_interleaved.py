@@ -46,18 +46,14 @@ def interleaved(
         )
     if warm_up not in ("few", "all"):
         raise ValueError(f'`warm_up` must be "few" or "all", got {warm_up!r}.')
+    # Of each chunk as many microbatches as there are stages, before the next chunk.
+    per_turn = num_stages * num_chunks
     turns = [
-        (k % (num_stages * num_chunks) // num_stages, k // (num_stages * num_chunks))
+        (k % per_turn // num_stages, k // per_turn * num_stages + k % num_stages)
         for k in range(num_microbatches * num_chunks)
     ]
-    forward = [
-        RowEntry("F", chunk, turn * num_stages + k % num_stages)
-        for k, (chunk, turn) in enumerate(turns)
-    ]
-    backward = [
-        RowEntry("BW", num_chunks - 1 - chunk, turn * num_stages + k % num_stages)
-        for k, (chunk, turn) in enumerate(turns)
-    ]
+    forward = [RowEntry("F", chunk, i) for chunk, i in turns]
+    backward = [RowEntry("BW", num_chunks - 1 - chunk, i) for chunk, i in turns]
     if forward_only:
         rows = [forward] * num_stages
     elif warm_up == "all":

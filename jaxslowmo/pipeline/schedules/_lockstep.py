@@ -255,12 +255,8 @@ def _rules(times: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
       `[rule, option]` and `[rule, option in that order, stage]`.
     """
-    chunks = range(num_chunks)
-    of_kind = [
-        [num_chunks - 1 - chunk for chunk in chunks],
-        [num_chunks + chunk for chunk in chunks],
-        [2 * num_chunks + chunk for chunk in chunks],
-    ]
+    of_kind = np.arange(3 * num_chunks).reshape(3, num_chunks).tolist()
+    of_kind[0].reverse()
     rules = []
     for limit in sorted({times[options].max() for options in of_kind}):
         usable = [kind for kind in range(3) if (times[of_kind[kind]] <= limit).any()]

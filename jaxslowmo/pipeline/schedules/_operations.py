@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 from ..._support.checks import checked_int
@@ -48,6 +49,15 @@ class Done(NamedTuple):
     microbatch: int
 
 
+_Part = Literal["F", "B", "W"]
+# What an operation waits for, and how many stages of the model further on that is.
+_NEEDS: dict[_Part, tuple[tuple[_Part, int], ...]] = {
+    "F": (("F", -1),),
+    "B": (("F", 0), ("B", 1)),
+    "W": (("B", 0),),
+}
+
+
 class PlacedOperation(NamedTuple):
     """An operation of a table, and what it waits for.
 
@@ -68,16 +78,9 @@ class PlacedOperation(NamedTuple):
     def of(cls, operation: Operation, model_stage: int, num_model_stages: int) -> "PlacedOperation":
         """Return `operation` on a stage of the model."""
         microbatch = operation.microbatch
-        kind = "B" if operation.kind == "BW" else operation.kind
-        needs: tuple[Done, ...] = ()
-        if kind == "W":
-            needs = (Done("B", model_stage, microbatch),)
-        elif kind == "F" and model_stage:
-            needs = (Done("F", model_stage - 1, microbatch),)
-        elif kind == "B":
-            needs = (Done("F", model_stage, microbatch),)
-            if model_stage + 1 < num_model_stages:
-                needs = (*needs, Done("B", model_stage + 1, microbatch))
+        kind: _Part = "B" if operation.kind == "BW" else operation.kind
+        needs = (Done(n, model_stage + distance, microbatch) for n, distance in _NEEDS[kind])
+        needs = tuple(done for done in needs if 0 <= done.model_stage < num_model_stages)
         return cls(operation, model_stage, Done(kind, model_stage, microbatch), needs)
 
     @property
@@ -124,16 +127,14 @@ def check_cells(
             for kinds, _, chunk, microbatch in cell:
                 seen.update((kind, model_stages[stage][chunk], microbatch) for kind in kinds)
     kinds = "FBW" if any(kind != "F" for kind, _, _ in seen) else "F"
-    for model_stage in range(len(cells) * len(model_stages[0])):
-        for microbatch in range(num_microbatches):
-            for kind in kinds:
-                count = seen[kind, model_stage, microbatch]
-                if count != 1:
-                    raise ValueError(
-                        f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage "
-                        f"{model_stage} of the model must stand in the table once, not {count} "
-                        "times."
-                    )
+    every = range(len(cells) * len(model_stages[0])), range(num_microbatches), kinds
+    for model_stage, microbatch, kind in product(*every):
+        count = seen[kind, model_stage, microbatch]
+        if count != 1:
+            raise ValueError(
+                f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage {model_stage} of "
+                f"the model must stand in the table once, not {count} times."
+            )
 
 
 def _check_cell(name: str, stage: int, cell: Cell, limits: dict[str, int]) -> None:

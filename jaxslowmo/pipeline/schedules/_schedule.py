@@ -117,7 +117,30 @@ class Schedule:
         In microbatches of one chunk: one is held from the start of its F until the end of its W
         (or BW). A forward-only table holds none.
         """
-        return tuple(_most_held(row) if not self.forward_only else 0 for row in self.rows)
+        return self.most_held([1] * self.num_model_stages, [0] * self.num_model_stages)
+
+    def most_held(self, left: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
+        """Per device stage, the most that it holds at once of what F and B leave.
+
+        Args:
+          left: per stage of the model, what F leaves until W (or BW) is done.
+          kept: per stage of the model, what B leaves for W.
+
+        Returns:
+          In the unit of both; 0 for a forward-only table.
+        """
+        if self.forward_only:
+            return (0,) * self.num_stages
+        most = []
+        for row in self.rows:
+            now = peak = 0
+            for operation in filter(None, row):
+                k = self.model_stage(operation)
+                now += {"F": left[k], "B": kept[k]}.get(operation.kind, 0)
+                peak = max(peak, now)
+                now -= {"W": left[k] + kept[k], "BW": left[k]}.get(operation.kind, 0)
+            most.append(peak)
+        return tuple(most)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
@@ -229,15 +252,6 @@ class Schedule:
     @cached_property
     def _order(self) -> list[PlacedOperation]:
         return in_order(self.name, self._placed, self.placement)
-
-
-def _most_held(row: Sequence[Operation | None]) -> int:
-    held = most = 0
-    for operation in filter(None, row):
-        held += operation.kind == "F"
-        most = max(most, held)
-        held -= operation.kind in ("W", "BW")
-    return most
 
 
 def _in_letters(cell: _PlacedCell) -> str:

@@ -26,19 +26,14 @@ class CostTable(NamedTuple):
         return sum(times[part][model_stage] for part in kind)
 
 
-def cost_table(
-    placement: tuple[int, ...],
-    num_stages: int,
-    *,
-    forward: Costs,
-    backward_input: Costs,
-    backward_weight: Costs,
-) -> CostTable:
-    """Times per stage of the model; raises unless they are finite, none negative and not all 0."""
+def cost_table(placement: tuple[int, ...], num_stages: int, **times: Costs) -> CostTable:
+    """Return times per stage of the model, of `times` by the names of `CostTable`.
+
+    Raises:
+      ValueError: times that are not finite, or negative, or all 0.
+    """
     table = CostTable(
-        _per_model_stage("forward", forward, placement, num_stages),
-        _per_model_stage("backward_input", backward_input, placement, num_stages),
-        _per_model_stage("backward_weight", backward_weight, placement, num_stages),
+        **{name: _per_model_stage(name, x, placement, num_stages) for name, x in times.items()}
     )
     if not any(map(sum, table)):
         raise ValueError("`forward`, `backward_input` and `backward_weight` must not all be 0.")

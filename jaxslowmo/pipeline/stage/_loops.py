@@ -12,7 +12,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 
-from ._flat import FlatProgram, Origin, is_loop, perform, run, scan_sizes, trace, variables
+from ...tracing import flattened, run, scan_operands, scan_options
+from ._flat import FlatProgram, Origin, is_loop, variables
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,21 @@ class _Loop:
 
     equation: JaxprEqn
     body: FlatProgram
-    num_consts: int
-    num_carry: int
 
     @classmethod
     def of(cls, equation: JaxprEqn, origin_of: Callable[[Any], Origin]) -> "_Loop":
         """`origin_of` tells where an operand comes from."""
         closed = equation.params["jaxpr"]
-        flat = trace(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
-        origins: dict[Var, Origin] = {}
-        consts, carry = scan_sizes(equation)
-        for i, (inner, operand) in enumerate(zip(flat.inputs, equation.invars, strict=True)):
-            carried = consts <= i < consts + carry
-            origins[inner] = "stash" if carried else origin_of(operand)
-        return cls(equation, FlatProgram(flat, origins), consts, carry)
+        flat = flattened(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
+        pairs = zip(flat.inputs, equation.invars, strict=True)
+        origins: dict[Var, Origin] = {inner: origin_of(operand) for inner, operand in pairs}
+        origins |= dict.fromkeys(scan_operands(equation.params, flat.inputs)[1], "stash")
+        return cls(equation, FlatProgram(flat, origins))
 
     @property
-    def carried(self) -> tuple[Var, ...]:
+    def carried(self) -> list[Var]:
         """What the body is given of the iteration before."""
-        return self.body.flat.inputs[self.num_consts :][: self.num_carry]
+        return scan_operands(self.equation.params, self.body.flat.inputs)[1]
 
     def closed(self, first: Sequence[bool]) -> tuple[bool, ...]:
         """`first`, which of the results come first, and those that the body needs for them."""
@@ -100,31 +97,23 @@ class _Loop:
           The chosen results, and what is handed on.
         """
         params, flat = self.equation.params, self.body.flat
-        consts, carry = self.num_consts, self.num_carry
+        fixed_names, carry, stacked_names = scan_operands(params, flat.inputs)
+        fixed_operands, start, stacked = scan_operands(params, operands)
         used = {v for equation in equations for v in variables(equation.invars)}
         used |= set(variables(v for v, c in zip(flat.outputs, chosen, strict=True) if c))
         used |= set(handed)
-        fixed = dict(zip(flat.inputs[:consts], operands[:consts], strict=True)) | flat.constants
-        own = [i for i in range(carry) if chosen[i]]
-        stacked = zip(flat.inputs[consts + carry :], operands[consts + carry :], strict=True)
-        xs = {v: x for v, x in stacked if v in used} | dict(passed)
-        names, columns = list(xs), list(xs.values())
+        fixed = dict(zip(fixed_names, fixed_operands, strict=True)) | flat.constants
+        own = {v: x for v, x, mine in zip(carry, start, chosen, strict=False) if mine}
+        every = zip(stacked_names, stacked, strict=True)
+        xs = {v: x for v, x in every if v in used} | dict(passed)
         made = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
 
         def iterate(carried: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            known = dict(zip((self.carried[i] for i in own), carried, strict=True))
-            known |= dict(zip(names, slices, strict=True)) | fixed
+            known = dict(zip((*own, *xs), (*carried, *slices), strict=True)) | fixed
             values = run(equations, [*made, *handed], known)
             return values[: len(own)], values[len(own) :]
 
-        last, columns = lax.scan(
-            iterate,
-            [operands[consts + i] for i in own],
-            columns,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        last, columns = lax.scan(iterate, [*own.values()], [*xs.values()], **scan_options(params))
         results = [*last, *columns]
         return results[: len(made)], dict(zip(handed, results[len(made) :], strict=True))
 
@@ -162,7 +151,7 @@ def weights_first(program: FlatProgram) -> FlatProgram:
         loop = _Loop.of(equation, program.origin_of)
         outputs = enumerate(loop.body.flat.outputs)
         first = tuple(
-            i >= loop.num_carry and loop.body.origin_of(v) == "weights" for i, v in outputs
+            i >= len(loop.carried) and loop.body.origin_of(v) == "weights" for i, v in outputs
         )
         if any(first) and not all(first):
             plans[id(equation)] = loop, first
@@ -180,8 +169,8 @@ def _in_two(program: FlatProgram, plans: Plans) -> FlatProgram:
 
     def outputs(*args: Any) -> list[Any]:
         values = dict(zip(flat.inputs, args, strict=True)) | flat.constants
-        return perform(flat.equations, flat.outputs, values, instead)
+        return run(flat.equations, flat.outputs, values, instead)
 
-    divided = trace(outputs, [v.aval for v in flat.inputs])
+    divided = flattened(outputs, [v.aval for v in flat.inputs])
     pairs = zip(divided.inputs, flat.inputs, strict=True)
     return FlatProgram(divided, {new: program.origins[old] for new, old in pairs})

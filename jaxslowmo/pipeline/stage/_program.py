@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from ..._support.types import PyTree
 from ...mesh import cast_varying, varying_axes
-from ._flat import Atom, FlatProgram, Origin, is_loop, run, struct_of, trace, type_of, used_by
+from ...tracing import Atom, flattened, run
+from ._flat import FlatProgram, Origin, is_loop, struct_of, type_of, used_by
 from ._loops import wanted_first, weights_first
 
 
@@ -152,7 +153,7 @@ def trace_forward(
         in_order = {True: iter(seeded), False: iter(others)}
         return [*(next(in_order[s]) for s in found["seeded"]), *residuals]
 
-    flat = trace(outputs, [*weights.types, *x.types, *microbatch.types])
+    flat = flattened(outputs, [*weights.types, *x.types, *microbatch.types])
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
@@ -192,7 +193,7 @@ def trace_backward(forward: Forward, x: Argument, *, remat: bool, splits: bool) 
         return [*dx, *dweights]
 
     seeds = forward.result.select(forward.result.types)
-    flat = trace(outputs, [*(v.aval for v in known), *seeds])
+    flat = flattened(outputs, [*(v.aval for v in known), *seeds])
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "dy")
     pairs = zip(flat.inputs, known, strict=False)
     origins |= {v: forward.program.origins.get(there, "stash") for v, there in pairs}
@@ -304,14 +305,6 @@ class WholeStage:
         return self._y.cotangents(self._y.tree.unflatten([of_loss, *rest]))
 
 
-class Traced(NamedTuple):
-    """The passes of a stage, and the fields of `WholeStage` that they have in common."""
-
-    forward: Forward
-    backward: Backward
-    fields: dict[str, Any]
-
-
 def whole_stage(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree],
     weights: PyTree,
@@ -322,9 +315,7 @@ def whole_stage(
     remat: bool = False,
 ) -> WholeStage:
     """Make the forward and the backward pass of a stage; see `split_stage` for the arguments."""
-    return WholeStage(
-        **traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=False).fields, kept=()
-    )
+    return traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=False)[0]
 
 
 def traced(
@@ -336,8 +327,8 @@ def traced(
     loss: bool,
     remat: bool,
     splits: bool,
-) -> Traced:
-    """Trace both passes of a stage; see `split_stage` for the arguments.
+) -> tuple[WholeStage, Backward]:
+    """Return a stage and its traced backward pass; see `split_stage` for the arguments.
 
     Raises:
       ValueError: `loss=True` for a stage whose result is no floating scalar or (scalar, metrics).
@@ -352,21 +343,20 @@ def traced(
     read = used_by(forward, outputs) | used_by(both, gradients)
     again = back.inputs[len(there.weights) :][: len(there.microbatch)]
     inputs = *there.weights, *there.x, *there.microbatch
-    fields = {
-        "y": jax.tree.map(struct_of, there.result.tree.unflatten(there.result.types)),
-        "stash": tuple(struct_of(v.aval) for v in back.stash),
-        "reads": tuple(
-            a in read or b in read for a, b in zip(there.microbatch, again, strict=True)
-        ),
-        "_weights": of_weights,
-        "_x": of_x,
-        "_microbatch": of_data,
-        "_y": there.result,
-        "_loss": loss,
-        "_forward": StagePart(there.program, forward, inputs, outputs),
-        "_backward": StagePart(back.program, both, back.inputs, gradients),
-    }
-    return Traced(there, back, fields)
+    stage = WholeStage(
+        y=jax.tree.map(struct_of, there.result.tree.unflatten(there.result.types)),
+        stash=tuple(struct_of(v.aval) for v in back.stash),
+        kept=(),
+        reads=tuple(a in read or b in read for a, b in zip(there.microbatch, again, strict=True)),
+        _weights=of_weights,
+        _x=of_x,
+        _microbatch=of_data,
+        _y=there.result,
+        _loss=loss,
+        _forward=StagePart(there.program, forward, inputs, outputs),
+        _backward=StagePart(back.program, both, back.inputs, gradients),
+    )
+    return stage, back
 
 
 def check_count(name: str, arrays: Sequence[Any], types: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -92,15 +93,15 @@ def split_stage(
     Raises:
       ValueError: `loss=True` for a stage whose result is no floating scalar or (scalar, metrics).
     """
-    whole = traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=True)
-    back, program = whole.backward, whole.backward.program
+    whole, back = traced(fn, weights, x, microbatch, loss=loss, remat=remat, splits=True)
+    program = back.program
     of_input = program.and_effects(program.cut(back.dx).equations)
     done = {*back.cotangents, *(v for equation in of_input for v in equation.outvars)}
     of_weights, kept = program.cut(back.dweights, done.__contains__)
     known = back.inputs[: len(back.inputs) - len(back.cotangents)]
+    fields: dict[str, Any] = vars(whole) | {"kept": tuple(struct_of(v.aval) for v in kept)}
     return StageProgram(
-        **whole.fields,
-        kept=tuple(struct_of(v.aval) for v in kept),
+        **fields,
         _backward_input=StagePart(program, of_input, back.inputs, (*back.dx, *kept)),
         _backward_weight=StagePart(program, of_weights, (*known, *kept), back.dweights),
     )

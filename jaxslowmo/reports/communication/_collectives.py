@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ..._support.scopes import PHASE
 
@@ -118,11 +119,37 @@ def wire_bytes(collective: Collective, group_size: int, num_devices: int = 0) ->
     return factor * nbytes * (group_size - 1) // group_size if group_size else factor * nbytes
 
 
-def num_turns(start: int | None, stop: int | None, step: int | None) -> int | None:
-    """Return how often `for (i = start; i < stop; i += step)` runs; None where that is unknown."""
-    if start is None or stop is None or step is None or step < 1:
+class Carried(NamedTuple):
+    """A value that a loop carries from turn to turn, by its index."""
+
+    index: int
+
+
+Term = int | Carried | list[Any] | None
+"""What a value of a loop is: a constant, a carried value, a sum of two of these; else None."""
+
+
+def num_turns(
+    test: Sequence[Term], start: Callable[[int], Term], after: Callable[[int], Term]
+) -> int | None:
+    """Return how often `for (i = start; i < stop; i += step)` runs; None for another loop.
+
+    Args:
+      test: `i` and `stop`, which is a constant or a carried value that stays what it is.
+      start: the term that a carried value begins with, by its index.
+      after: the term that it is after a turn, by its index.
+    """
+    counter, stop = test
+    if not isinstance(counter, Carried):
         return None
-    return max(0, -(-(stop - start) // step))
+    if isinstance(stop, Carried):
+        stop = start(stop.index) if after(stop.index) == stop else None
+    begin, total, step = start(counter.index), after(counter.index), None
+    if isinstance(total, list) and counter in total:
+        step = total[1 - total.index(counter)]
+    if not (isinstance(begin, int) and isinstance(stop, int) and isinstance(step, int)):
+        return None
+    return max(0, -(-(stop - begin) // step)) if step > 0 else None
 
 
 _BY_LETTERS = {

@@ -160,9 +160,8 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
     meshes = _distinct(all_meshes)
     compile = not modules or (compile and all(map(has_devices, modules.values())))
 
-    programs: list[tuple[str, str, ProgramCollectives]] = []
-    for kind, module in modules.items():
-        programs.append((kind, "emitted", read_stablehlo(module)))
+    programs: list[tuple[str, str, ProgramCollectives]]
+    programs = [(kind, "emitted", read_stablehlo(module)) for kind, module in modules.items()]
     if compile:
         num_devices = max((mesh.size for mesh in meshes), default=0)
         slice_major = all(mesh.slice_major for mesh in all_meshes)

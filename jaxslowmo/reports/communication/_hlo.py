@@ -1,6 +1,7 @@
 """Reads the collectives that a compiled program executes from the text of its optimised HLO."""
 
 import re
+from itertools import chain
 
 from ._collectives import (
     COLLECTIVES,
@@ -9,7 +10,6 @@ from ._collectives import (
     Collective,
     Groups,
     Loop,
-    Node,
     ProgramCollectives,
     phase_of,
 )
@@ -28,6 +28,7 @@ _INTERESTING = re.compile(
 # Of transfers between TPU slices, which the compiler writes as send and recv of its runtime.
 _TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\}|\{\})')
 _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
+_CHAIN = re.compile("AsyncCollectiveStart")
 _PER_SLICE = 100_000  # a device is numbered slice * 100000 + place in the slice, slices from 1
 
 
@@ -57,12 +58,11 @@ class _HloReader:
         computation = self.module.computations.get(name)
         if computation is None or name in self.silent:
             return ()
-        nodes: list[Node] = []
-        for instruction in computation.select(_INTERESTING):
-            nodes.extend(self.instruction(instruction, computation, phase))
-        if not nodes:
+        found = computation.select(_INTERESTING)
+        block = tuple(chain(*(self.instruction(op, computation, phase) for op in found)))
+        if not block:
             self.silent.add(name)
-        return tuple(nodes)
+        return block
 
     def instruction(self, op: Instruction, within: Computation, phase: str | None) -> Block:
         attributes = op.attributes
@@ -84,10 +84,7 @@ class _HloReader:
         if opcode in _CALLING or opcode != op.opcode:
             called = [_name(attributes[key]) for key in ("calls", "to_apply") if key in attributes]
             called += _names(attributes.get("called_computations", ""))
-            nodes: list[Node] = []
-            for computation in called:
-                nodes.extend(self.computation(computation, phase))
-            return tuple(nodes)
+            return tuple(chain(*(self.computation(name, phase) for name in called)))
         return ()
 
     def branch(self, name: str, phase: str | None) -> Block:
@@ -95,16 +92,13 @@ class _HloReader:
         # an all-reduce). If the rest of the branch belongs to one phase, so do they; if nothing in
         # it has a scope (seen in programs for several slices) they are merely conditional.
         computation = self.module.computations.get(name)
-        lines = computation.lines.values() if computation else ()
-        phases = {phase_of(found[1]) for line in lines if (found := _OP_NAME.search(line))}
-        phases.discard(None)
-        return self.computation(name, phases.pop() if len(phases) == 1 else phase)
+        return self.computation(name, (computation and computation.only_phase()) or phase)
 
     def collective(
         self, op: Instruction, name: str, within: Computation, phase: str | None
     ) -> Collective | None:
         frontend = op.attributes.get("frontend_attributes", "")
-        if "chain_id=" in frontend and not _starts_chain(within):
+        if "chain_id=" in frontend and not any(map(_CHAIN.search, within.lines.values())):
             # TPU spreads one asynchronous collective over the fusions it runs beside and repeats
             # the instruction in each; only the one beside AsyncCollectiveStart begins a transfer.
             return None
@@ -140,7 +134,9 @@ class _HloReader:
         # A recv has no operand but a token; its result is (data, context, token).
         source = within.type_of(op.operands[0]) if name == "send" else op.type
         (dtype, nbytes), *_ = shapes(source) or [("token", 0)]
-        return Collective(name, groups, nbytes, (dtype,), phase, pairs, _transfer_type(frontend))
+        found = _TRANSFER_TYPE.search(frontend)
+        pattern = found[1].lower().replace("_", "-") if found else ""
+        return Collective(name, groups, nbytes, (dtype,), phase, pairs, pattern)
 
     def across_slices(self, groups: Groups) -> Groups:
         if groups is None or not self.readable:
@@ -151,13 +147,6 @@ class _HloReader:
         groups = groups or (tuple(range(per_slice)),)
         starts = range(0, per_slice * self.num_slices, per_slice)
         return tuple(tuple(start + i for i in group) for start in starts for group in groups)
-
-
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-
-
-def _starts_chain(computation: Computation) -> bool:
-    return any("AsyncCollectiveStart" in line for line in computation.lines.values())
 
 
 def _is_scattered(name: str, within: Computation) -> bool:
@@ -177,12 +166,6 @@ def _name(text: str) -> str:
 
 def _names(text: str) -> list[str]:
     return [_name(part) for part in text.strip("{}").split(",") if part.strip()]
-
-
-def _transfer_type(frontend_attributes: str) -> str:
-    """The collective that a send or recv is a part of, such as "all-reduce", or ""."""
-    found = _TRANSFER_TYPE.search(frontend_attributes)
-    return found[1].lower().replace("_", "-") if found else ""
 
 
 def parse_target(text: str, per_slice: int) -> tuple[Groups, bool]:

@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ._collectives import dtype_of, num_bytes, num_turns
+from ._collectives import Carried, Term, dtype_of, num_bytes, num_turns, phase_of
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CLOSING = {"(": ")", "{": "}", "[": "]"}
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_DEPTH = dict.fromkeys("({[", 1) | dict.fromkeys(")}]", -1)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Computation:
 
     def type_of(self, name: str) -> str:
         return _split_type(self.lines.get(name, ""))[0]
+
+    def only_phase(self) -> str | None:
+        """The phase of all its instructions that name one; None where they differ, or none does."""
+        scopes = filter(None, map(_OP_NAME.search, self.lines.values()))
+        phases = {phase_of(found[1]) for found in scopes} - {None}
+        return phases.pop() if len(phases) == 1 else None
 
     def select(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
         """Instructions whose text contains a match, in program order."""
@@ -79,42 +87,23 @@ def parse_module(text: str) -> HloModule:
 
 def _end(text: str, start: int) -> int:
     """Index behind the bracket that closes the one at `start`, quoted text skipped."""
-    stack, quoted, i = [], False, start
-    while i < len(text):
-        char = text[i]
-        if quoted:
-            i += char == "\\"
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char in _CLOSING:
-            stack.append(_CLOSING[char])
-        elif stack and char == stack[-1]:
-            stack.pop()
-            if not stack:
-                return i + 1
-        i += 1
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += _DEPTH.get(token[0], 0)
+        if not depth:
+            return token.end()
     return len(text)
 
 
 def _split(text: str) -> list[str]:
     """Splits at commas outside brackets and quotes."""
-    parts, start, i = [], 0, 0
-    while i < len(text):
-        if text[i] in _CLOSING:
-            i = _end(text, i)
-        elif text[i] == '"':
-            i += 1
-            while i < len(text) and text[i] != '"':
-                i += 2 if text[i] == "\\" else 1
-            i += 1
-        elif text[i] == ",":
-            parts.append(text[start:i].strip())
-            start = i = i + 1
-        else:
-            i += 1
-    parts.append(text[start:].strip())
-    return [part for part in parts if part]
+    parts, start, depth = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        depth += _DEPTH.get(token[0], 0)
+        if token[0] == "," and not depth:
+            parts.append(text[start : token.start()])
+            start = token.end()
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -173,34 +162,27 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
     compare = condition.instruction(condition.root)
     if compare is None or compare.attributes.get("direction") != "LT":
         return None
-    index = _tuple_index(compare.operands[0], condition)
-    stop = _bound(compare.operands[1], condition, body, loop, within)
-    if index is None:
+    return num_turns(
+        [_term(name, condition) for name in compare.operands],
+        lambda i: _term(_element(loop.operands[0], i, within), within),
+        lambda i: _term(_element(body.root, i, body), body),
+    )
+
+
+def _term(name: str | None, within: Computation, *, sums: bool = True) -> Term:
+    """Return what a value is for `num_turns`; what a computation carries is a tuple."""
+    found = _behind_copies(name, within)
+    if found is None or not found.operands:
         return None
-    start = _constant(_element(loop.operands[0], index, within), within)
-    return num_turns(start, stop, _step(_element(body.root, index, body), index, body))
-
-
-def _bound(
-    name: str, condition: Computation, body: Computation, loop: Instruction, within: Computation
-) -> int | None:
-    """A constant, or a carried value that starts as one and that the body hands on."""
-    carried = _tuple_index(name, condition)
-    if carried is None:
-        return _constant(name, condition)
-    handed_on = _element(body.root, carried, body)
-    if handed_on is None or _tuple_index(handed_on, body) != carried:
-        return None
-    return _constant(_element(loop.operands[0], carried, within), within)
-
-
-def _step(name: str | None, index: int, body: Computation) -> int | None:
-    add = _behind_copies(name, body)
-    if add is None or add.opcode != "add":
-        return None
-    for counter, step in (add.operands, add.operands[::-1]):
-        if _tuple_index(counter, body) == index:
-            return _constant(step, body)
+    if found.opcode == "constant":
+        text = found.operands[0]
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if found.opcode == "get-tuple-element":
+        carrier = within.instruction(found.operands[0])
+        is_carried = carrier is not None and carrier.opcode == "parameter"
+        return Carried(int(found.attributes["index"])) if is_carried else None
+    if found.opcode == "add" and sums:
+        return [_term(operand, within, sums=False) for operand in found.operands]
     return None
 
 
@@ -214,22 +196,3 @@ def _behind_copies(name: str | None, within: Computation) -> Instruction | None:
 def _element(tuple_name: str, index: int, within: Computation) -> str | None:
     made = _behind_copies(tuple_name, within)
     return made.operands[index] if made is not None and made.opcode == "tuple" else None
-
-
-def _tuple_index(name: str, within: Computation) -> int | None:
-    """The element of the carried tuple that a value is."""
-    found = _behind_copies(name, within)
-    if found is None or found.opcode != "get-tuple-element":
-        return None
-    carrier = within.instruction(found.operands[0])
-    if carrier is None or carrier.opcode != "parameter":
-        return None
-    return int(found.attributes["index"])
-
-
-def _constant(name: str | None, within: Computation) -> int | None:
-    found = _behind_copies(name, within)
-    if found is None or found.opcode != "constant" or not found.operands:
-        return None
-    text = found.operands[0]
-    return int(text) if re.fullmatch(r"-?\d+", text) else None

@@ -1,43 +1,16 @@
 """From trees of collectives to rows: which kinds of step a program has, and what each executes."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ..._support.scopes import EVERY_PHASE
 from ._collectives import Block, Collective, Loop, ProgramCollectives, leaves, wire_bytes
 from ._comm_rows import CommRow
 from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of
 
-
-@dataclass(frozen=True)
-class _Key:
-    axis: str
-    collective: str
-    group_size: int
-    conditional: bool
-    in_loop: bool
-    trip_count: int | None
-
-
-@dataclass(frozen=True)
-class _Amount:
-    count: int = 0
-    nbytes: int = 0
-    wire: int = 0
-    dtypes: frozenset[str] = frozenset()
-
-    def joined(self, other: "_Amount", how: Callable[[int, int], int]) -> "_Amount":
-        """The sum of two amounts, or the larger one of two alternatives."""
-        return _Amount(
-            how(self.count, other.count),
-            how(self.nbytes, other.nbytes),
-            how(self.wire, other.wire),
-            self.dtypes | other.dtypes,
-        )
-
-
-_Amounts = dict[_Key, _Amount]
+# By what must be equal in rows that are joined: rows without amounts and dtypes.
+_Rows = dict[CommRow, CommRow]
 
 
 def kinds_of(programs: Sequence[ProgramCollectives]) -> tuple[str, ...]:
@@ -111,34 +84,19 @@ def rows_of_kind(
       meshes: where to look for axes.
       whole: every conditional part belongs to this kind (the program was made for it alone).
     """
-    amounts = _Counter(kind, meshes, whole).block(program.block, False, 1, False)
-    return [
-        CommRow(
-            kind=kind,
-            axis=key.axis,
-            collective=key.collective,
-            level=level,
-            count=amount.count,
-            bytes=amount.nbytes,
-            wire_bytes=amount.wire,
-            group_size=key.group_size,
-            dtypes=tuple(sorted(amount.dtypes)),
-            conditional=key.conditional,
-            in_loop=key.in_loop,
-            trip_count=key.trip_count,
-        )
-        for key, amount in amounts.items()
-    ]
+    found = _Counter(kind, level, meshes, whole).block(program.block, False, 1, False)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class _Counter:
     kind: str
+    level: str
     meshes: tuple[MeshAxes, ...]
     whole: bool
 
-    def block(self, block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Amounts:
-        total: _Amounts = {}
+    def block(self, block: Block, conditional: bool, trips: int | None, in_loop: bool) -> _Rows:
+        total: _Rows = {}
         for node in block:
             if isinstance(node, Collective):
                 part = self.collective(node, conditional, trips, in_loop)
@@ -152,14 +110,13 @@ class _Counter:
                 # rounds of one phase, a branch each, count as the one exchange that happens.
                 part = {}
                 for branch in node.blocks:
-                    amounts = self.block(branch, True, trips, in_loop)
-                    part = _merge(part, amounts, max)
+                    part = _merge(part, self.block(branch, True, trips, in_loop), max)
             total = _merge(total, part, operator.add)
         return total
 
     def collective(
         self, node: Collective, conditional: bool, trips: int | None, in_loop: bool
-    ) -> _Amounts:
+    ) -> _Rows:
         if conditional and not self.whole and not _belongs(node.phase, self.kind):
             return {}
         axis, group_size = axis_of(node.groups, node.pairs, self.meshes)
@@ -167,19 +124,33 @@ class _Counter:
             return {}
         times = 1 if trips is None else trips
         num_devices = 0 if axis == UNKNOWN_AXIS else len(self.meshes[0].ids)
-        amount = _Amount(
-            times,
-            times * node.nbytes,
-            times * wire_bytes(node, group_size, num_devices),
-            frozenset(node.dtypes),
+        row = CommRow(
+            kind=self.kind,
+            axis=axis,
+            collective=node.name,
+            level=self.level,
+            count=times,
+            bytes=times * node.nbytes,
+            wire_bytes=times * wire_bytes(node, group_size, num_devices),
+            group_size=group_size,
+            dtypes=node.dtypes,
+            conditional=conditional,
+            in_loop=in_loop,
+            trip_count=trips,
         )
-        return {_Key(axis, node.name, group_size, conditional, in_loop, trips): amount}
+        return {replace(row, count=0, bytes=0, wire_bytes=0, dtypes=()): row}
 
 
-def _merge(
-    first: Mapping[_Key, _Amount], second: Mapping[_Key, _Amount], how: Callable[[int, int], int]
-) -> _Amounts:
+def _merge(first: _Rows, second: _Rows, how: Callable[[int, int], int]) -> _Rows:
+    """Return the sum of rows, or the larger amounts of two alternatives."""
     merged = dict(first)
-    for key, amount in second.items():
-        merged[key] = merged[key].joined(amount, how) if key in merged else amount
+    for key, row in second.items():
+        other = merged.get(key, key)
+        merged[key] = replace(
+            row,
+            count=how(other.count, row.count),
+            bytes=how(other.bytes, row.bytes),
+            wire_bytes=how(other.wire_bytes, row.wire_bytes),
+            dtypes=tuple(sorted({*other.dtypes, *row.dtypes})),
+        )
     return merged

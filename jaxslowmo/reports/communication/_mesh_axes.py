@@ -2,15 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
+from ...tracing import equations_in
 from ._collectives import Groups
 
 
@@ -49,18 +49,9 @@ def mesh_axes(mesh: Any) -> MeshAxes:
 
 def meshes_of_jaxpr(jaxpr: Any) -> list[MeshAxes]:
     """Meshes of all `shard_map` equations of a jaxpr, outermost first, without duplicates."""
-    found: dict[MeshAxes, None] = {}
-    for eqn in _equations(getattr(jaxpr, "jaxpr", jaxpr)):  # a closed jaxpr holds an open one
-        if "mesh" in eqn.params and hasattr(eqn.params["mesh"], "axis_names"):
-            found[mesh_axes(eqn.params["mesh"])] = None
-    return list(found)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+    params = (equation.params for equation in equations_in(jaxpr))
+    meshes = (p["mesh"] for p in params if hasattr(p.get("mesh"), "axis_names"))
+    return list(dict.fromkeys(map(mesh_axes, meshes)))
 
 
 def meshes_of_arguments(args: Any) -> list[MeshAxes]:

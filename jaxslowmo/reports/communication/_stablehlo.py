@@ -5,6 +5,7 @@ Python class (meshes, and groups stated as mesh axes) are read from their printe
 """
 
 import re
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import numpy as np
 from ._collectives import (
     Block,
     Branches,
+    Carried,
     Collective,
     Groups,
     Loop,
-    Node,
     ProgramCollectives,
+    Term,
     dtype_of,
     num_bytes,
     num_turns,
@@ -55,7 +57,8 @@ def read_stablehlo(module: Any) -> ProgramCollectives:
     Args:
       module: `lowered.compiler_ir("stablehlo")`.
     """
-    return _StableHloReader(module).read()
+    reader = _StableHloReader(module)
+    return ProgramCollectives(reader.function("main", None, False), tuple(reader.scopes))
 
 
 def _mesh_table(module: Any) -> dict[str, MeshAxes]:
@@ -86,10 +89,6 @@ class _StableHloReader:
             if op.operation.name == "func.func":
                 self.functions[_symbol(op.operation.attributes["sym_name"])] = op.operation
 
-    def read(self) -> ProgramCollectives:
-        block = self.function("main", None, False)
-        return ProgramCollectives(block, tuple(self.scopes))
-
     def function(self, name: str, phase: str | None, conditional: bool) -> Block:
         if name in self.silent or name not in self.functions:
             return ()
@@ -100,11 +99,8 @@ class _StableHloReader:
         return block
 
     def region(self, region: Any, phase: str | None, conditional: bool) -> Block:
-        nodes: list[Node] = []
-        for block in region.blocks:
-            for op in block.operations:
-                nodes.extend(self.operation(op.operation, phase, conditional))
-        return tuple(nodes)
+        operations = (op.operation for block in region.blocks for op in block.operations)
+        return tuple(chain(*(self.operation(op, phase, conditional) for op in operations)))
 
     def operation(self, op: Any, phase: str | None, conditional: bool) -> Block:
         # Scope names in a called function are relative to the call, so the caller's phase counts
@@ -120,21 +116,17 @@ class _StableHloReader:
             blocks = tuple(self.region(region, phase, True) for region in op.regions)
             return (Branches(blocks),) if any(blocks) else ()
         if name == "stablehlo.while":
-            block: Block = ()
-            for region in op.regions:
-                block += self.region(region, phase, conditional)
+            block = tuple(chain(*(self.region(r, phase, conditional) for r in op.regions)))
             return (Loop(block, _trip_count(op)),) if block else ()
         if name == "stablehlo.custom_call" and _symbol(op.attributes["call_target_name"]) in (
             "ragged_all_to_all",
         ):
             config = op.attributes["mhlo.backend_config"]
             return (self.collective(op, "ragged-all-to-all", config, phase),)
-        nodes: list[Node] = []
-        for called in _called_functions(op):
-            nodes.extend(self.function(called, phase, conditional))
-        for region in op.regions:  # manual_computation, and whatever else holds code
-            nodes.extend(self.region(region, phase, conditional))
-        return tuple(nodes)
+        called = [self.function(called, phase, conditional) for called in _called_functions(op)]
+        # Of manual_computation, and whatever else holds code.
+        held = [self.region(region, phase, conditional) for region in op.regions]
+        return tuple(chain(*called, *held))
 
     def collective(self, op: Any, name: str, attributes: Any, phase: str | None) -> Collective:
         pairs = name == "collective-permute"
@@ -142,12 +134,12 @@ class _StableHloReader:
         if name == "ragged-all-to-all":
             operands = operands[:1]  # the others are the output buffer, offsets and sizes
         values = list(op.results) if name == "all-gather" else operands
-        types = [str(value.type) for value in values]
+        arrays = [_array(str(value.type)) for value in values]
         return Collective(
             name=name,
             groups=self.groups(attributes["source_target_pairs" if pairs else "replica_groups"]),
-            nbytes=sum(_tensor_bytes(t) for t in types),
-            dtypes=tuple(sorted({dtype_of(_element(t))[0] for t in types})),
+            nbytes=sum(size for _, size in arrays),
+            dtypes=tuple(sorted({dtype for dtype, _ in arrays})),
             phase=phase,
             pairs=pairs,
         )
@@ -184,17 +176,12 @@ def _called_functions(op: Any) -> list[str]:
     return []
 
 
-def _element(tensor_type: str) -> str:
-    """`tensor<2x3xf32>` -> `f32`."""
+def _array(tensor_type: str) -> tuple[str, int]:
+    """Return dtype and bytes of an array such as `tensor<2x3xf32>`; no bytes of other types."""
     inner = tensor_type.removeprefix("tensor<").removesuffix(">").split(",")[0]
-    return re.sub(r"^(?:\d+x)*", "", inner)
-
-
-def _tensor_bytes(tensor_type: str) -> int:
-    dims = re.match(r"tensor<((?:\d+x)*)", tensor_type)
-    if dims is None:
-        return 0
-    return num_bytes(_element(tensor_type), [int(d) for d in dims[1].split("x") if d])
+    *dims, element = re.split(r"(?<=\d)x", inner)
+    is_array = tensor_type.startswith("tensor<")
+    return dtype_of(element)[0], num_bytes(element, [int(d) for d in dims]) if is_array else 0
 
 
 def _trip_count(loop: Any) -> int | None:
@@ -212,31 +199,25 @@ def _trip_count(loop: Any) -> int | None:
         return None
     if "LT" not in str(compare.attributes["comparison_direction"]):
         return None
-    index = _argument_number(compare.operands[0], condition)
-    if index is None:
-        return None
-    start = _constant(loop.operands[index])
-    stop = _bound(compare.operands[1], condition, body, loop)
-    return num_turns(start, stop, _step(_terminator(body).operands[index], index, body))
+    ends = _terminator(body).operands
+    return num_turns(
+        [_term(value, condition) for value in compare.operands],
+        lambda i: _term(loop.operands[i], body),
+        lambda i: _term(ends[i], body),
+    )
 
 
-def _bound(value: Any, condition: Any, body: Any, loop: Any) -> int | None:
-    """A constant, or a carried value that starts as one and that the body hands on."""
-    carried = _argument_number(value, condition)
-    if carried is None:
-        return _constant(value)
-    if _argument_number(_terminator(body).operands[carried], body) != carried:
-        return None
-    return _constant(loop.operands[carried])
-
-
-def _step(value: Any, index: int, body: Any) -> int | None:
-    add = _producer(value)
-    if add is None or add.name != "stablehlo.add":
-        return None
-    for counter, step in ((0, 1), (1, 0)):
-        if _argument_number(add.operands[counter], body) == index:
-            return _constant(add.operands[step])
+def _term(value: Any, block: Any, *, sums: bool = True) -> Term:
+    """Return what a value is for `num_turns`, in a block whose arguments are carried."""
+    for number, argument in enumerate(block.arguments):
+        if argument == value:
+            return Carried(number)
+    op = _producer(value)
+    if op is not None and op.name == "stablehlo.constant":
+        array = np.asarray(op.attributes["value"])
+        return int(array.ravel()[0]) if array.size == 1 else None
+    if op is not None and op.name == "stablehlo.add" and sums:
+        return [_term(operand, block, sums=False) for operand in op.operands]
     return None
 
 
@@ -247,18 +228,3 @@ def _terminator(block: Any) -> Any:
 def _producer(value: Any) -> Any | None:
     owner = value.owner
     return getattr(owner, "operation", owner) if hasattr(owner, "name") else None
-
-
-def _constant(value: Any) -> int | None:
-    op = _producer(value)
-    if op is None or op.name != "stablehlo.constant":
-        return None
-    array = np.asarray(op.attributes["value"])
-    return int(array.ravel()[0]) if array.size == 1 else None
-
-
-def _argument_number(value: Any, block: Any) -> int | None:
-    for number, argument in enumerate(block.arguments):
-        if argument == value:
-            return number
-    return None

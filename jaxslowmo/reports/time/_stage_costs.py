@@ -205,35 +205,12 @@ class _Compiler:
         return self._known[text]
 
 
-def held_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
-    """Per device stage, the most bytes that it holds at once of what F and B leave.
-
-    What F leaves is held until its W (or BW) is done, what B leaves for W from B to W.
-    """
-    if schedule.forward_only:
-        return (0,) * schedule.num_stages
-    left = [num_bytes(stage.program.stash) for stage in stages]
-    kept = [num_bytes(stage.program.kept) for stage in stages]
-    most = []
-    for row in schedule.rows:
-        now = peak = 0
-        for operation in filter(None, row):
-            k = schedule.model_stage(operation)
-            now += {"F": left[k], "B": kept[k]}.get(operation.kind, 0)
-            peak = max(peak, now)
-            now -= {"W": left[k] + kept[k], "BW": left[k]}.get(operation.kind, 0)
-        most.append(peak)
-    return tuple(most)
-
-
 def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
     """Per device stage, the bytes of activations and cotangents that it sends in a step."""
     sent = [0] * schedule.num_stages
-    for row in schedule.rows:
-        for operation in filter(None, row):
-            if schedule.is_sent(operation):
-                model_stage = schedule.model_stage(operation)
-                sent[operation.stage] += message_bytes(stages, model_stage, operation.kind)
+    for operation in filter(schedule.is_sent, schedule.in_order):
+        model_stage = schedule.model_stage(operation)
+        sent[operation.stage] += message_bytes(stages, model_stage, operation.kind)
     return tuple(sent)
 
 

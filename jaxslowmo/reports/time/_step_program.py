@@ -135,10 +135,7 @@ class StepProgram:
         home = self._home[op.name]
         if phase is None and not scope and home.name != self._module.entry:
             # Compilers insert collectives without a scope; in a branch of one phase they are its.
-            lines = home.lines.values()
-            scopes = [found[1] for line in lines if (found := _OP_NAME.search(line))]
-            phases = set(map(phase_of, scopes)) - {None}
-            phase = phases.pop() if len(phases) == 1 else None
+            phase = home.only_phase()
         if phase is not None:
             return MODEL_STATE if phase == EVERY_PHASE else phase
         named = (name for part, name in _SCOPES if part in scope)

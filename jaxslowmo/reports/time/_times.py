@@ -112,8 +112,8 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
         backward_compute_time=length(compute[BACKWARD]) / 1e9,
         other_compute_time=length(compute[OTHER]) / 1e9,
         communication_time=length(all_exchange) / 1e9,
-        overlap_time=length(intersection(all_exchange, all_compute)) / 1e9,
-        backward_overlap_time=length(intersection(all_exchange, compute[BACKWARD])) / 1e9,
+        overlap_time=overlap(all_exchange, all_compute) / 1e9,
+        backward_overlap_time=overlap(all_exchange, compute[BACKWARD]) / 1e9,
         communication={name: length(found) / 1e9 for name, found in exchange.items()},
     )
 
@@ -143,17 +143,6 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in union(intervals))
 
 
-def intersection(first: Iterable[Interval], second: Iterable[Interval]) -> list[Interval]:
-    """The instants that belong to an interval of both, as `union` gives them."""
-    one, other = union(first), union(second)
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """How long an interval of the first and one of the second last at the same time."""
+    return length(first) + length(second) - length([*first, *second])

@@ -1,0 +1,213 @@
+"""Programs as jax writes them down: walked through, and traced flat to be taken apart.
+
+No other package has a walker of its own. What reads programs takes `interpret` to compute something
+with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
+takes programs apart, as `pipeline/stage` does, takes `flattened` and `run`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax._src import source_info_util  # No public way says to which scope an equation belongs,
+from jax._src.core import NamedAxisEffect  # or which effect is a collective's.
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from ..mesh import vary_over
+
+_Value = TypeVar("_Value")
+Atom = Var | Literal
+Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
+
+
+def interpret(
+    program: Any,
+    inputs: Sequence[_Value],
+    equation: Callable[[Any, list[_Value]], Iterable[_Value]],
+    constant: Callable[[Any], _Value],
+    *,
+    literal: Callable[[Any], _Value] | None = None,
+) -> list[_Value]:
+    """Return the outputs of a program, computed with values of the caller's own.
+
+    Args:
+      program: a jaxpr, closed or open.
+      inputs: a value for each of its inputs.
+      equation: `equation(eqn, operands)` returns a value for each output of an equation. It is
+        called in the order of the program; programs inside of an equation are its own affair, such
+        as by `called_program` and another `interpret`.
+      constant: `constant(x)` returns the value of an array that the program holds: of a NumPy array
+        for numbers that are written into it, and None for a constant of an open jaxpr.
+      literal: `literal(x)` returns the value of a number that is written into the program, as jax
+        holds it, with a weak type perhaps; None: by `constant`.
+
+    Communication: none of its own.
+    """
+    jaxpr = getattr(program, "jaxpr", program)
+    constants = getattr(program, "consts", ()) or [None] * len(jaxpr.constvars)
+    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    values.update(zip(jaxpr.constvars, map(constant, constants), strict=True))
+
+    def read(atom: Any) -> _Value:
+        if hasattr(atom, "val"):
+            if literal is not None:
+                return literal(atom.val)
+            return constant(np.asarray(atom.val, atom.aval.dtype))
+        return values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = equation(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def programs_in(equation: Any) -> Iterator[Any]:
+    """Yield the programs that an equation holds, of calls, loops and branches, as they stand."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                yield item
+
+
+def equations_in(program: Any) -> Iterator[Any]:
+    """Yield all equations of a program, each before those of the programs that it holds."""
+    for equation in getattr(program, "jaxpr", program).eqns:
+        yield equation
+        for inner in programs_in(equation):
+            yield from equations_in(inner)
+
+
+def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the operands of a `scan` equation as constants, carry and what it scans over."""
+    if "num_carry" in params:  # jax < 0.12
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return [*operands[:first]], [*operands[first:last]], [*operands[last:]]
+    consts, carry, xs = (list(group) for group in params["ft_in"].update(operands).unpack())
+    return consts, carry, xs
+
+
+def scan_options(params: Any) -> dict[str, Any]:
+    """Return the options of a `scan` equation, as `jax.lax.scan` takes them."""
+    return {name: params[name] for name in ("length", "reverse", "unroll")}
+
+
+def called_program(eqn: Any) -> Any:
+    """The program that an equation calls once with its own operands; None if it calls none."""
+    found = list(programs_in(eqn))
+    if len(found) != 1:
+        return None
+    jaxpr = getattr(found[0], "jaxpr", found[0])
+    fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+    return found[0] if fits else None
+
+
+# Calls whose equations may as well stand where the call stands, and the parameter that holds them.
+# A checkpointed function belongs to them: what it computes again is needed by both parts of a
+# backward pass, and only its equations tell which of it by which.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A traced function of arrays: equations in order, calls opened where that is possible."""
+
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    equations: tuple[JaxprEqn, ...]
+    constants: dict[Var, Any]  # arrays that the function closes over
+
+
+def flattened(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
+    """Return the equations of `fn`, which maps arrays of `types` to a sequence of arrays.
+
+    Communication: none; it is only traced.
+    """
+    whole = jax.make_jaxpr(lambda *args: tuple(fn(*args)))(*types)
+    # Traced again with the calls opened: their equations get variables of this trace.
+    opened = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _opened)))(*types)
+    jaxpr = opened.jaxpr
+    return Flat(
+        tuple(jaxpr.invars),
+        tuple(jaxpr.outvars),
+        tuple(jaxpr.eqns),
+        dict(zip(jaxpr.constvars, opened.consts, strict=True)),
+    )
+
+
+def run(
+    equations: Iterable[JaxprEqn],
+    outputs: Sequence[Atom],
+    known: Mapping[Var, Any],
+    instead: Instead = lambda equation, operands: None,
+) -> list[Any]:
+    """Return the values of `outputs`, by the equations of a flat program in their order.
+
+    Args:
+      equations: those that are done.
+      outputs: what is wanted.
+      known: the values that no equation makes.
+      instead: returns the results of an equation, of its operands; None: by the equation itself.
+
+    Communication: that of the equations.
+    """
+    program = SimpleNamespace(invars=[*known], constvars=(), eqns=equations, outvars=outputs)
+    return _run(program, [*known.values()], instead)
+
+
+def has_side_effects(equation: JaxprEqn) -> bool:
+    """Return whether an equation prints or calls back to the host, beside giving its results."""
+    return any(not isinstance(effect, NamedAxisEffect) for effect in equation.effects)
+
+
+def _run(program: Any, inputs: Sequence[Any], instead: Instead) -> list[Any]:
+    def done(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        results = instead(equation, operands)
+        return _bind(equation, operands) if results is None else results
+
+    return interpret(program, inputs, done, lambda x: x, literal=lambda x: x)
+
+
+def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+    """The results of a call, by its equations, if these may stand in its place."""
+    params = equation.params
+    called = params.get(_CALLS.get(equation.primitive.name, ""))
+    placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    laid_out = any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed)
+    # A call says more than its equations where it places arrays or has a compiler's options.
+    if called is None or laid_out or params.get("compiler_options_kvs"):
+        return None
+    with _scope(equation):
+        return _run(called, operands, _opened)
+
+
+def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    if equation.primitive.name == "pvary":
+        # What was equal over an axis where it was traced may be typed as varying here already.
+        return [vary_over(x, equation.params["axes"]) for x in operands]
+    with _scope(equation):
+        params = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*operands, **params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+@contextmanager
+def _scope(equation: JaxprEqn) -> Iterator[None]:
+    """The scopes, source lines and settings under which `equation` was written."""
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+        yield
