@@ -1,7 +1,9 @@
 """Configurations of the commands below `jaxslowmo inspect`."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from jaxslowmo.topology import (
 
 from .._errors import as_flag
 from ._algorithms import parse_mixing
-from ._fields import Checked, check_different, option, parse_integers, parse_names
+from ._fields import Checked, option, parse_integers, parse_names
 from ._mesh import PIPELINES
 
 if TYPE_CHECKING:
@@ -28,156 +30,9 @@ MOST_NODES = 1024
 MOST_ENTRIES = 2**27
 # A search for the lockstep of more operations takes minutes.
 MOST = 2**14
-_TIMES = ("forward", "backward_input", "backward_weight")
-
-
-def _mixing() -> str:
-    return option("uniform", "uniform, or self_weighted:SHARE with the share that a node keeps.")
-
-
-def _tolerance() -> float:
-    return option(1e-3, "Consensus error to count rounds to.")
-
-
-@dataclasses.dataclass(frozen=True)
-class InspectGraphConfig(Checked):
-    """One graph: by name, or by its phone book."""
-
-    name: str | None = None
-    nodes: int | None = option(None, "Number of nodes.", least=1)
-    peers_per_step: int | None = option(
-        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
-    )
-    dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, "Of grid_2d and torus_2d.", least=1)
-    group_size: int | None = option(None, "Of inner_outer.", least=1)
-    num_rounds: int | None = option(None, "Of random_matching.", least=1)
-    seed: int | None = option(None, "Of random_matching.", least=0, below=2**63)
-    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
-        None, "JSON file, instead of a name: for every node the list of its peers."
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
-    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
-    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
-    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
-    as_json: bool = option(False, "Print JSON.", flag="--json")
-
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.phone_book is None):
-            raise ValueError(
-                f"give the NAME of a graph or --phone-book FILE; the names are {', '.join(GRAPHS)}"
-            )
-        if self.name is not None and self.nodes is None:
-            raise ValueError("--nodes must be given with the name of a graph")
-        if self.phone_book is not None:
-            for name in ("nodes", "dedupe", "rows", "group_size", "num_rounds", "seed"):
-                value = getattr(self, name)
-                if value is not None and value is not False:
-                    raise ValueError(f"{as_flag(name)} does not go with --phone-book")
-        if self.model_bytes is not None and self.parameters is not None:
-            raise ValueError("give one of --model-bytes and --parameters")
-        super().__post_init__()
-        if self.nodes is not None:
-            _check_nodes("--nodes", self.nodes)
-            most = MOST_ENTRIES // self.nodes**2
-            if self.num_rounds is not None and self.num_rounds > most:
-                raise ValueError(
-                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
-                    f"got {self.num_rounds}"
-                )
-        parse_mixing(self.mixing)
-        _check_tolerance(self.tolerance)
-
-    def analyse(self) -> GraphAnalysis:
-        """Builds the graph and finds out about it.
-
-        Raises:
-          ValueError: for what the library refuses, or a file that is no phone book.
-        """
-        size = self.model_bytes
-        if self.parameters is not None:
-            size = 4 * self.parameters  # float32
-        return analyse(
-            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
-            parse_mixing(self.mixing),
-            model_bytes=size,
-            tolerance=self.tolerance,
-        )
-
-    def _graph(self) -> Graph:
-        if self.phone_book is not None:
-            table = _read_phone_book(self.phone_book)
-            return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
-        assert self.name is not None
-        assert self.nodes is not None
-        return make_graph(
-            self.name,
-            self.nodes,
-            peers_per_step=self.peers_per_step,
-            dedupe=self.dedupe or None,
-            rows=self.rows,
-            group_size=self.group_size,
-            num_rounds=self.num_rounds,
-            seed=self.seed,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class InspectGraphsConfig(Checked):
-    """Several graphs at several sizes.
-
-    Attributes:
-      nodes: numbers of nodes.
-      graphs: each NAME or NAME:PEERS, with peers per step.
-      pictured: those of the graphs that the picture shows.
-      picture_nodes: the numbers of nodes that it shows.
-      mixing: as `parse_mixing` takes it.
-      tolerance: consensus error to count rounds to.
-    """
-
-    nodes: tuple[int, ...] = option(
-        "4,8,16,32,64,128,256", "Numbers of nodes, separated by commas.", parse=parse_integers
-    )
-    graphs: tuple[str, ...] = option(
-        "npeer_directed_exponential,npeer_directed_exponential:2,directed_exponential,"
-        "bipartite_exponential,symmetric_exponential,hypercube,inner_outer,random_matching,"
-        "directed_linear,directed_linear:2,bipartite_linear,ring,ring:2,torus_2d,grid_2d,star,"
-        "complete",
-        "Separated by commas, each NAME or NAME:PEERS (default: a selection of all).",
-        parse=parse_names,
-        shows_default=False,
-    )
-    # More lines would hide each other.
-    pictured: tuple[str, ...] = (
-        "complete",
-        "star",
-        "npeer_directed_exponential",
-        "inner_outer",
-        "symmetric_exponential",
-        "random_matching",
-        "torus_2d",
-        "ring:2",
-        "ring",
-    )
-    picture_nodes: tuple[int, ...] = option(
-        "16,64", "Numbers of nodes that the picture shows.", parse=parse_integers
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_different("--graphs", self.graphs)
-        for flag, values in (("--nodes", self.nodes), ("--picture-nodes", self.picture_nodes)):
-            check_different(flag, values)
-            if min(values) < 1:
-                raise ValueError(f"{flag} must be >= 1, got {min(values)}")
-            _check_nodes(flag, max(values))
-        for graph in self.graphs:
-            split_graph(graph)
-        parse_mixing(self.mixing)
-        _check_tolerance(self.tolerance)
+# What says more of a graph, or of a schedule, that is given by its name.
+_OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
+_OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
 
 
 def split_graph(text: str) -> tuple[str, int | None]:
@@ -204,7 +59,7 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     Raises:
       ValueError: for one that takes longer, naming the flag that it comes from.
     """
-    _check_nodes(flag, graph.num_nodes)
+    _check_nodes(graph.num_nodes, flag)
     most = MOST_ENTRIES // graph.num_nodes**2
     if graph.num_rounds > most:
         raise ValueError(
@@ -215,7 +70,7 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     return graph
 
 
-def _check_nodes(flag: str, nodes: int) -> None:
+def _check_nodes(nodes: int, flag: str = "--nodes") -> None:
     if nodes > MOST_NODES:
         raise ValueError(
             f"{flag}: at most {MOST_NODES} nodes are analysed, since more take minutes; got {nodes}"
@@ -227,12 +82,162 @@ def _check_tolerance(tolerance: float) -> None:
         raise ValueError(f"--tolerance must lie strictly between 0 and 1, got {tolerance}")
 
 
+def _mixing() -> str:
+    help = "uniform, or self_weighted:SHARE with the share that a node keeps."
+    return option("uniform", help, check=parse_mixing)
+
+
+def _tolerance() -> float:
+    return option(1e-3, "Consensus error to count rounds to.", check=_check_tolerance)
+
+
+def _check_source(
+    config: Any, name: str, what: str, file: str, known: Iterable[str], of_names: Iterable[str]
+) -> None:
+    """Raise `ValueError` unless a name or else a file says what is to be looked at.
+
+    Args:
+      config: of a command.
+      name: field of the name, which is an argument.
+      what: what has the name, in a word.
+      file: field of the file, which is an option.
+      known: the names that there are.
+      of_names: fields of the options that go with a name alone.
+    """
+    flag, has_file = as_flag(file), getattr(config, file) is not None
+    if (getattr(config, name) is not None) == has_file:
+        raise ValueError(
+            f"give the {name.upper()} of a {what} or {flag} FILE; the {name}s are "
+            f"{', '.join(known)}"
+        )
+    for other in of_names if has_file else ():
+        value = getattr(config, other)
+        if value is not None and value is not False:
+            raise ValueError(f"{as_flag(other)} does not go with {flag}")
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphConfig(Checked):
+    """One graph: by name, or by its phone book."""
+
+    name: str | None = None
+    nodes: int | None = option(None, "Number of nodes.", least=1, check=_check_nodes)
+    peers_per_step: int | None = option(
+        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
+    )
+    dedupe: bool = option(False, "Keep only the first of equal peers.")
+    rows: int | None = option(None, "Of grid_2d and torus_2d.", least=1)
+    group_size: int | None = option(None, "Of inner_outer.", least=1)
+    num_rounds: int | None = option(None, "Of random_matching.", least=1)
+    seed: int | None = option(None, "Of random_matching.", least=0, below=2**63)
+    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
+        None, "JSON file, instead of a name: for every node the list of its peers."
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
+    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
+    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
+    as_json: bool = option(False, "Print JSON.", flag="--json")
+
+    def __post_init__(self) -> None:
+        _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
+        if self.name is not None and self.nodes is None:
+            raise ValueError("--nodes must be given with the name of a graph")
+        if self.model_bytes is not None and self.parameters is not None:
+            raise ValueError("give one of --model-bytes and --parameters")
+        super().__post_init__()
+        if self.nodes is not None:
+            most = MOST_ENTRIES // self.nodes**2
+            if self.num_rounds is not None and self.num_rounds > most:
+                raise ValueError(
+                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
+                    f"got {self.num_rounds}"
+                )
+
+    def analyse(self) -> GraphAnalysis:
+        """Builds the graph and finds out about it.
+
+        Raises:
+          ValueError: for what the library refuses, or a file that is no phone book.
+        """
+        size = self.model_bytes if self.parameters is None else 4 * self.parameters  # float32
+        return analyse(
+            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
+            parse_mixing(self.mixing),
+            model_bytes=size,
+            tolerance=self.tolerance,
+        )
+
+    def _graph(self) -> Graph:
+        if self.phone_book is not None:
+            table = _read_phone_book(self.phone_book)
+            return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
+        assert self.name is not None
+        assert self.nodes is not None
+        options = {name: getattr(self, name) for name in _OF_NAMED_GRAPHS}
+        options["dedupe"] = self.dedupe or None  # a graph may do it by itself
+        return make_graph(self.name, self.nodes, peers_per_step=self.peers_per_step, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphsConfig(Checked):
+    """Several graphs at several sizes.
+
+    Attributes:
+      nodes: numbers of nodes.
+      graphs: each NAME or NAME:PEERS, with peers per step.
+      pictured: those of the graphs that the picture shows.
+      picture_nodes: the numbers of nodes that it shows.
+      mixing: as `parse_mixing` takes it.
+      tolerance: consensus error to count rounds to.
+    """
+
+    nodes: tuple[int, ...] = option(
+        "4,8,16,32,64,128,256",
+        "Numbers of nodes, separated by commas.",
+        parse=parse_integers,
+        least=1,
+        check=_check_nodes,
+    )
+    graphs: tuple[str, ...] = option(
+        "npeer_directed_exponential,npeer_directed_exponential:2,directed_exponential,"
+        "bipartite_exponential,symmetric_exponential,hypercube,inner_outer,random_matching,"
+        "directed_linear,directed_linear:2,bipartite_linear,ring,ring:2,torus_2d,grid_2d,star,"
+        "complete",
+        "Separated by commas, each NAME or NAME:PEERS (default: a selection of all).",
+        parse=parse_names,
+        shows_default=False,
+        check=split_graph,
+    )
+    # More lines would hide each other.
+    pictured: tuple[str, ...] = (
+        "complete",
+        "star",
+        "npeer_directed_exponential",
+        "inner_outer",
+        "symmetric_exponential",
+        "random_matching",
+        "torus_2d",
+        "ring:2",
+        "ring",
+    )
+    picture_nodes: tuple[int, ...] = option(
+        "16,64",
+        "Numbers of nodes that the picture shows.",
+        parse=parse_integers,
+        least=1,
+        check=functools.partial(_check_nodes, flag="--picture-nodes"),
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+
+
 def _read_phone_book(path: Path) -> list[list[int]]:
+    text = _read("--phone-book", path)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--phone-book: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # no UTF-8, no JSON
+        table = json.loads(text)
+    except ValueError as error:
         raise ValueError(f"--phone-book: {path} is no JSON: {error}") from None
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
         raise ValueError(
@@ -240,6 +245,16 @@ def _read_phone_book(path: Path) -> list[list[int]]:
             "as [[1, 2], [0], [1]]"
         )
     return table
+
+
+def _read(flag: str, path: Path) -> str:
+    """Return the text of a file that an option names; `ValueError` names the option, too."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{flag}: {path} is no text") from None
 
 
 def _time(default: float, help: str) -> float:
@@ -277,17 +292,11 @@ class InspectScheduleConfig(Checked):
     as_json: bool = option(False, "Print JSON.", flag="--json")
 
     def __post_init__(self) -> None:
-        if (self.kind is None) == (self.table is None):
-            raise ValueError(
-                f"give the KIND of a schedule or --table FILE; the kinds are {', '.join(PIPELINES)}"
-            )
+        of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)
+        _check_source(self, "kind", "schedule", "table", PIPELINES, of_kinds)
         if self.orders and self.as_json:
             raise ValueError("give one of --orders and --json")
-        if self.table is not None:
-            for name in ("stages", "microbatches", *self._of_kinds(), "forward_only"):
-                if getattr(self, name):
-                    raise ValueError(f"{as_flag(name)} does not go with --table")
-        elif self.stages is None or self.microbatches is None:
+        if self.table is None and (self.stages is None or self.microbatches is None):
             raise ValueError("--stages and --microbatches must be given with the kind")
         super().__post_init__()
         size = (self.stages or 1) * (self.microbatches or 1) * (self.chunks or 1)
@@ -297,14 +306,11 @@ class InspectScheduleConfig(Checked):
                 f"minutes; got {size}"
             )
 
-    @staticmethod
-    def _of_kinds() -> tuple[str, ...]:
-        return "chunks", "memory", "warm_up", "most_stash"
-
     @property
     def times(self) -> dict[str, Any]:
         """As `Schedule.simulate` takes them."""
-        return {name: getattr(self, name) for name in (*_TIMES, "send")}
+        names = ("forward", "backward_input", "backward_weight", "send")
+        return {name: getattr(self, name) for name in names}
 
     def schedule(self) -> "Schedule":
         """The schedule that was asked for.
@@ -315,24 +321,12 @@ class InspectScheduleConfig(Checked):
         from jaxslowmo.pipeline import schedules
 
         if self.table is not None:
-            return schedules.from_table(_read(self.table), name=self.table.stem)
-        options: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("memory", "warm_up", "most_stash", "forward_only")
-            if getattr(self, name)
-        }
+            rows = _read("--table", self.table).splitlines()
+            return schedules.from_table(rows, name=self.table.stem)
+        options = {name: getattr(self, name) for name in _OF_KINDS if getattr(self, name)}
         if self.kind == "lockstep":
             options |= self.times
         assert self.kind is not None
         assert self.stages is not None
         assert self.microbatches is not None
         return schedules.by_name(self.kind, self.stages, self.microbatches, self.chunks, **options)
-
-
-def _read(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"--table: cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"--table: {path} is no text") from None
