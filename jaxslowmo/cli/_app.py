@@ -98,7 +98,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _train(
     *, out: Annotated[Path | None, folder_option("train")] = None, train: dict[str, Any]
-) -> None:
+) -> int:
     """Trains a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
@@ -111,11 +111,11 @@ def _train(
         with usage_errors():  # before any process waits for the others
             config.mesh.check_processes(known_processes(config.cluster) or 1)
         refuse_taken_port(config.cluster)
-        raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
+        return supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts)
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train as run_train
 
-    raise typer.Exit(run_train(config, out))
+    return run_train(config, out)
 
 
 def _checked(out: Path | None, given: Mapping[str, Any]) -> TrainConfig:
@@ -139,7 +139,7 @@ def _compare(
     out: Annotated[Path | None, folder_option("compare")] = None,
     train: dict[str, Any],
     **given: Any,
-) -> None:
+) -> int:
     """Trains with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
         config = CompareConfig(train_config(train), **given)
@@ -147,7 +147,7 @@ def _compare(
         _check_folder(out, train)
     from ._compare import compare
 
-    raise typer.Exit(compare(config, out))
+    return compare(config, out)
 
 
 def _sample(
@@ -160,14 +160,12 @@ def _sample(
             show_default=False,
         ),
     ],
-    **given: Any,
-) -> None:
+    config: SampleConfig,
+) -> int:
     """Writes text from the trained model of a run."""
-    with usage_errors():
-        config = SampleConfig(**given)
     from ._sample import sample
 
-    raise typer.Exit(sample(config, run))
+    return sample(config, run)
 
 
 def _launch(
@@ -183,7 +181,7 @@ def _launch(
     heartbeat_timeout: Annotated[
         int, same_option(ClusterConfig, "heartbeat_timeout")
     ] = ClusterConfig.heartbeat_timeout,
-) -> None:
+) -> int:
     """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
     command, arguments = context.args, context.args[1:]
     out = folder_of(processes, command)
@@ -193,22 +191,14 @@ def _launch(
         config = _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
     with usage_errors():
         config.mesh.check_processes(processes)
-    raise typer.Exit(launch(processes, restarts, heartbeat_timeout, command, out))
+    return launch(processes, restarts, heartbeat_timeout, command, out)
 
 
-def _graph(
-    *,
-    name: Annotated[
-        str | None, typer.Argument(help="Of the graph; see below.", show_default=False)
-    ] = None,
-    **given: Any,
-) -> None:
+def _graph(*, config: InspectGraphConfig) -> int:
     """Shows who sends to whom, what it costs, and how fast the nodes agree."""
-    with usage_errors():
-        config = InspectGraphConfig(name, **given)
     from ._inspect_graph import inspect_graph
 
-    raise typer.Exit(inspect_graph(config))
+    return inspect_graph(config)
 
 
 def _graphs(
@@ -222,44 +212,33 @@ def _graphs(
         ),
     ] = None,
     out: Annotated[Path | None, folder_option("graphs")] = None,
-    **given: Any,
-) -> None:
+    config: InspectGraphsConfig,
+) -> int:
     """Compares graphs at several sizes: tables and a picture."""
-    # The picture shows all graphs that were asked for.
-    pictured = {"pictured": given["graphs"]} if "graphs" in given else {}
-    with usage_errors():
-        config = InspectGraphsConfig(**given, **pictured)
     from ._inspect_graphs import inspect_graphs
 
-    raise typer.Exit(inspect_graphs(config, out, page))
+    return inspect_graphs(config, out, page)
 
 
 def _schedule(
     *,
-    kind: Annotated[
-        str | None, typer.Argument(help="Of the schedule; see below.", show_default=False)
-    ] = None,
     out: Annotated[
         Path | None, path_option("--out", "Picture to write, such as schedule.png or .pdf.")
     ] = None,
-    **given: Any,
-) -> None:
+    config: InspectScheduleConfig,
+) -> int:
     """Draws the schedule of a pipeline, and compares the kinds: bubble, stash, messages."""
-    with usage_errors():
-        config = InspectScheduleConfig(kind, **given)
     from ._inspect_schedule import inspect_schedule
 
-    raise typer.Exit(inspect_schedule(config, out))
+    return inspect_schedule(config, out)
 
 
-def _config(*, train: dict[str, Any]) -> None:
+def _config(*, train: dict[str, Any]) -> int:
     """Shows where a run of `train` with these options would lie, and what it would send."""
-    with usage_errors():
-        config = train_config(train)
-        refuse_unused(train, config)
+    config = _checked(None, train)
     from ._inspect_config import inspect_config
 
-    raise typer.Exit(inspect_config(config))
+    return inspect_config(config)
 
 
 def _buckets(
@@ -267,7 +246,7 @@ def _buckets(
     out: Annotated[Path | None, folder_option("tune")] = None,
     train: dict[str, Any],
     **given: Any,
-) -> None:
+) -> int:
     """Measures bucket limits of the gradient reduction and tells the best.
 
     Whole training steps of data parallelism: loss, gradients, reduction, optimizer.
@@ -277,7 +256,7 @@ def _buckets(
         config = TuneBucketsConfig(train_config(train | fixed), **given)
     from ._tune_buckets import tune_buckets
 
-    raise typer.Exit(tune_buckets(config, out))
+    return tune_buckets(config, out)
 
 
 app.command("train", cls=Command)(with_options(_train, train=train_options().keys()))

@@ -202,7 +202,8 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
             | ({"error": found} if isinstance(found, str) else graph_facts(found))
             for (name, nodes), found in analyses.items()
         ]
-        write_json(folder / "graphs.json", {"config": vars(config), "graphs": facts})
+        about = vars(config) | {"pictured": config.pictured}
+        write_json(folder / "graphs.json", {"config": about, "graphs": facts})
         write_anew(folder / "graphs.md", text)
         written += [folder / "graphs.md", folder / "graphs.json", folder / "graphs.png"]
     if page is not None and old is not None:

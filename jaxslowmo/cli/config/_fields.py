@@ -34,7 +34,8 @@ class Rule:
       parse: `parse(flag, text)` is the value of an option that is given as text.
       text: the default of such an option.
       shows_default: `--help` tells the default.
-      flag: how it is called, where that is not "--" and the field's name.
+      flag: how it is called, where that is not "--" and the field's name; without "--" it is an
+        argument.
       goes_with: name of another field and those of its values beside which this one does something;
         None: it always does.
     """

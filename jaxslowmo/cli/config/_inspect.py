@@ -30,6 +30,11 @@ MOST_NODES = 1024
 MOST_ENTRIES = 2**27
 # A search for the lockstep of more operations takes minutes.
 MOST = 2**14
+# Of the graphs that are compared where none are named: more lines would hide each other.
+_PICTURED = (
+    "complete", "star", "npeer_directed_exponential", "inner_outer", "symmetric_exponential",
+    "random_matching", "torus_2d", "ring:2", "ring",
+)  # fmt: skip
 # What says more of a graph, or of a schedule, that is given by its name.
 _OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
 _OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
@@ -120,7 +125,6 @@ def _check_source(
 class InspectGraphConfig(Checked):
     """One graph: by name, or by its phone book."""
 
-    name: str | None = None
     nodes: int | None = option(None, "Number of nodes.", least=1, check=_check_nodes)
     peers_per_step: int | None = option(
         None, "Peers that a node sends to per exchange (default: the graph's).", least=1
@@ -139,6 +143,7 @@ class InspectGraphConfig(Checked):
     parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
     matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
+    name: str | None = option(None, "Of the graph; see below.", flag="NAME")
 
     def __post_init__(self) -> None:
         _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
@@ -187,7 +192,6 @@ class InspectGraphsConfig(Checked):
     Attributes:
       nodes: numbers of nodes.
       graphs: each NAME or NAME:PEERS, with peers per step.
-      pictured: those of the graphs that the picture shows.
       picture_nodes: the numbers of nodes that it shows.
       mixing: as `parse_mixing` takes it.
       tolerance: consensus error to count rounds to.
@@ -210,18 +214,6 @@ class InspectGraphsConfig(Checked):
         shows_default=False,
         check=split_graph,
     )
-    # More lines would hide each other.
-    pictured: tuple[str, ...] = (
-        "complete",
-        "star",
-        "npeer_directed_exponential",
-        "inner_outer",
-        "symmetric_exponential",
-        "random_matching",
-        "torus_2d",
-        "ring:2",
-        "ring",
-    )
     picture_nodes: tuple[int, ...] = option(
         "16,64",
         "Numbers of nodes that the picture shows.",
@@ -231,6 +223,11 @@ class InspectGraphsConfig(Checked):
     )
     mixing: str = _mixing()
     tolerance: float = _tolerance()
+
+    @property
+    def pictured(self) -> tuple[str, ...]:
+        """The graphs that the picture shows: all that were asked for, or some of the default."""
+        return _PICTURED if self.graphs is InspectGraphsConfig.graphs else self.graphs
 
 
 def _read_phone_book(path: Path) -> list[list[int]]:
@@ -265,7 +262,6 @@ def _time(default: float, help: str) -> float:
 class InspectScheduleConfig(Checked):
     """One schedule: by its kind and sizes, or by its table."""
 
-    kind: str | None = None
     stages: int | None = option(None, "Device stages of the pipeline.", least=1)
     microbatches: int | None = option(None, "Microbatches of a step.", least=1)
     chunks: int | None = option(
@@ -290,6 +286,7 @@ class InspectScheduleConfig(Checked):
     whole: bool = option(False, "Show all ticks, however many.")
     orders: bool = option(False, "Print torch's notation, a line per stage, and nothing else.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
+    kind: str | None = option(None, "Of the schedule; see below.", flag="KIND")
 
     def __post_init__(self) -> None:
         of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)

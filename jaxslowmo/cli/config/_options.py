@@ -17,8 +17,8 @@ from ._training import PRESET_DEFAULTS, TrainConfig, train_options
 
 _INDENT = 6
 _CHOICE = "<choice>"
-# The parameter of a command that takes the options of a `TrainConfig`.
-_TRAIN = "train"
+# The parameters of a command that take its configuration, and the options of a `TrainConfig`.
+_CONFIG, _TRAIN = "config", "train"
 _OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
 # typer has brought its own click since 0.26: the classes are those that it uses.
 _CONTEXT: Any = TyperCommand.context_class
@@ -94,39 +94,42 @@ class Group(_Described, TyperGroup):
 
 
 def with_options(
-    command: Callable[..., None],
+    command: Callable[..., int],
     config: type[Checked] | None = None,
     *,
     train: Collection[str] = (),
-) -> Callable[..., None]:
+) -> Callable[..., int]:
     """`command` with options made from fields in its signature.
 
     They stand in this order: those of `config`, the command's own parameters, those of training.
 
     Args:
-      command: takes what was given of `config` as keywords, and of training as the dict `train`.
+      command: takes its own parameters; `config`; and of training what was given, as the dict
+        `train`. Where there are both it takes what was given of `config` as keywords.
       config: of the command, whose options show their defaults.
       train: names of the fields of a `TrainConfig` and its parts that are options, too. None
         stands for one that was not given: presets decide.
     """
     own = options_of(config) if config else {}
 
-    def called(**options: Any) -> None:
+    def called(**options: Any) -> int:
         given: dict[str, Any] = {}
         with usage_errors():
             for name, field in own.items():
                 value, parse = options.pop(name), rule_of(field).parse
                 if value is not None:
                     given[name] = parse(flag_of(field), value) if parse else value
+            if config and not train:
+                given = {_CONFIG: config(**given)}
         if train:
             given[_TRAIN] = {name: options.pop(name) for name in train}
-        command(**options, **given)
+        return command(**options, **given)
 
     parameters = [_parameter(field) for field in own.values()]
     parameters += [
         parameter
         for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != _TRAIN
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in (_CONFIG, _TRAIN)
     ]
     parameters += [_train_parameter(x) for name, x in train_options().items() if name in train]
     called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
@@ -160,10 +163,13 @@ def same_option(config: type[Checked], name: str) -> Any:
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return the option of a command's own configuration: typer shows the default."""
     rule = rule_of(field)
-    shown = rule.text if rule.parse else field.default
+    shown, flag = rule.text if rule.parse else field.default, flag_of(field)
+    if not flag.startswith("--"):
+        argument = typer.Argument(shown, help=rule.help, show_default=False)
+        return _optional(field.name, field.type, argument)
     option = typer.Option(
         shown if rule.shows_default else None,
-        flag_of(field),
+        flag,
         help=_help(rule),
         show_default=rule.shows_default and shown is not None,
         metavar=_CHOICE if rule.choices else None,
