@@ -21,7 +21,6 @@ from .config._mesh import PIPELINES
 from .config._options import (
     Command,
     Group,
-    folder_option,
     path_option,
     refuse_unused,
     same_option,
@@ -96,9 +95,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     return int(result or 0)
 
 
-def _train(
-    *, out: Annotated[Path | None, folder_option("train")] = None, train: dict[str, Any]
-) -> int:
+def _train(*, train: dict[str, Any], out: Path | None) -> int:
     """Trains a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
@@ -134,12 +131,7 @@ def _check_folder(out: Path | None, given: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name} needs --out, the folder of the run to {what}")
 
 
-def _compare(
-    *,
-    out: Annotated[Path | None, folder_option("compare")] = None,
-    train: dict[str, Any],
-    **given: Any,
-) -> int:
+def _compare(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
     """Trains with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
         config = CompareConfig(train_config(train), **given)
@@ -211,8 +203,8 @@ def _graphs(
             "beside it.",
         ),
     ] = None,
-    out: Annotated[Path | None, folder_option("graphs")] = None,
     config: InspectGraphsConfig,
+    out: Path | None,
 ) -> int:
     """Compares graphs at several sizes: tables and a picture."""
     from ._inspect_graphs import inspect_graphs
@@ -241,12 +233,7 @@ def _config(*, train: dict[str, Any]) -> int:
     return inspect_config(config)
 
 
-def _buckets(
-    *,
-    out: Annotated[Path | None, folder_option("tune")] = None,
-    train: dict[str, Any],
-    **given: Any,
-) -> int:
+def _buckets(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
     """Measures bucket limits of the gradient reduction and tells the best.
 
     Whole training steps of data parallelism: loss, gradients, reduction, optimizer.
@@ -259,9 +246,9 @@ def _buckets(
     return tune_buckets(config, out)
 
 
-app.command("train", cls=Command)(with_options(_train, train=train_options().keys()))
+app.command("train", cls=Command)(with_options(_train, train=train_options().keys(), out="train"))
 app.command("compare", cls=Command)(
-    with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN)
+    with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN, out="compare")
 )
 app.command(
     "launch",
@@ -271,14 +258,14 @@ app.command(
 app.command("sample", cls=Command)(with_options(_sample, SampleConfig))
 inspect_app.command("graph", cls=Command, epilog=_GRAPHS)(with_options(_graph, InspectGraphConfig))
 inspect_app.command("graphs", cls=Command, epilog=_GRAPHS)(
-    with_options(_graphs, InspectGraphsConfig)
+    with_options(_graphs, InspectGraphsConfig, out="graphs")
 )
 inspect_app.command("config", cls=Command)(with_options(_config, train=_OF_A_RUN))
 inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(PIPELINES)}.")(
     with_options(_schedule, InspectScheduleConfig)
 )
 tune_app.command("buckets", cls=Command)(
-    with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP)
+    with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP, out="tune")
 )
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")
