@@ -114,23 +114,19 @@ class Bench:
         model = gpt_preset(train.preset, dtype=train.dtype)
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
-        loss_fn, optimizer = gpt_loss_fn(model), build_algorithm(train).optimizer
+        loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)
         given = config.order if config.order != "ready" else "reverse"
+        order = "ready" if config.order == "ready" else "reverse"
         self._steps = {
-            limit: js.make_train_step(
-                loss_fn,
-                optimizer,
+            limit: dataclasses.replace(
+                algorithm,
                 gradients=js.all_reduce_gradients(
                     axes,
                     bucket_bytes=limit,
                     first_bucket_bytes=config.first_of(limit),
                     order=given,  # pyright: ignore[reportArgumentType]
                 ),
-                mesh=placement.mesh,
-                accumulate=train.accumulate,
-                policy=policy_of(train),
-                order="ready" if config.order == "ready" else "reverse",
-            )
+            ).make_step(loss_fn, train, mesh=placement.mesh, policy=policy_of(train), order=order)
             for limit in config.candidates
         }
         step = self._steps[0]
@@ -146,26 +142,20 @@ class Bench:
 
     def measure(self, progress: Progress, stop: StopOnSignal) -> dict[int, list[float]]:
         """Seconds of a step by limit, one per round; limits with equal buckets are one."""
-        distinct = list(
-            {buckets: limit for limit, buckets in reversed(self.buckets.items())}.values()
-        )
-        limits = sorted(distinct)
+        same = {buckets: limit for limit, buckets in reversed(self.buckets.items())}
+        limits = sorted(same.values())
         seconds: dict[int, list[float]] = {limit: [] for limit in limits}
-        total = len(limits) * (1 + self._config.rounds)
-        task = progress.add_task("compiling", total=total)
-        for limit in limits:
-            # The first call compiles, the second finds caches warm.
-            self._timed(limit, 2)
-            progress.advance(task)
-            if stop.asked:
-                return seconds
-        progress.update(task, description="measuring")
-        for _ in range(self._config.rounds):
+        rounds = 1 + self._config.rounds
+        task = progress.add_task("compiling", total=len(limits) * rounds)
+        for number in range(rounds):
             for limit in limits:
-                seconds[limit].append(self._timed(limit, self._config.steps))
+                # Before all rounds: the first call compiles, the second finds caches warm.
+                took = self._timed(limit, self._config.steps if number else 2)
+                seconds[limit] += [took] * (number > 0)
                 progress.advance(task)
                 if stop.asked:
                     return seconds
+            progress.update(task, description="measuring")
         return seconds
 
     def _timed(self, limit: int, steps: int) -> float:
