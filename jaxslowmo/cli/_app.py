@@ -34,7 +34,7 @@ from .config._training import (
     train_options,
 )
 from .processes._address import refuse_taken_port
-from .processes._launch import folder_of, launch
+from .processes._launch import check_launched, launch
 from .processes._peers import is_child, is_one_of_several, known_processes, started_by
 from .processes._supervise import end_with_parent, supervise
 
@@ -176,11 +176,14 @@ def _launch(
 ) -> int:
     """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
     command, arguments = context.args, context.args[1:]
-    out = folder_of(processes, command)
+    check_launched(processes, command)
     # Here, and not in every process.
     train: Any = typer.main.get_command(app)
     with train.commands["train"].make_context("train", list(arguments)) as parsed:
-        config = _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
+        out = parsed.params.pop("out")
+        if out is None:
+            raise CommandError("train needs --out where there are several processes: they share it")
+        config = _checked(out, parsed.params)
     with usage_errors():
         config.mesh.check_processes(processes)
     return launch(processes, restarts, heartbeat_timeout, command, out)

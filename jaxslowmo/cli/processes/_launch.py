@@ -38,7 +38,7 @@ def launch(
       processes: how many.
       restarts: how often to start again before there is a newer checkpoint.
       heartbeat_timeout: of the processes, in seconds.
-      command: "train" and its arguments, which `folder_of` has looked at.
+      command: "train" and its arguments, which `check_launched` has looked at.
       out: folder of the run.
 
     Returns:
@@ -55,8 +55,8 @@ def launch(
     return keep_running(attempt, arguments, out, restarts=restarts, speaker="launch")
 
 
-def folder_of(processes: int, command: Sequence[str]) -> Path:
-    """The folder of the run, which stands in its command.
+def check_launched(processes: int, command: Sequence[str]) -> None:
+    """Refuses what is not the training that several processes of this machine can do.
 
     Raises:
       CommandError: for a command that cannot be launched.
@@ -69,14 +69,6 @@ def folder_of(processes: int, command: Sequence[str]) -> Path:
     own = [name for name in _OWN for given in command if given.partition("=")[0] == name]
     if own:
         raise CommandError(f"{', '.join(own)} of train: launch decides it")
-    outs = [
-        given.partition("=")[2] or (list(command[i + 1 : i + 2]) or [""])[0]
-        for i, given in enumerate(command)
-        if given.partition("=")[0] == "--out"
-    ]
-    if not outs or not outs[-1]:
-        raise CommandError("train needs --out where there are several processes: they share it")
-    return Path(outs[-1])
 
 
 class _Group:
