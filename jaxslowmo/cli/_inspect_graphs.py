@@ -17,7 +17,7 @@ from rich.table import Column
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
 from .._support.files import write_anew
-from ._errors import CommandError
+from ._errors import CommandError, file_errors
 from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
 from ._inspect_graph import FOREVER, graph_facts
 from ._output import numbers_table, say, write_json
@@ -208,10 +208,8 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
         written += [folder / "graphs.md", folder / "graphs.json", folder / "graphs.png"]
     if page is not None and old is not None:
         before, after = old
-        try:
+        with file_errors("--page", "write", page):
             write_anew(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-        except OSError as error:
-            raise CommandError(f"--page: cannot write {page}: {error.strerror}") from None
         written += [page, page.with_suffix(".png")]
     for path in written:
         if path.suffix == ".png":
@@ -230,13 +228,8 @@ def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> 
     """Every graph at every size; the reason where there is no such graph."""
     pairs = [(graph, nodes) for graph in config.graphs for nodes in config.nodes]
     console = Console(stderr=True)
-    shown = track(
-        pairs,
-        "analysing",
-        console=console,
-        transient=True,
-        disable=not show_progress or not sys.stderr.isatty(),
-    )
+    is_silent = not show_progress or not sys.stderr.isatty()
+    shown = track(pairs, "analysing", console=console, transient=True, disable=is_silent)
     return {(graph, nodes): _analyse(graph, nodes, config) for graph, nodes in shown}
 
 
@@ -273,10 +266,8 @@ def curve_of(name: str, analysis: GraphAnalysis) -> Curve:
 
 def _split_page(page: Path) -> tuple[str, str]:
     """What stands before and after the tables."""
-    try:
+    with file_errors("--page", "read", page):
         text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--page: cannot read {page}: {error.strerror}") from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -11,7 +11,7 @@ from rich.text import Text
 from jaxslowmo.pipeline import schedules
 from jaxslowmo.pipeline.schedules import Schedule, drawing
 
-from ._errors import CommandError, usage_errors
+from ._errors import CommandError, file_errors, usage_errors
 from ._output import facts_table, numbers_table, say
 from .config._inspect import InspectScheduleConfig
 
@@ -129,9 +129,8 @@ def _draw(
     times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
     line = f"{_how(config)}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
     try:
-        schedules.picture(found, out, title=_title(schedule), lines=[line])
-    except OSError as error:
-        raise CommandError(f"--out: cannot write {out}: {error.strerror}") from None
+        with file_errors("--out", "write", out):
+            schedules.picture(found, out, title=_title(schedule), lines=[line])
     except ValueError as error:  # matplotlib knows no such format
         raise CommandError(f"--out: cannot write {out}: {error}") from None
 

@@ -16,7 +16,7 @@ from jaxslowmo.topology import (
     make_graph,
 )
 
-from .._errors import as_flag
+from .._errors import as_flag, file_errors
 from ._algorithms import parse_mixing
 from ._fields import Checked, option, parse_integers, parse_names
 from ._mesh import PIPELINES
@@ -245,11 +245,10 @@ def _read_phone_book(path: Path) -> list[list[int]]:
 
 
 def _read(flag: str, path: Path) -> str:
-    """Return the text of a file that an option names; `ValueError` names the option, too."""
+    """Return the text of a file that an option names; an error names the option, too."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+        with file_errors(flag, "read", path):
+            return path.read_text(encoding="utf-8")
     except ValueError:
         raise ValueError(f"{flag}: {path} is no text") from None
 

@@ -135,13 +135,15 @@ def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batc
     """
     if config.mesh is None:
         return
-    own = {"replica": replicas, "device": devices_per_replica}
-    flags = {"replica": "--replicas", "device": "--devices-per-replica"}
-    for name, value in own.items():
-        if config.sizes.get(name, 1) != value:
+    for name, flag, value in (
+        ("replica", "--replicas", replicas),
+        ("device", "--devices-per-replica", devices_per_replica),
+    ):
+        size = config.sizes.get(name, 1)
+        if size != value:
             raise ValueError(
-                f"--mesh and {flags[name]} contradict each other: {config.mesh} has "
-                f"{config.sizes.get(name, 1)} along {name}, got {value}; leave {flags[name]} out"
+                f"--mesh and {flag} contradict each other: {config.mesh} has {size} along {name}, "
+                f"got {value}; leave {flag} out"
             )
     shares = math.prod(config.sizes.get(name, 1) for name in ("device", "fsdp"))
     if batch % shares:
