@@ -21,7 +21,6 @@ from .config._mesh import PIPELINES
 from .config._options import (
     Command,
     Group,
-    folder_option,
     path_option,
     refuse_unused,
     same_option,
@@ -35,7 +34,7 @@ from .config._training import (
     train_options,
 )
 from .processes._address import refuse_taken_port
-from .processes._launch import folder_of, launch
+from .processes._launch import check_launched, launch
 from .processes._peers import is_child, is_one_of_several, known_processes, started_by
 from .processes._supervise import end_with_parent, supervise
 
@@ -96,9 +95,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     return int(result or 0)
 
 
-def _train(
-    *, out: Annotated[Path | None, folder_option("train")] = None, train: dict[str, Any]
-) -> None:
+def _train(*, train: dict[str, Any], out: Path | None) -> int:
     """Trains a byte-level language model with one algorithm."""
     if (parent := started_by()) is not None:
         end_with_parent(parent)
@@ -111,11 +108,11 @@ def _train(
         with usage_errors():  # before any process waits for the others
             config.mesh.check_processes(known_processes(config.cluster) or 1)
         refuse_taken_port(config.cluster)
-        raise typer.Exit(supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts))
+        return supervise(sys.argv[1:], out or Path(), restarts=config.cluster.restarts)
     # Here and below: jax, flax and matplotlib take seconds to import, which `--help` should not.
     from ._train import train as run_train
 
-    raise typer.Exit(run_train(config, out))
+    return run_train(config, out)
 
 
 def _checked(out: Path | None, given: Mapping[str, Any]) -> TrainConfig:
@@ -134,12 +131,7 @@ def _check_folder(out: Path | None, given: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name} needs --out, the folder of the run to {what}")
 
 
-def _compare(
-    *,
-    out: Annotated[Path | None, folder_option("compare")] = None,
-    train: dict[str, Any],
-    **given: Any,
-) -> None:
+def _compare(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
     """Trains with several algorithms at equal steps and seeds: a table and a figure."""
     with usage_errors():
         config = CompareConfig(train_config(train), **given)
@@ -147,7 +139,7 @@ def _compare(
         _check_folder(out, train)
     from ._compare import compare
 
-    raise typer.Exit(compare(config, out))
+    return compare(config, out)
 
 
 def _sample(
@@ -160,14 +152,12 @@ def _sample(
             show_default=False,
         ),
     ],
-    **given: Any,
-) -> None:
+    config: SampleConfig,
+) -> int:
     """Writes text from the trained model of a run."""
-    with usage_errors():
-        config = SampleConfig(**given)
     from ._sample import sample
 
-    raise typer.Exit(sample(config, run))
+    return sample(config, run)
 
 
 def _launch(
@@ -183,32 +173,27 @@ def _launch(
     heartbeat_timeout: Annotated[
         int, same_option(ClusterConfig, "heartbeat_timeout")
     ] = ClusterConfig.heartbeat_timeout,
-) -> None:
+) -> int:
     """Trains in several processes of this machine: launch --processes 4 -- train --out ..."""
     command, arguments = context.args, context.args[1:]
-    out = folder_of(processes, command)
+    check_launched(processes, command)
     # Here, and not in every process.
     train: Any = typer.main.get_command(app)
     with train.commands["train"].make_context("train", list(arguments)) as parsed:
-        config = _checked(out, {name: x for name, x in parsed.params.items() if name != "out"})
+        out = parsed.params.pop("out")
+        if out is None:
+            raise CommandError("train needs --out where there are several processes: they share it")
+        config = _checked(out, parsed.params)
     with usage_errors():
         config.mesh.check_processes(processes)
-    raise typer.Exit(launch(processes, restarts, heartbeat_timeout, command, out))
+    return launch(processes, restarts, heartbeat_timeout, command, out)
 
 
-def _graph(
-    *,
-    name: Annotated[
-        str | None, typer.Argument(help="Of the graph; see below.", show_default=False)
-    ] = None,
-    **given: Any,
-) -> None:
+def _graph(*, config: InspectGraphConfig) -> int:
     """Shows who sends to whom, what it costs, and how fast the nodes agree."""
-    with usage_errors():
-        config = InspectGraphConfig(name, **given)
     from ._inspect_graph import inspect_graph
 
-    raise typer.Exit(inspect_graph(config))
+    return inspect_graph(config)
 
 
 def _graphs(
@@ -221,53 +206,37 @@ def _graphs(
             "beside it.",
         ),
     ] = None,
-    out: Annotated[Path | None, folder_option("graphs")] = None,
-    **given: Any,
-) -> None:
+    config: InspectGraphsConfig,
+    out: Path | None,
+) -> int:
     """Compares graphs at several sizes: tables and a picture."""
-    # The picture shows all graphs that were asked for.
-    pictured = {"pictured": given["graphs"]} if "graphs" in given else {}
-    with usage_errors():
-        config = InspectGraphsConfig(**given, **pictured)
     from ._inspect_graphs import inspect_graphs
 
-    raise typer.Exit(inspect_graphs(config, out, page))
+    return inspect_graphs(config, out, page)
 
 
 def _schedule(
     *,
-    kind: Annotated[
-        str | None, typer.Argument(help="Of the schedule; see below.", show_default=False)
-    ] = None,
     out: Annotated[
         Path | None, path_option("--out", "Picture to write, such as schedule.png or .pdf.")
     ] = None,
-    **given: Any,
-) -> None:
+    config: InspectScheduleConfig,
+) -> int:
     """Draws the schedule of a pipeline, and compares the kinds: bubble, stash, messages."""
-    with usage_errors():
-        config = InspectScheduleConfig(kind, **given)
     from ._inspect_schedule import inspect_schedule
 
-    raise typer.Exit(inspect_schedule(config, out))
+    return inspect_schedule(config, out)
 
 
-def _config(*, train: dict[str, Any]) -> None:
+def _config(*, train: dict[str, Any]) -> int:
     """Shows where a run of `train` with these options would lie, and what it would send."""
-    with usage_errors():
-        config = train_config(train)
-        refuse_unused(train, config)
+    config = _checked(None, train)
     from ._inspect_config import inspect_config
 
-    raise typer.Exit(inspect_config(config))
+    return inspect_config(config)
 
 
-def _buckets(
-    *,
-    out: Annotated[Path | None, folder_option("tune")] = None,
-    train: dict[str, Any],
-    **given: Any,
-) -> None:
+def _buckets(*, train: dict[str, Any], out: Path | None, **given: Any) -> int:
     """Measures bucket limits of the gradient reduction and tells the best.
 
     Whole training steps of data parallelism: loss, gradients, reduction, optimizer.
@@ -277,12 +246,12 @@ def _buckets(
         config = TuneBucketsConfig(train_config(train | fixed), **given)
     from ._tune_buckets import tune_buckets
 
-    raise typer.Exit(tune_buckets(config, out))
+    return tune_buckets(config, out)
 
 
-app.command("train", cls=Command)(with_options(_train, train=train_options().keys()))
+app.command("train", cls=Command)(with_options(_train, train=train_options().keys(), out="train"))
 app.command("compare", cls=Command)(
-    with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN)
+    with_options(_compare, CompareConfig, train=train_options().keys() - _ONLY_TRAIN, out="compare")
 )
 app.command(
     "launch",
@@ -292,14 +261,14 @@ app.command(
 app.command("sample", cls=Command)(with_options(_sample, SampleConfig))
 inspect_app.command("graph", cls=Command, epilog=_GRAPHS)(with_options(_graph, InspectGraphConfig))
 inspect_app.command("graphs", cls=Command, epilog=_GRAPHS)(
-    with_options(_graphs, InspectGraphsConfig)
+    with_options(_graphs, InspectGraphsConfig, out="graphs")
 )
 inspect_app.command("config", cls=Command)(with_options(_config, train=_OF_A_RUN))
 inspect_app.command("schedule", cls=Command, epilog=f"Kinds: {', '.join(PIPELINES)}.")(
     with_options(_schedule, InspectScheduleConfig)
 )
 tune_app.command("buckets", cls=Command)(
-    with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP)
+    with_options(_buckets, TuneBucketsConfig, train=_OF_A_STEP, out="tune")
 )
 app.add_typer(inspect_app, name="inspect")
 app.add_typer(tune_app, name="tune")

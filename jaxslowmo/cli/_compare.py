@@ -1,7 +1,6 @@
 """`jaxslowmo compare`: the runs, their table and their picture."""
 
 import statistics
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from jaxslowmo.data import read_corpus
 
 from ._errors import EXIT_CODES, usage_errors
-from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
 from ._output import (
     Reporter,
     compare_rows,
@@ -130,10 +129,8 @@ def _describe(config: CompareConfig) -> list[str]:
     ]
 
 
-_STYLES = {name: (COLOURS[recipe.colour], recipe.marker) for name, recipe in RECIPES.items()}
 # An algorithm with settings of its own has its colour, and the next of these.
 _LINES = ("-", "--", ":", "-.")
-_SUBTITLE_WIDTH = 150  # letters that fit into a line
 
 
 def draw_comparison(
@@ -152,13 +149,12 @@ def draw_comparison(
       subtitle: what was run, in smaller letters.
       would: whether the bytes are only what the runs would send.
     """
-    lines_below_title = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
-    height = 0.91 - 0.04 * max(1, len(lines_below_title))
-    figure = new_figure((11, 5), (0.005, 0.01, 0.99, height), wspace=0.06)
+    title = "Loss against steps, and against bytes on the wire"
+    figure = new_figure((11, 5), title, subtitle, wspace=0.06)
     by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
     losses: list[float] = []
     most_steps = 0
-    lines = _lines(histories)
+    styles = _styles(histories)
     for algorithm, runs in histories.items():
         points = _mean_over_seeds(runs)
         if points:
@@ -166,25 +162,22 @@ def draw_comparison(
             for point in points[1:] or points:
                 losses += [point["low"], point["high"]]
             most_steps = max(most_steps, points[-1]["step"])
-            _draw(by_steps, algorithm, points, "step", lines[algorithm])
+            _draw(by_steps, algorithm, points, "step", styles[algorithm])
             # Before the first exchange there is no place on a logarithmic axis.
             sending = [p for p in points if p["bytes_sent"] > 0]
-            _draw(by_bytes, algorithm, sending, "bytes_sent", lines[algorithm])
-    by_bytes.set_xscale("log")
+            _draw(by_bytes, algorithm, sending, "bytes_sent", styles[algorithm])
+    verb = "that a replica would send" if would else "sent by each replica"
+    by_bytes.set(xscale="log", xlabel=f"bytes {verb} (log scale)")
     by_bytes.xaxis.set_major_formatter(FuncFormatter(_label))
     by_bytes.xaxis.set_minor_formatter(FuncFormatter(_minor_label))
-    by_steps.set_xlim(0, 1.02 * max(most_steps, 1))
-    by_steps.set_xlabel("optimizer steps", color=INK)
-    verb = "that a replica would send" if would else "sent by each replica"
-    by_bytes.set_xlabel(f"bytes {verb} (log scale)", color=INK)
-    by_steps.set_ylabel("validation loss of the consensus model\n(nats per byte)", color=INK)
-    _limit(by_steps, losses)
+    loss = "validation loss of the consensus model\n(nats per byte)"
+    by_steps.set(xlim=(0, 1.02 * max(most_steps, 1)), xlabel="optimizer steps", ylabel=loss)
+    if losses:
+        margin = 0.06 * max(max(losses) - min(losses), 0.1)
+        by_steps.set_ylim(min(losses) - margin, max(losses) + margin)
+        by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
     for axes in (by_steps, by_bytes):
         clean(axes)
-    if losses:
-        by_steps.legend(frameon=False, labelcolor=INK, loc="upper right")
-    title = "Loss against steps, and against bytes on the wire"
-    write_title(figure, title, lines_below_title, heights=(0.945, 0.9, 0.04))
     save_figure(figure, path)
 
 
@@ -213,39 +206,30 @@ def _mean_over_seeds(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
     return points
 
 
-def _lines(algorithms: Iterable[str]) -> dict[str, str]:
-    """Line style of each algorithm: in turn where they differ by their settings only."""
+def _styles(algorithms: Iterable[str]) -> dict[str, LineStyle]:
+    """Style of each algorithm: lines in turn where they differ by their settings only."""
     seen: Counter[str] = Counter()
-    found = {}
+    found: dict[str, LineStyle] = {}
     for algorithm in algorithms:
         name = algorithm.partition("+")[0]
-        found[algorithm] = _LINES[seen[name] % len(_LINES)]
+        recipe, line = RECIPES[name], _LINES[seen[name] % len(_LINES)]
         seen[name] += 1
+        look = {"color": COLOURS[recipe.colour], "marker": recipe.marker}
+        found[algorithm] = look | {"linestyle": line}
     return found
 
 
-def _draw(axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str, line: str) -> None:
-    colour, marker = _STYLES[algorithm.partition("+")[0]]
+def _draw(
+    axes: Axes, algorithm: str, points: list[dict[str, Any]], x: str, style: LineStyle
+) -> None:
     xs = [point[x] for point in points]
     last = points[-1] if points else None
     label = (
         f"{algorithm}: {last['mean']:.3f} for {format_bytes(last['bytes_sent'])}" if last else ""
     )
-    axes.fill_between(
-        xs, [p["low"] for p in points], [p["high"] for p in points],
-        color=colour, alpha=0.15, linewidth=0,
-    )  # fmt: skip
-    axes.plot(
-        xs, [point["mean"] for point in points],
-        color=colour, linestyle=line, linewidth=1.8, marker=marker, markersize=5,
-        markeredgecolor="white", markeredgewidth=0.7, label=label, zorder=3,
-    )  # fmt: skip
-
-
-def _limit(axes: Axes, losses: list[float]) -> None:
-    if losses:
-        margin = 0.06 * max(max(losses) - min(losses), 0.1)
-        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+    low, high, mean = ([point[name] for point in points] for name in ("low", "high", "mean"))
+    axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    draw_line(axes, xs, mean, style, label=label)
 
 
 def _label(count: float, _: int = 0) -> str:

@@ -92,6 +92,21 @@ def as_flag(name: str) -> str:
 
 
 @contextlib.contextmanager
+def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` about the file that an option names into a `CommandError`.
+
+    Args:
+      flag: the option.
+      verb: "read" or "write".
+      path: of the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{flag}: cannot {verb} {path}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
 def writing_to(out: Path) -> Iterator[None]:
     """Turn an `OSError` about the folder for results into a `CommandError` that names it."""
     try:

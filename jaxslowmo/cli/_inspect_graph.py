@@ -1,7 +1,7 @@
 """`jaxslowmo inspect graph`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,15 @@ from rich.table import Column, Table
 from jaxslowmo.topology import Graph, GraphAnalysis
 
 from ._errors import usage_errors
-from ._output import facts_table
+from ._output import facts_table, numbers_table
 from .config._inspect import InspectGraphConfig
 
 FOREVER = 1024  # rounds to show of nodes that never agree
 _MOST_ROWS = 16
 _MOST_PEERS = 12
+_GRAPH_FIELDS = (
+    "num_nodes", "peers_per_step", "num_rounds", "is_regular", "is_dynamic", "is_bipartite",
+)  # fmt: skip
 _FIELDS = (
     "doubly_stochastic", "weights_move", "weight_range", "second_eigenvalue", "spectral_gap",
     "spectral_gap_per_round", "tolerance", "mixes", "rounds_to_tolerance", "messages_mean",
@@ -27,18 +30,9 @@ _FIELDS = (
 def graph_facts(analysis: GraphAnalysis) -> dict[str, Any]:
     """One value per name; `doubly_stochastic` of all rounds together."""
     graph = analysis.graph
-    facts: dict[str, Any] = {
-        "graph": graph.name,
-        "num_nodes": graph.num_nodes,
-        "peers_per_step": graph.peers_per_step,
-        "num_rounds": graph.num_rounds,
-        "is_regular": graph.is_regular,
-        "is_dynamic": graph.is_dynamic,
-        "is_bipartite": graph.is_bipartite,
-    }
+    facts = {"graph": graph.name} | {name: getattr(graph, name) for name in _GRAPH_FIELDS}
     facts |= {name: getattr(analysis, name) for name in _FIELDS}
-    facts["doubly_stochastic"] = all(analysis.doubly_stochastic)
-    return facts
+    return facts | {"doubly_stochastic": all(analysis.doubly_stochastic)}
 
 
 def error_table(analysis: GraphAnalysis) -> dict[int, float]:
@@ -101,12 +95,8 @@ def _as_json(analysis: GraphAnalysis, config: InspectGraphConfig) -> dict[str, A
 def _phone_book(graph: Graph) -> Table:
     what = "sends to, in turn" if graph.is_dynamic else "sends to"
     table = Table(Column("node", justify="right"), what, title="Phone book")
-    rows = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
-    for node, row in enumerate(rows[:_MOST_ROWS]):
-        table.add_row(str(node), _some(row))
-    if len(rows) > _MOST_ROWS:
-        table.add_row("...", f"{len(rows) - _MOST_ROWS} more nodes")
-    return table
+    book = graph.phone_book if graph.is_dynamic else graph.out_peers(0)
+    return _with_rows(table, len(book), "nodes", lambda node: [_some(book[node])])
 
 
 def _rounds(analysis: GraphAnalysis) -> Table:
@@ -115,22 +105,26 @@ def _rounds(analysis: GraphAnalysis) -> Table:
         Column("collective permutes", justify="right"),
         title="Rounds of a rotation",
     )
-    count = analysis.graph.num_rounds
-    for step in range(min(count, _MOST_ROWS)):
-        table.add_row(
-            str(step),
-            _some(analysis.graph.out_peers(step)[0]),
-            "yes" if analysis.doubly_stochastic[step] else "no",
-            str(analysis.permutes[step]),
-        )
+
+    def row(step: int) -> list[str]:
+        is_doubly = "yes" if analysis.doubly_stochastic[step] else "no"
+        return [_some(analysis.graph.out_peers(step)[0]), is_doubly, str(analysis.permutes[step])]
+
+    return _with_rows(table, analysis.graph.num_rounds, "rounds", row)
+
+
+def _with_rows(table: Table, count: int, what: str, row: Callable[[int], list[str]]) -> Table:
+    """Add numbered rows to a table, and in the place of many a last one that counts them."""
+    for number in range(min(count, _MOST_ROWS)):
+        table.add_row(str(number), *row(number))
     if count > _MOST_ROWS:
-        table.add_row("...", f"{count - _MOST_ROWS} more rounds")
+        table.add_row("...", f"{count - _MOST_ROWS} more {what}")
     return table
 
 
 def _errors(analysis: GraphAnalysis) -> Table:
-    names = ("after rounds", "consensus error")
-    table = Table(*(Column(name, justify="right") for name in names), title="Agreement")
+    first = Column("after rounds", justify="right")
+    table = numbers_table(first, ["consensus error"], title="Agreement")
     for rounds, error in error_table(analysis).items():
         table.add_row(str(rounds), f"{error:.3g}")
     return table

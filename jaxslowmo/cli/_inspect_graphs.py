@@ -1,10 +1,10 @@
 """`jaxslowmo inspect graphs`: tables of graphs side by side, and their picture."""
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,8 +17,8 @@ from rich.table import Column
 from jaxslowmo.topology import GraphAnalysis, analyse, make_graph
 
 from .._support.files import write_anew
-from ._errors import CommandError
-from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._errors import CommandError, file_errors
+from ._figures import COLOURS, INK, LineStyle, clean, draw_line, new_figure, save_figure
 from ._inspect_graph import FOREVER, graph_facts
 from ._output import numbers_table, say, write_json
 from .config._algorithms import parse_mixing
@@ -97,11 +97,6 @@ def markdown(config: InspectGraphsConfig, analyses: Analyses) -> str:
     return "\n".join(parts)
 
 
-# A marker for each colour; a second turn is dashed.
-_STYLES = tuple(zip(COLOURS.values(), "oXDP^vps*", strict=True))
-LineStyle = Literal["-", "--"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Curve:
     """The consensus error of one graph.
@@ -131,9 +126,9 @@ def draw_graphs(
       mixing: for the subtitle.
     """
     height = 3.4 * len(curves) + 1.6
-    top, bottom = 0.75 / height, 0.65 / height  # for titles and legend
-    rect = (0.005, bottom, 0.99, 1 - top - bottom)
-    figure = new_figure((11, height), rect, wspace=0.05, hspace=0.06)
+    about = "largest distance of all nodes from the mean, 1 at the start; log scales"
+    lines = "How fast graphs mix", f"{mixing} mixing; {about}"
+    figure = new_figure((11, height), *lines, bottom=0.65, wspace=0.05, hspace=0.06)
     grid = figure.subplots(len(curves), 2, sharey=True, sharex="col", squeeze=False)
     styles, floor = _styles(curves), tolerance / 3
     for (nodes, found), (by_rounds, by_messages) in zip(curves.items(), grid, strict=True):
@@ -141,52 +136,38 @@ def draw_graphs(
             style = styles[curve.name]
             _draw(by_rounds, curve, 1, floor, style)
             _draw(by_messages, curve, curve.messages, floor, style)
-        by_rounds.set_ylabel(f"{nodes} nodes\nconsensus error", color=INK)
+        by_rounds.set_ylabel(f"{nodes} nodes\nconsensus error")
         for axes in (by_rounds, by_messages):
             _scale(axes, tolerance, floor)
     for axes in grid[0]:  # which its column shares
         axes.set_xlim(left=0)
-    grid[-1][0].set_xlabel("rounds", color=INK)
-    grid[-1][1].set_xlabel(
-        "messages that the busiest node sends, each of the size of the model",
-        color=INK,
-    )
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle=line, label=name)
-        for name, (colour, marker, line) in styles.items()
-    ]
+    grid[-1][0].set_xlabel("rounds")
+    grid[-1][1].set_xlabel("messages that the busiest node sends, each of the size of the model")
+    handles = [Line2D([], [], **style, label=name) for name, style in styles.items()]
     figure.legend(
         handles=handles, loc="lower center", ncols=5, frameon=False, labelcolor=INK, fontsize=9.5
     )
-    subtitle = (
-        f"{mixing} mixing; largest distance of all nodes from the mean, 1 at the start; log scales"
-    )
-    heights = (1 - 0.32 / height, 1 - 0.58 / height, 0)
-    write_title(figure, "How fast graphs mix", [subtitle], heights=heights)
     save_figure(figure, path)
 
 
-def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, tuple[str, str, LineStyle]]:
+def _styles(curves: Mapping[int, Sequence[Curve]]) -> dict[str, LineStyle]:
     names = dict.fromkeys(curve.name for found in curves.values() for curve in found)
+    # A marker for each colour; a second turn is dashed.
+    looks = itertools.product(("-", "--"), zip(COLOURS.values(), "oXDP^vps*", strict=True))
     return {
-        name: (*_STYLES[i % len(_STYLES)], "-" if i < len(_STYLES) else "--")
-        for i, name in enumerate(names)
+        name: {"color": colour, "marker": marker, "linestyle": line}
+        for name, (line, (colour, marker)) in zip(names, itertools.cycle(looks), strict=False)
     }
 
 
-def _draw(axes: Axes, curve: Curve, scale: int, floor: float, style: tuple[str, str, str]) -> None:
-    colour, marker, line = style
+def _draw(axes: Axes, curve: Curve, scale: int, floor: float, style: LineStyle) -> None:
     # In steps, since nothing happens between two rounds: straight lines would promise agreement
     # before the first one is over. An error of 0 has no place on a logarithmic axis: there the line
     # leaves the picture.
     errors = np.maximum(curve.errors, floor / 1.2)
     shown = 1 + np.searchsorted(-errors, -floor)
-    axes.plot(
-        scale * np.array(curve.rounds)[:shown], errors[:shown],
-        color=colour, linestyle=line, linewidth=1.6, drawstyle="steps-post", marker=marker,
-        markersize=5.5,
-        markeredgecolor="white", markeredgewidth=0.6, markevery=0.12, zorder=3,
-    )  # fmt: skip
+    xs = scale * np.array(curve.rounds)[:shown]
+    draw_line(axes, xs, errors[:shown], style, drawstyle="steps-post", markevery=0.12)
 
 
 def _scale(axes: Axes, tolerance: float, floor: float) -> None:
@@ -221,15 +202,14 @@ def inspect_graphs(config: InspectGraphsConfig, out: Path | None, page: Path | N
             | ({"error": found} if isinstance(found, str) else graph_facts(found))
             for (name, nodes), found in analyses.items()
         ]
-        write_json(folder / "graphs.json", {"config": vars(config), "graphs": facts})
+        about = vars(config) | {"pictured": config.pictured}
+        write_json(folder / "graphs.json", {"config": about, "graphs": facts})
         write_anew(folder / "graphs.md", text)
         written += [folder / "graphs.md", folder / "graphs.json", folder / "graphs.png"]
     if page is not None and old is not None:
         before, after = old
-        try:
+        with file_errors("--page", "write", page):
             write_anew(page, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-        except OSError as error:
-            raise CommandError(f"--page: cannot write {page}: {error.strerror}") from None
         written += [page, page.with_suffix(".png")]
     for path in written:
         if path.suffix == ".png":
@@ -248,13 +228,8 @@ def analyse_all(config: InspectGraphsConfig, *, show_progress: bool = False) -> 
     """Every graph at every size; the reason where there is no such graph."""
     pairs = [(graph, nodes) for graph in config.graphs for nodes in config.nodes]
     console = Console(stderr=True)
-    shown = track(
-        pairs,
-        "analysing",
-        console=console,
-        transient=True,
-        disable=not show_progress or not sys.stderr.isatty(),
-    )
+    is_silent = not show_progress or not sys.stderr.isatty()
+    shown = track(pairs, "analysing", console=console, transient=True, disable=is_silent)
     return {(graph, nodes): _analyse(graph, nodes, config) for graph, nodes in shown}
 
 
@@ -291,10 +266,8 @@ def curve_of(name: str, analysis: GraphAnalysis) -> Curve:
 
 def _split_page(page: Path) -> tuple[str, str]:
     """What stands before and after the tables."""
-    try:
+    with file_errors("--page", "read", page):
         text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--page: cannot read {page}: {error.strerror}") from None
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

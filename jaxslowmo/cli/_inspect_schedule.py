@@ -11,16 +11,9 @@ from rich.text import Text
 from jaxslowmo.pipeline import schedules
 from jaxslowmo.pipeline.schedules import Schedule, drawing
 
-from ._errors import CommandError, usage_errors
+from ._errors import CommandError, file_errors, usage_errors
 from ._output import facts_table, numbers_table, say
 from .config._inspect import InspectScheduleConfig
-
-_ARGUMENTS = {
-    "num_stages": "stages",
-    "num_microbatches": "microbatches",
-    "num_chunks": "chunks",
-    "rows": "table",
-}
 
 
 def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
@@ -29,11 +22,11 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
     Raises:
       CommandError: for a schedule that the library refuses, or a picture that cannot be written.
     """
-    with usage_errors(**_ARGUMENTS):
+    with usage_errors(num_stages="stages", rows="table"):
         schedule = config.schedule()
         found = schedule.simulate(**config.times, lockstep=config.lockstep)
     if out is not None:
-        _draw(schedule, config, out)
+        _draw(schedule, found, config, out)
     if config.orders:
         print(*schedule.orders(), sep="\n")
         return 0
@@ -60,24 +53,23 @@ def inspect_schedule(config: InspectScheduleConfig, out: Path | None) -> int:
 
 def others(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Schedule | str]:
     """The kinds of the same sizes by what stands in the table, or why there is none."""
-    sizes = schedule.num_stages, schedule.num_microbatches
     limit = {"most_stash": config.most_stash} if config.most_stash else {}
     chunks = config.chunks or 1
-    makes: dict[str, tuple[str, int | None, dict[str, Any]]] = {
-        "gpipe": ("gpipe", None, {}),
-        "one_f_one_b": ("one_f_one_b", None, {}),
-        "interleaved": ("interleaved", max(chunks, 2), {}),
-        "zero_bubble (H1)": ("zero_bubble", None, {}),
-        "zero_bubble (H2)": ("zero_bubble", None, {"memory": 2}),
-        "zbv": ("zbv", None, {}),
-        "lockstep": ("lockstep", chunks, config.times | limit),
+    # A kind that is not here stands in one row, and takes the sizes alone.
+    rows: dict[str, dict[str, dict[str, Any]]] = {
+        "interleaved": {"": {"num_chunks": max(chunks, 2)}},
+        "zero_bubble": {" (H1)": {}, " (H2)": {"memory": 2}},
+        "lockstep": {"": {"num_chunks": chunks, **config.times, **limit}},
     }
     found: dict[str, Schedule | str] = {}
-    for name, (kind, num_chunks, options) in makes.items():
-        try:
-            found[name] = schedules.by_name(kind, *sizes, num_chunks, **options)
-        except ValueError as error:
-            found[name] = str(error)
+    for kind in schedules.KINDS:
+        for which, options in rows.get(kind, {"": {}}).items():
+            try:
+                found[kind + which] = schedules.by_name(
+                    kind, schedule.num_stages, schedule.num_microbatches, **options
+                )
+            except ValueError as error:
+                found[kind + which] = str(error)
     return found
 
 
@@ -94,29 +86,20 @@ def _comparison(schedule: Schedule, config: InspectScheduleConfig) -> Table:
         caption_justify="left",
     )
     for name, other in others(schedule, config).items():
-        if isinstance(other, str):
-            table.add_row(name, *["none"] * 5)
-            continue
-        table.add_row(
-            name,
-            str(other.num_chunks),
-            _percent(other.simulate(**config.times).bubble),
-            _percent(other.simulate(**config.times, lockstep=True).bubble),
-            f"{max(other.stash) / other.num_chunks:g}",
-            str(max(other.sends)),
-        )
+        cells = ["none"] * 5
+        if not isinstance(other, str):
+            numbers = _numbers(other, config)
+            bubbles = _percent(numbers["bubble"]), _percent(numbers["lockstep_bubble"])
+            stash = f"{max(other.stash) / other.num_chunks:g}"
+            cells = [str(other.num_chunks), *bubbles, stash, str(max(other.sends))]
+        table.add_row(name, *cells)
     return table
 
 
 def _as_json(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "kind": schedule.name,
-        "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches,
-        "num_chunks": schedule.num_chunks,
-        "placement": schedule.placement,
-        "times": config.times,
-    }
+    names = ("num_stages", "num_microbatches", "num_chunks", "placement")
+    facts: dict[str, Any] = {"kind": schedule.name}
+    facts |= {name: getattr(schedule, name) for name in names} | {"times": config.times}
     facts |= _numbers(schedule, config) | {"orders": schedule.orders()}
     if config.table is None:
         facts["kinds"] = {
@@ -140,14 +123,14 @@ def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any
     }
 
 
-def _draw(schedule: Schedule, config: InspectScheduleConfig, out: Path) -> None:
-    found = schedule.simulate(**config.times, lockstep=config.lockstep)
+def _draw(
+    schedule: Schedule, found: schedules.Simulation, config: InspectScheduleConfig, out: Path
+) -> None:
     times = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
     line = f"{_how(config)}; {times}; bubble {_percent(found.bubble)}, time {found.time:.6g}"
     try:
-        schedules.picture(found, out, title=_title(schedule), lines=[line])
-    except OSError as error:
-        raise CommandError(f"--out: cannot write {out}: {error.strerror}") from None
+        with file_errors("--out", "write", out):
+            schedules.picture(found, out, title=_title(schedule), lines=[line])
     except ValueError as error:  # matplotlib knows no such format
         raise CommandError(f"--out: cannot write {out}: {error}") from None
 

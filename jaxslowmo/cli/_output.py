@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +132,16 @@ class Reporter:
             say(self._console, f"{self._label}: {step:{width}}/{self._steps}  {self._status(step)}")
 
     def _status(self, step: int) -> str:
-        latest = self._latest
         # An evaluation of some steps ago must not look like one of now.
         when = "" if step == self._evaluated else f" (step {self._evaluated})"
-        parts = [
-            f"loss {format_loss(latest['loss'])}" if "loss" in latest else "",
-            f"validation {format_loss(latest['validation_loss'])}{when}"
-            if "validation_loss" in latest
-            else "",
-            f"{format_count(latest['tokens_per_second'])} tokens/s"
-            if "tokens_per_second" in latest
-            else "",
-            f"{self._verb} {format_bytes(latest['bytes_sent'])}",
-        ]
-        return "  ".join(part for part in parts if part)
+        texts: dict[str, Callable[[float], str]] = {
+            "loss": lambda loss: f"loss {format_loss(loss)}",
+            "validation_loss": lambda loss: f"validation {format_loss(loss)}{when}",
+            "tokens_per_second": lambda speed: f"{format_count(speed)} tokens/s",
+            "bytes_sent": lambda count: f"{self._verb} {format_bytes(count)}",
+        }
+        told = (text(self._latest[name]) for name, text in texts.items() if name in self._latest)
+        return "  ".join(told)
 
 
 def facts_table(facts: Mapping[str, str], **options: Any) -> Table:

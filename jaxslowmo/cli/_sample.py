@@ -22,6 +22,7 @@ from jaxslowmo.models import (
 
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
+from .config._mesh import MODEL_AXES
 from .run._model import Form, config_of, config_then, saved_form
 from .run._recipes import build_algorithm
 from .run._run_folder import RunFolder, is_export
@@ -134,21 +135,13 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
         form = Form(config_of(config))
         model = form.config
         # Its replicas, each on one device: whatever shared the model.
-        sizes = {"replica": config.replicas, "device": config.devices_per_replica}
+        axes = {name: n for name, n in config.axes.items() if name not in MODEL_AXES}
+        mesh = js.virtual_mesh(axes)
         algorithm = build_algorithm(config)
-        mesh = js.virtual_mesh({name: n for name, n in sizes.items() if n > 1 or name == "replica"})
-        train_step = js.make_train_step(
-            gpt_loss_fn(model),
-            algorithm.optimizer,
-            sync=algorithm.sync,
-            gradients=algorithm.gradients,
-            mesh=mesh,
-            accumulate=config.accumulate,
-        )
+        train_step = algorithm.make_step(gpt_loss_fn(model), config, mesh=mesh)
         then = functools.partial(saved_form, now=form)
         found = checkpoints.restore(train_step, init_gpt(model), step=step, saved_form=then)
-        state = found.state
-    return model, train_step.consensus(state)
+    return model, train_step.consensus(found.state)
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
 from jaxslowmo.tree import noted_buffers
 
 from ._errors import INTERRUPTED, usage_errors
-from ._figures import COLOURS, INK, clean, new_figure, save_figure, write_title
+from ._figures import COLOURS, clean, new_figure, save_figure
 from ._output import format_bytes, format_count, format_limit, numbers_table, say, write_json
 from .config._commands import TuneBucketsConfig
 from .processes._peers import StopOnSignal
@@ -27,8 +26,6 @@ from .run._division import RunDevices, choose_mesh
 from .run._model import policy_of
 from .run._recipes import build_algorithm
 from .run._run_folder import make_folder
-
-_SUBTITLE_WIDTH = 110  # letters that fit into a line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,23 +114,19 @@ class Bench:
         model = gpt_preset(train.preset, dtype=train.dtype)
         self.num_parameters = num_parameters(model)
         axes = ("replica", "device") if train.devices_per_replica > 1 else "replica"
-        loss_fn, optimizer = gpt_loss_fn(model), build_algorithm(train).optimizer
+        loss_fn, algorithm = gpt_loss_fn(model), build_algorithm(train)
         given = config.order if config.order != "ready" else "reverse"
+        order = "ready" if config.order == "ready" else "reverse"
         self._steps = {
-            limit: js.make_train_step(
-                loss_fn,
-                optimizer,
+            limit: dataclasses.replace(
+                algorithm,
                 gradients=js.all_reduce_gradients(
                     axes,
                     bucket_bytes=limit,
                     first_bucket_bytes=config.first_of(limit),
                     order=given,  # pyright: ignore[reportArgumentType]
                 ),
-                mesh=placement.mesh,
-                accumulate=train.accumulate,
-                policy=policy_of(train),
-                order="ready" if config.order == "ready" else "reverse",
-            )
+            ).make_step(loss_fn, train, mesh=placement.mesh, policy=policy_of(train), order=order)
             for limit in config.candidates
         }
         step = self._steps[0]
@@ -149,26 +142,20 @@ class Bench:
 
     def measure(self, progress: Progress, stop: StopOnSignal) -> dict[int, list[float]]:
         """Seconds of a step by limit, one per round; limits with equal buckets are one."""
-        distinct = list(
-            {buckets: limit for limit, buckets in reversed(self.buckets.items())}.values()
-        )
-        limits = sorted(distinct)
+        same = {buckets: limit for limit, buckets in reversed(self.buckets.items())}
+        limits = sorted(same.values())
         seconds: dict[int, list[float]] = {limit: [] for limit in limits}
-        total = len(limits) * (1 + self._config.rounds)
-        task = progress.add_task("compiling", total=total)
-        for limit in limits:
-            # The first call compiles, the second finds caches warm.
-            self._timed(limit, 2)
-            progress.advance(task)
-            if stop.asked:
-                return seconds
-        progress.update(task, description="measuring")
-        for _ in range(self._config.rounds):
+        rounds = 1 + self._config.rounds
+        task = progress.add_task("compiling", total=len(limits) * rounds)
+        for number in range(rounds):
             for limit in limits:
-                seconds[limit].append(self._timed(limit, self._config.steps))
+                # Before all rounds: the first call compiles, the second finds caches warm.
+                took = self._timed(limit, self._config.steps if number else 2)
+                seconds[limit] += [took] * (number > 0)
                 progress.advance(task)
                 if stop.asked:
                     return seconds
+            progress.update(task, description="measuring")
         return seconds
 
     def _timed(self, limit: int, steps: int) -> float:
@@ -275,9 +262,8 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
       path: of the PNG.
       subtitle: what was run.
     """
-    lines = textwrap.wrap(subtitle, _SUBTITLE_WIDTH)
-    lines.append("Lines: medians; bars: quartiles; dots: rounds, from left to right.")
-    figure = new_figure((8.5, 4.8), (0.005, 0.01, 0.985, 0.89 - 0.045 * len(lines)))
+    what = "Lines: medians; bars: quartiles; dots: rounds, from left to right."
+    figure = new_figure((8.5, 4.8), "Step time by size of gradient buckets", subtitle, what)
     axes = figure.subplots()
     for x, row in enumerate(rows):
         colour = COLOURS["vermilion"] if row.limit == best else COLOURS["blue"]
@@ -295,15 +281,9 @@ def draw_limits(rows: Sequence[Row], best: int, path: Path, *, subtitle: str) ->
             size=9.5, color=colour, weight="bold" if row.limit == best else "normal",
         )  # fmt: skip
     axes.set_xticks(range(len(rows)), [_tick(row) for row in rows])
-    axes.set_xlim(-0.5, len(rows) - 0.25)
+    axes.set(xlim=(-0.5, len(rows) - 0.25), xlabel="bucket limit", ylabel="ms per training step")
     _limit(axes, rows)
-    axes.set_xlabel("bucket limit", color=INK)
-    axes.set_ylabel("ms per training step", color=INK)
     clean(axes, grid="y")
-    write_title(
-        figure, "Step time by size of gradient buckets", lines, left=0.014,
-        heights=(0.935, 0.885, 0.045), sizes=(13, 9),
-    )  # fmt: skip
     save_figure(figure, path)
 
 

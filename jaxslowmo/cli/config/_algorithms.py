@@ -22,6 +22,27 @@ _SLOW = _of("slowmo", "slowmo_sgp")
 _OUTER = _of("slowmo", "slowmo_sgp", "diloco")
 _PARAMETERS = _of(*(name for name in ALGORITHMS if name != "all_reduce"))
 
+
+def parse_mixing(text: str) -> Mixing:
+    """The mixing that "uniform" or "self_weighted:0.7" stands for.
+
+    Raises:
+      ValueError: for anything else, or a share outside (0, 1).
+    """
+    name, colon, share = text.partition(":")
+    if name == "uniform" and not colon:
+        return uniform_mixing()
+    if name == "self_weighted":
+        try:
+            return self_weighted(float(share))
+        except ValueError:
+            pass  # no number, or none between 0 and 1
+    raise ValueError(
+        "--mixing must be uniform, or self_weighted:SHARE with a share between 0 and 1, such as "
+        f"self_weighted:0.7; got {text}"
+    )
+
+
 _option = functools.partial(option, panel="Algorithm")
 
 
@@ -75,6 +96,7 @@ class AlgorithmConfig(Checked):
         "uniform",
         "What a replica of sgp keeps: as much as each peer gets (uniform), or self_weighted:SHARE.",
         goes_with=_GOSSIP,
+        check=parse_mixing,
     )
     slow_momentum: float = _option(
         0.5, "Momentum of slowmo's slow step.", goes_with=_SLOW, least=0, below=1
@@ -108,28 +130,4 @@ class AlgorithmConfig(Checked):
         goes_with=_of("diloco"),
         least=0,
         below=1,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_mixing(self.mixing)  # only for its checks
-
-
-def parse_mixing(text: str) -> Mixing:
-    """The mixing that "uniform" or "self_weighted:0.7" stands for.
-
-    Raises:
-      ValueError: for anything else, or a share outside (0, 1).
-    """
-    name, colon, share = text.partition(":")
-    if name == "uniform" and not colon:
-        return uniform_mixing()
-    if name == "self_weighted":
-        try:
-            return self_weighted(float(share))
-        except ValueError:
-            pass  # no number, or none between 0 and 1
-    raise ValueError(
-        "--mixing must be uniform, or self_weighted:SHARE with a share between 0 and 1, such as "
-        f"self_weighted:0.7; got {text}"
     )

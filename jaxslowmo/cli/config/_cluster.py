@@ -11,6 +11,47 @@ CLUSTERS = ("auto", "none", "slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu"
 _option = functools.partial(option, panel="Cluster")
 
 
+def bare_host(name: str, host: str) -> str:
+    """A host's name or address without brackets.
+
+    Raises:
+      ValueError: naming `name`, for what can be neither.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        is_six = ":" in host and bool(ipaddress.IPv6Address(bare))
+    except ValueError:
+        is_six = False
+    if not is_six and not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"{name} must be a host's name or address, got {host or 'nothing'}")
+    return bare
+
+
+def host_and_port(name: str, text: str) -> tuple[str, int]:
+    """Of "node0:1234" or "[::1]:1234", whose brackets are left out.
+
+    Raises:
+      ValueError: naming `name`, for what is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (host and colon):
+        raise ValueError(f"{name} must be HOST:PORT, got {text}")
+    if ":" in host and not host.startswith("["):
+        raise ValueError(f"{name} must be HOST:PORT, an IPv6 address in brackets, got {text}")
+    return bare_host(name, host), parse_port(name, port)
+
+
+def parse_port(name: str, text: str) -> int:
+    """The number of a port.
+
+    Raises:
+      ValueError: naming `name`, for anything but 1 to 65535.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 2**16):
+        raise ValueError(f"the port of {name} must be 1 to 65535, got {text or 'nothing'}")
+    return int(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig(Checked):
     """Which processes train together."""
@@ -19,11 +60,13 @@ class ClusterConfig(Checked):
         None,
         "HOST:PORT at which process 0 waits for the others; with --num-processes and "
         "--process-id. Under a launcher that jax knows none of the three is needed.",
+        check=functools.partial(host_and_port, "--coordinator"),
     )
     coordinator_bind: str | None = _option(
         None,
         "Address at which process 0 listens (default: that of --coordinator); 0.0.0.0 for all of "
         "its host.",
+        check=functools.partial(bare_host, "--coordinator-bind"),
     )
     num_processes: int | None = _option(None, "Processes that train together.", least=1)
     process_id: int | None = _option(None, "Which of them this is, from 0.", least=0)
@@ -68,54 +111,8 @@ class ClusterConfig(Checked):
             raise ValueError(
                 f"{', '.join(given)} go together; {', '.join(missing)} must be given too"
             )
-        if self.coordinator_bind is not None:
-            bare_host("--coordinator-bind", self.coordinator_bind)
-        if self.coordinator is None:
-            return
-        host_and_port("--coordinator", self.coordinator)
         if self.process_id is not None and not self.process_id < (self.num_processes or 0):
             raise ValueError(
                 f"--process-id must be < --num-processes, got {self.process_id} and "
                 f"{self.num_processes}"
             )
-
-
-def host_and_port(name: str, text: str) -> tuple[str, int]:
-    """Of "node0:1234" or "[::1]:1234", whose brackets are left out.
-
-    Raises:
-      ValueError: naming `name`, for what is neither.
-    """
-    host, colon, port = text.rpartition(":")
-    if not (host and colon):
-        raise ValueError(f"{name} must be HOST:PORT, got {text}")
-    if ":" in host and not host.startswith("["):
-        raise ValueError(f"{name} must be HOST:PORT, an IPv6 address in brackets, got {text}")
-    return bare_host(name, host), parse_port(name, port)
-
-
-def parse_port(name: str, text: str) -> int:
-    """The number of a port.
-
-    Raises:
-      ValueError: naming `name`, for anything but 1 to 65535.
-    """
-    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 2**16):
-        raise ValueError(f"the port of {name} must be 1 to 65535, got {text or 'nothing'}")
-    return int(text)
-
-
-def bare_host(name: str, host: str) -> str:
-    """A host's name or address without brackets.
-
-    Raises:
-      ValueError: naming `name`, for what can be neither.
-    """
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    try:
-        is_six = ":" in host and bool(ipaddress.IPv6Address(bare))
-    except ValueError:
-        is_six = False
-    if not is_six and not re.fullmatch(r"[\w.-]+", host):
-        raise ValueError(f"{name} must be a host's name or address, got {host or 'nothing'}")
-    return bare

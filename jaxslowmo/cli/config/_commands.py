@@ -7,7 +7,6 @@ from typing import Any
 from ._algorithms import ALGORITHMS, AlgorithmConfig
 from ._fields import (
     Checked,
-    check_different,
     option,
     options_of,
     parse_integers,
@@ -35,21 +34,17 @@ class CompareConfig(Checked):
         "sgp+overlap=1+graph=ring.",
         parse=parse_names,
     )
-    seeds: tuple[int, ...] = option("0", "Separated by commas.", parse=parse_integers)
+    seeds: tuple[int, ...] = option(
+        "0", "Separated by commas.", parse=parse_integers, least=0, below=MOST_SEEDS
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_different("--algorithms", self.algorithms)
-        check_different("--seeds", self.seeds)
         unknown = [name for name in self.base_algorithms if name not in ALGORITHMS]
         if unknown:
             raise ValueError(
                 f"--algorithms must be of {', '.join(ALGORITHMS)}, got {', '.join(unknown)}"
             )
-        if min(self.seeds) < 0:
-            raise ValueError(f"--seeds must be >= 0, got {min(self.seeds)}")
-        if max(self.seeds) >= MOST_SEEDS:
-            raise ValueError(f"--seeds must be < {MOST_SEEDS}, got {max(self.seeds)}")
         for algorithm in self.algorithms:
             try:
                 self.run(algorithm, self.seeds[0])  # its settings are checked, too
@@ -142,6 +137,7 @@ class TuneBucketsConfig(Checked):
         "Sizes at which a bucket closes, separated by commas; one bucket per gradient is "
         "measured besides.",
         parse=parse_sizes,
+        entries="sizes",
     )
     first: int = option(
         "1MiB", "Size of the first bucket, where the limit is not below.", parse=parse_size
@@ -151,7 +147,6 @@ class TuneBucketsConfig(Checked):
     steps: int = option(5, "Training steps per measurement.", least=1)
 
     def __post_init__(self) -> None:
-        check_different("--limits", self.limits, "sizes")
         super().__post_init__()
         if self.train.replicas * self.train.devices_per_replica < 2:
             raise ValueError("--replicas must be >= 2: one device has nothing to reduce")

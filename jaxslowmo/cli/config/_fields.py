@@ -8,15 +8,10 @@ from typing import Any
 
 from .._errors import as_flag
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "kb": 1000,
-    "mb": 10**6,
-    "gb": 10**9,
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmg", 1)
+    for unit, base in (("b", 1000), ("ib", 1024))
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _KEY = "rule"
@@ -32,12 +27,15 @@ class Rule:
       help: what it says in `--help`.
       panel: under which heading it stands there; None: with the command's own options.
       choices: the only values; () allows any.
-      least: lower bound.
-      below: exclusive upper bound; of integers without one it is 2**31.
+      least: lower bound; of a list that of each entry.
+      below: exclusive upper bound, likewise; of integers without one it is 2**31.
+      check: `check(value)` raises `ValueError`, naming the option; of a list for each entry.
+      entries: what a list must hold once each, in words.
       parse: `parse(flag, text)` is the value of an option that is given as text.
       text: the default of such an option.
       shows_default: `--help` tells the default.
-      flag: how it is called, where that is not "--" and the field's name.
+      flag: how it is called, where that is not "--" and the field's name; without "--" it is an
+        argument.
       goes_with: name of another field and those of its values beside which this one does something;
         None: it always does.
     """
@@ -47,6 +45,8 @@ class Rule:
     choices: tuple[str, ...] = ()
     least: float | None = None
     below: float | None = None
+    check: Callable[[Any], Any] | None = None
+    entries: str = "values"
     parse: Callable[[str, str], Any] | None = None
     text: str | None = None
     shows_default: bool = True
@@ -98,21 +98,26 @@ class Checked:
 
 
 def _check(flag: str, rule: Rule, value: Any) -> None:
+    if isinstance(value, tuple):
+        check_different(flag, value, rule.entries)
     if rule.choices and value not in rule.choices:
         raise ValueError(
             f"{flag} must be one of {', '.join(rule.choices)}, got {value or 'nothing'}"
         )
     if value == "":
         raise ValueError(f"{flag} must not be empty")
-    # Written so that NaN fails, too.
-    if rule.least is not None and not value >= rule.least:
-        raise ValueError(f"{flag} must be >= {rule.least}, got {value}")
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    below = _TOO_MANY if rule.below is None and is_count else rule.below
-    if below is not None and not value < below:
-        raise ValueError(f"{flag} must be < {below}, got {value}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{flag} must be a finite number, got {value}")
+    for entry in value if isinstance(value, tuple) else (value,):
+        # Written so that NaN fails, too.
+        if rule.least is not None and not entry >= rule.least:
+            raise ValueError(f"{flag} must be >= {rule.least}, got {entry}")
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        below = _TOO_MANY if rule.below is None and is_count else rule.below
+        if below is not None and not entry < below:
+            raise ValueError(f"{flag} must be < {below}, got {entry}")
+        if isinstance(entry, float) and not math.isfinite(entry):
+            raise ValueError(f"{flag} must be a finite number, got {entry}")
+        if rule.check is not None:
+            rule.check(entry)
 
 
 def check_different(flag: str, values: Collection[Any], what: str = "values") -> None:

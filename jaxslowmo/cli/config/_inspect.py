@@ -1,7 +1,9 @@
 """Configurations of the commands below `jaxslowmo inspect`."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterable
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,9 @@ from jaxslowmo.topology import (
     make_graph,
 )
 
-from .._errors import as_flag
+from .._errors import as_flag, file_errors
 from ._algorithms import parse_mixing
-from ._fields import Checked, check_different, option, parse_integers, parse_names
+from ._fields import Checked, option, parse_integers, parse_names
 from ._mesh import PIPELINES
 
 if TYPE_CHECKING:
@@ -31,159 +33,14 @@ MOST_ENTRIES = 2**27
 MOST = 2**14
 # Compared with two peers per step, too.
 _TWICE = ("npeer_directed_exponential", "directed_linear", "ring")
-_TIMES = ("forward", "backward_input", "backward_weight")
-
-
-def _whose(argument: str) -> str:
-    """For help: the graphs whose constructors take an argument."""
-    names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
-    return f"Of {' and '.join(names)}."
-
-
-def _mixing() -> str:
-    return option("uniform", "uniform, or self_weighted:SHARE with the share that a node keeps.")
-
-
-def _tolerance() -> float:
-    return option(1e-3, "Consensus error to count rounds to.")
-
-
-@dataclasses.dataclass(frozen=True)
-class InspectGraphConfig(Checked):
-    """One graph: by name, or by its phone book."""
-
-    name: str | None = None
-    nodes: int | None = option(None, "Number of nodes.", least=1)
-    peers_per_step: int | None = option(
-        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
-    )
-    dedupe: bool = option(False, "Keep only the first of equal peers.")
-    rows: int | None = option(None, _whose("rows"), least=1)
-    group_size: int | None = option(None, _whose("group_size"), least=1)
-    num_rounds: int | None = option(None, _whose("num_rounds"), least=1)
-    seed: int | None = option(None, _whose("seed"), least=0, below=2**63)
-    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
-        None, "JSON file, instead of a name: for every node the list of its peers."
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
-    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
-    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
-    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
-    as_json: bool = option(False, "Print JSON.", flag="--json")
-
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.phone_book is None):
-            raise ValueError(
-                f"give the NAME of a graph or --phone-book FILE; the names are {', '.join(GRAPHS)}"
-            )
-        if self.name is not None and self.nodes is None:
-            raise ValueError("--nodes must be given with the name of a graph")
-        if self.phone_book is not None:
-            for name in ("nodes", "dedupe", "rows", "group_size", "num_rounds", "seed"):
-                value = getattr(self, name)
-                if value is not None and value is not False:
-                    raise ValueError(f"{as_flag(name)} does not go with --phone-book")
-        if self.model_bytes is not None and self.parameters is not None:
-            raise ValueError("give one of --model-bytes and --parameters")
-        super().__post_init__()
-        if self.nodes is not None:
-            _check_nodes("--nodes", self.nodes)
-            most = MOST_ENTRIES // self.nodes**2
-            if self.num_rounds is not None and self.num_rounds > most:
-                raise ValueError(
-                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
-                    f"got {self.num_rounds}"
-                )
-        parse_mixing(self.mixing)
-        _check_tolerance(self.tolerance)
-
-    def analyse(self) -> GraphAnalysis:
-        """Builds the graph and finds out about it.
-
-        Raises:
-          ValueError: for what the library refuses, or a file that is no phone book.
-        """
-        size = self.model_bytes
-        if self.parameters is not None:
-            size = 4 * self.parameters  # float32
-        return analyse(
-            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
-            parse_mixing(self.mixing),
-            model_bytes=size,
-            tolerance=self.tolerance,
-        )
-
-    def _graph(self) -> Graph:
-        if self.phone_book is not None:
-            table = _read_phone_book(self.phone_book)
-            return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
-        assert self.name is not None
-        assert self.nodes is not None
-        return make_graph(
-            self.name,
-            self.nodes,
-            peers_per_step=self.peers_per_step,
-            dedupe=self.dedupe or None,
-            rows=self.rows,
-            group_size=self.group_size,
-            num_rounds=self.num_rounds,
-            seed=self.seed,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class InspectGraphsConfig(Checked):
-    """Several graphs at several sizes.
-
-    Attributes:
-      nodes: numbers of nodes.
-      graphs: each NAME or NAME:PEERS, with peers per step.
-      pictured: those of the graphs that the picture shows.
-      picture_nodes: the numbers of nodes that it shows.
-      mixing: as `parse_mixing` takes it.
-      tolerance: consensus error to count rounds to.
-    """
-
-    nodes: tuple[int, ...] = option(
-        "4,8,16,32,64,128,256", "Numbers of nodes, separated by commas.", parse=parse_integers
-    )
-    graphs: tuple[str, ...] = option(
-        ",".join(f"{name},{name}:2" if name in _TWICE else name for name in GRAPHS),
-        "Separated by commas, each NAME or NAME:PEERS (default: all, some with 2 peers besides).",
-        parse=parse_names,
-        shows_default=False,
-    )
-    # More lines would hide each other.
-    pictured: tuple[str, ...] = (
-        "complete",
-        "star",
-        "npeer_directed_exponential",
-        "inner_outer",
-        "symmetric_exponential",
-        "random_matching",
-        "torus_2d",
-        "ring:2",
-        "ring",
-    )
-    picture_nodes: tuple[int, ...] = option(
-        "16,64", "Numbers of nodes that the picture shows.", parse=parse_integers
-    )
-    mixing: str = _mixing()
-    tolerance: float = _tolerance()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_different("--graphs", self.graphs)
-        for flag, values in (("--nodes", self.nodes), ("--picture-nodes", self.picture_nodes)):
-            check_different(flag, values)
-            if min(values) < 1:
-                raise ValueError(f"{flag} must be >= 1, got {min(values)}")
-            _check_nodes(flag, max(values))
-        for graph in self.graphs:
-            split_graph(graph)
-        parse_mixing(self.mixing)
-        _check_tolerance(self.tolerance)
+# Of the graphs that are compared where none are named: more lines would hide each other.
+_PICTURED = (
+    "complete", "star", "npeer_directed_exponential", "inner_outer", "symmetric_exponential",
+    "random_matching", "torus_2d", "ring:2", "ring",
+)  # fmt: skip
+# What says more of a graph, or of a schedule, that is given by its name.
+_OF_NAMED_GRAPHS = ("dedupe", "rows", "group_size", "num_rounds", "seed")
+_OF_KINDS = ("memory", "warm_up", "most_stash", "forward_only")
 
 
 def split_graph(text: str) -> tuple[str, int | None]:
@@ -210,7 +67,7 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     Raises:
       ValueError: for one that takes longer, naming the flag that it comes from.
     """
-    _check_nodes(flag, graph.num_nodes)
+    _check_nodes(graph.num_nodes, flag)
     most = MOST_ENTRIES // graph.num_nodes**2
     if graph.num_rounds > most:
         raise ValueError(
@@ -221,7 +78,7 @@ def check_effort(flag: str, graph: Graph) -> Graph:
     return graph
 
 
-def _check_nodes(flag: str, nodes: int) -> None:
+def _check_nodes(nodes: int, flag: str = "--nodes") -> None:
     if nodes > MOST_NODES:
         raise ValueError(
             f"{flag}: at most {MOST_NODES} nodes are analysed, since more take minutes; got {nodes}"
@@ -233,12 +90,157 @@ def _check_tolerance(tolerance: float) -> None:
         raise ValueError(f"--tolerance must lie strictly between 0 and 1, got {tolerance}")
 
 
+def _mixing() -> str:
+    help = "uniform, or self_weighted:SHARE with the share that a node keeps."
+    return option("uniform", help, check=parse_mixing)
+
+
+def _tolerance() -> float:
+    return option(1e-3, "Consensus error to count rounds to.", check=_check_tolerance)
+
+
+def _check_source(
+    config: Any, name: str, what: str, file: str, known: Iterable[str], of_names: Iterable[str]
+) -> None:
+    """Raise `ValueError` unless a name or else a file says what is to be looked at.
+
+    Args:
+      config: of a command.
+      name: field of the name, which is an argument.
+      what: what has the name, in a word.
+      file: field of the file, which is an option.
+      known: the names that there are.
+      of_names: fields of the options that go with a name alone.
+    """
+    flag, has_file = as_flag(file), getattr(config, file) is not None
+    if (getattr(config, name) is not None) == has_file:
+        raise ValueError(
+            f"give the {name.upper()} of a {what} or {flag} FILE; the {name}s are "
+            f"{', '.join(known)}"
+        )
+    for other in of_names if has_file else ():
+        value = getattr(config, other)
+        if value is not None and value is not False:
+            raise ValueError(f"{as_flag(other)} does not go with {flag}")
+
+
+def _whose(argument: str) -> str:
+    """Return for help which graphs' constructors take an argument."""
+    names = [name for name, make in GRAPHS.items() if argument in signature(make).parameters]
+    return f"Of {' and '.join(names)}."
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphConfig(Checked):
+    """One graph: by name, or by its phone book."""
+
+    nodes: int | None = option(None, "Number of nodes.", least=1, check=_check_nodes)
+    peers_per_step: int | None = option(
+        None, "Peers that a node sends to per exchange (default: the graph's).", least=1
+    )
+    dedupe: bool = option(False, "Keep only the first of equal peers.")
+    rows: int | None = option(None, _whose("rows"), least=1)
+    group_size: int | None = option(None, _whose("group_size"), least=1)
+    num_rounds: int | None = option(None, _whose("num_rounds"), least=1)
+    seed: int | None = option(None, _whose("seed"), least=0, below=2**63)
+    phone_book: Path | None = option(  # noqa: RUF009 - a field, as the others
+        None, "JSON file, instead of a name: for every node the list of its peers."
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+    model_bytes: int | None = option(None, "Size of the parameters.", least=0, below=2**63)
+    parameters: int | None = option(None, "Number of float32 parameters.", least=0, below=2**61)
+    matrices: bool = option(False, "Show the mixing matrix of every round, and their product.")
+    as_json: bool = option(False, "Print JSON.", flag="--json")
+    name: str | None = option(None, "Of the graph; see below.", flag="NAME")
+
+    def __post_init__(self) -> None:
+        _check_source(self, "name", "graph", "phone_book", GRAPHS, ("nodes", *_OF_NAMED_GRAPHS))
+        if self.name is not None and self.nodes is None:
+            raise ValueError("--nodes must be given with the name of a graph")
+        if self.model_bytes is not None and self.parameters is not None:
+            raise ValueError("give one of --model-bytes and --parameters")
+        super().__post_init__()
+        if self.nodes is not None:
+            most = MOST_ENTRIES // self.nodes**2
+            if self.num_rounds is not None and self.num_rounds > most:
+                raise ValueError(
+                    f"--num-rounds must be <= {most} with so many nodes, since more take minutes; "
+                    f"got {self.num_rounds}"
+                )
+
+    def analyse(self) -> GraphAnalysis:
+        """Builds the graph and finds out about it.
+
+        Raises:
+          ValueError: for what the library refuses, or a file that is no phone book.
+        """
+        size = self.model_bytes if self.parameters is None else 4 * self.parameters  # float32
+        return analyse(
+            check_effort("--nodes" if self.phone_book is None else "--phone-book", self._graph()),
+            parse_mixing(self.mixing),
+            model_bytes=size,
+            tolerance=self.tolerance,
+        )
+
+    def _graph(self) -> Graph:
+        if self.phone_book is not None:
+            table = _read_phone_book(self.phone_book)
+            return from_phone_book(table, self.peers_per_step or 1, name=self.phone_book.stem)
+        assert self.name is not None
+        assert self.nodes is not None
+        options = {name: getattr(self, name) for name in _OF_NAMED_GRAPHS}
+        options["dedupe"] = self.dedupe or None  # a graph may do it by itself
+        return make_graph(self.name, self.nodes, peers_per_step=self.peers_per_step, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectGraphsConfig(Checked):
+    """Several graphs at several sizes.
+
+    Attributes:
+      nodes: numbers of nodes.
+      graphs: each NAME or NAME:PEERS, with peers per step.
+      picture_nodes: the numbers of nodes that it shows.
+      mixing: as `parse_mixing` takes it.
+      tolerance: consensus error to count rounds to.
+    """
+
+    nodes: tuple[int, ...] = option(
+        "4,8,16,32,64,128,256",
+        "Numbers of nodes, separated by commas.",
+        parse=parse_integers,
+        least=1,
+        check=_check_nodes,
+    )
+    graphs: tuple[str, ...] = option(
+        ",".join(f"{name},{name}:2" if name in _TWICE else name for name in GRAPHS),
+        "Separated by commas, each NAME or NAME:PEERS (default: all, some with 2 peers besides).",
+        parse=parse_names,
+        shows_default=False,
+        check=split_graph,
+    )
+    picture_nodes: tuple[int, ...] = option(
+        "16,64",
+        "Numbers of nodes that the picture shows.",
+        parse=parse_integers,
+        least=1,
+        check=functools.partial(_check_nodes, flag="--picture-nodes"),
+    )
+    mixing: str = _mixing()
+    tolerance: float = _tolerance()
+
+    @property
+    def pictured(self) -> tuple[str, ...]:
+        """The graphs that the picture shows: all that were asked for, or some of the default."""
+        return _PICTURED if self.graphs is InspectGraphsConfig.graphs else self.graphs
+
+
 def _read_phone_book(path: Path) -> list[list[int]]:
+    text = _read("--phone-book", path)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--phone-book: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # no UTF-8, no JSON
+        table = json.loads(text)
+    except ValueError as error:
         raise ValueError(f"--phone-book: {path} is no JSON: {error}") from None
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
         raise ValueError(
@@ -246,6 +248,15 @@ def _read_phone_book(path: Path) -> list[list[int]]:
             "as [[1, 2], [0], [1]]"
         )
     return table
+
+
+def _read(flag: str, path: Path) -> str:
+    """Return the text of a file that an option names; an error names the option, too."""
+    try:
+        with file_errors(flag, "read", path):
+            return path.read_text(encoding="utf-8")
+    except ValueError:
+        raise ValueError(f"{flag}: {path} is no text") from None
 
 
 def _time(default: float, help: str) -> float:
@@ -256,7 +267,6 @@ def _time(default: float, help: str) -> float:
 class InspectScheduleConfig(Checked):
     """One schedule: by its kind and sizes, or by its table."""
 
-    kind: str | None = None
     stages: int | None = option(None, "Device stages of the pipeline.", least=1)
     microbatches: int | None = option(None, "Microbatches of a step.", least=1)
     chunks: int | None = option(
@@ -281,19 +291,14 @@ class InspectScheduleConfig(Checked):
     whole: bool = option(False, "Show all ticks, however many.")
     orders: bool = option(False, "Print torch's notation, a line per stage, and nothing else.")
     as_json: bool = option(False, "Print JSON.", flag="--json")
+    kind: str | None = option(None, "Of the schedule; see below.", flag="KIND")
 
     def __post_init__(self) -> None:
-        if (self.kind is None) == (self.table is None):
-            raise ValueError(
-                f"give the KIND of a schedule or --table FILE; the kinds are {', '.join(PIPELINES)}"
-            )
+        of_kinds = ("stages", "microbatches", "chunks", *_OF_KINDS)
+        _check_source(self, "kind", "schedule", "table", PIPELINES, of_kinds)
         if self.orders and self.as_json:
             raise ValueError("give one of --orders and --json")
-        if self.table is not None:
-            for name in ("stages", "microbatches", *self._of_kinds(), "forward_only"):
-                if getattr(self, name):
-                    raise ValueError(f"{as_flag(name)} does not go with --table")
-        elif self.stages is None or self.microbatches is None:
+        if self.table is None and (self.stages is None or self.microbatches is None):
             raise ValueError("--stages and --microbatches must be given with the kind")
         super().__post_init__()
         size = (self.stages or 1) * (self.microbatches or 1) * (self.chunks or 1)
@@ -303,14 +308,11 @@ class InspectScheduleConfig(Checked):
                 f"minutes; got {size}"
             )
 
-    @staticmethod
-    def _of_kinds() -> tuple[str, ...]:
-        return "chunks", "memory", "warm_up", "most_stash"
-
     @property
     def times(self) -> dict[str, Any]:
         """As `Schedule.simulate` takes them."""
-        return {name: getattr(self, name) for name in (*_TIMES, "send")}
+        names = ("forward", "backward_input", "backward_weight", "send")
+        return {name: getattr(self, name) for name in names}
 
     def schedule(self) -> "Schedule":
         """The schedule that was asked for.
@@ -321,24 +323,12 @@ class InspectScheduleConfig(Checked):
         from jaxslowmo.pipeline import schedules
 
         if self.table is not None:
-            return schedules.from_table(_read(self.table), name=self.table.stem)
-        options: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("memory", "warm_up", "most_stash", "forward_only")
-            if getattr(self, name)
-        }
+            rows = _read("--table", self.table).splitlines()
+            return schedules.from_table(rows, name=self.table.stem)
+        options = {name: getattr(self, name) for name in _OF_KINDS if getattr(self, name)}
         if self.kind == "lockstep":
             options |= self.times
         assert self.kind is not None
         assert self.stages is not None
         assert self.microbatches is not None
         return schedules.by_name(self.kind, self.stages, self.microbatches, self.chunks, **options)
-
-
-def _read(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"--table: cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"--table: {path} is no text") from None

@@ -14,6 +14,30 @@ MODEL_AXES = ("stage", "fsdp", "tensor")
 PIPELINES = ("gpipe", "one_f_one_b", "interleaved", "zero_bubble", "zbv", "lockstep")
 EXECUTORS = ("one_program", "host")
 _TICKS_PER_STAGE = 4  # microbatches per stage where nobody says how many
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes by name of "replica=2,stage=2,fsdp=2", in the order of `AXES`.
+
+    Raises:
+      ValueError: an unknown axis, one that is named twice, or a size that is none.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (x.strip() for x in part.partition("="))
+        if not equals or not (size.isascii() and size.isdigit()) or not 0 < int(size) < 2**20:
+            raise ValueError(
+                "--mesh must be sizes of axes such as replica=2,stage=2,fsdp=2, got "
+                f"{part.strip() or 'nothing'}"
+            )
+        if name not in AXES:
+            raise ValueError(f"--mesh has the axes {', '.join(AXES)}, got {name or 'nothing'}")
+        if name in found:
+            raise ValueError(f"--mesh must name each axis once, got {name} again")
+        found[name] = int(size)
+    return {name: found[name] for name in AXES if name in found}
+
+
 _option = functools.partial(option, panel="Devices")
 
 
@@ -26,6 +50,7 @@ class MeshConfig(Checked):
         "Sizes of the axes of the devices, such as replica=2,stage=2,fsdp=2: replica, device "
         "(which share a batch), stage (of a pipeline), fsdp and tensor (which share the model). In "
         "place of --replicas and --devices-per-replica.",
+        check=parse_mesh,
     )
     pipeline: str = _option(
         "one_f_one_b",
@@ -50,11 +75,6 @@ class MeshConfig(Checked):
         "one by one, which wait less for each other but take a single process.",
         choices=EXECUTORS,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mesh is not None:
-            parse_mesh(self.mesh)  # only for its checks
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,28 +121,6 @@ class MeshConfig(Checked):
         return self.microbatches
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes by name of "replica=2,stage=2,fsdp=2", in the order of `AXES`.
-
-    Raises:
-      ValueError: an unknown axis, one that is named twice, or a size that is none.
-    """
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (x.strip() for x in part.partition("="))
-        if not equals or not (size.isascii() and size.isdigit()) or not 0 < int(size) < 2**20:
-            raise ValueError(
-                "--mesh must be sizes of axes such as replica=2,stage=2,fsdp=2, got "
-                f"{part.strip() or 'nothing'}"
-            )
-        if name not in AXES:
-            raise ValueError(f"--mesh has the axes {', '.join(AXES)}, got {name or 'nothing'}")
-        if name in found:
-            raise ValueError(f"--mesh must name each axis once, got {name} again")
-        found[name] = int(size)
-    return {name: found[name] for name in AXES if name in found}
-
-
 def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batch: int) -> None:
     """Refuses what does not fit the rest of a run.
 
@@ -137,13 +135,15 @@ def check_mesh(config: MeshConfig, replicas: int, devices_per_replica: int, batc
     """
     if config.mesh is None:
         return
-    own = {"replica": replicas, "device": devices_per_replica}
-    flags = {"replica": "--replicas", "device": "--devices-per-replica"}
-    for name, value in own.items():
-        if config.sizes.get(name, 1) != value:
+    for name, flag, value in (
+        ("replica", "--replicas", replicas),
+        ("device", "--devices-per-replica", devices_per_replica),
+    ):
+        size = config.sizes.get(name, 1)
+        if size != value:
             raise ValueError(
-                f"--mesh and {flags[name]} contradict each other: {config.mesh} has "
-                f"{config.sizes.get(name, 1)} along {name}, got {value}; leave {flags[name]} out"
+                f"--mesh and {flag} contradict each other: {config.mesh} has {size} along {name}, "
+                f"got {value}; leave {flag} out"
             )
     shares = math.prod(config.sizes.get(name, 1) for name in ("device", "fsdp"))
     if batch % shares:

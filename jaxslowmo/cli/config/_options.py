@@ -5,7 +5,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -17,8 +17,9 @@ from ._training import PRESET_DEFAULTS, TrainConfig, train_options
 
 _INDENT = 6
 _CHOICE = "<choice>"
-# The parameter of a command that takes the options of a `TrainConfig`.
-_TRAIN = "train"
+# The parameters of a command that take its configuration, the options of a `TrainConfig`, and the
+# folder for its results.
+_CONFIG, _TRAIN, _OUT = "config", "train", "out"
 _OF_STAGES = ("pipeline", "microbatches", "chunks", "executor")
 # typer has brought its own click since 0.26: the classes are those that it uses.
 _CONTEXT: Any = TyperCommand.context_class
@@ -94,50 +95,56 @@ class Group(_Described, TyperGroup):
 
 
 def with_options(
-    command: Callable[..., None],
+    command: Callable[..., int],
     config: type[Checked] | None = None,
     *,
     train: Collection[str] = (),
-) -> Callable[..., None]:
+    out: str | None = None,
+) -> Callable[..., int]:
     """`command` with options made from fields in its signature.
 
-    They stand in this order: those of `config`, the command's own parameters, those of training.
+    They stand in this order: those of `config`, the command's own parameters, `--out`, those of
+    training.
 
     Args:
-      command: takes what was given of `config` as keywords, and of training as the dict `train`.
+      command: takes its own parameters; `config`; and of training what was given, as the dict
+        `train`. Where there are both it takes what was given of `config` as keywords.
       config: of the command, whose options show their defaults.
       train: names of the fields of a `TrainConfig` and its parts that are options, too. None
         stands for one that was not given: presets decide.
+      out: what the default folder for results is called after, where `command` takes `out`.
     """
     own = options_of(config) if config else {}
 
-    def called(**options: Any) -> None:
+    def called(**options: Any) -> int:
         given: dict[str, Any] = {}
         with usage_errors():
             for name, field in own.items():
                 value, parse = options.pop(name), rule_of(field).parse
                 if value is not None:
                     given[name] = parse(flag_of(field), value) if parse else value
+            if config and not train:
+                given = {_CONFIG: config(**given)}
         if train:
             given[_TRAIN] = {name: options.pop(name) for name in train}
-        command(**options, **given)
+        return command(**options, **given)
 
+    made = {_CONFIG, _TRAIN, _OUT if out else _CONFIG}
     parameters = [_parameter(field) for field in own.values()]
     parameters += [
         parameter
         for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name != _TRAIN
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in made
     ]
+    if out:
+        help = f"Folder for the results (default: runs/{out}-DATE)."
+        kind = Annotated[Path | None, path_option("--out", help)]
+        parameters.append(_keyword(_OUT, None, kind))
     parameters += [_train_parameter(x) for name, x in train_options().items() if name in train]
     called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     called.__annotations__ = {p.name: p.annotation for p in parameters}
     called.__doc__ = command.__doc__
     return called
-
-
-def folder_option(command: str) -> Any:
-    """The option `--out` of a command."""
-    return path_option("--out", f"Folder for the results (default: runs/{command}-DATE).")
 
 
 def path_option(flag: str, help: str) -> Any:
@@ -160,20 +167,25 @@ def same_option(config: type[Checked], name: str) -> Any:
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return the option of a command's own configuration: typer shows the default."""
     rule = rule_of(field)
-    shown = rule.text if rule.parse else field.default
+    shown, flag = rule.text if rule.parse else field.default, flag_of(field)
+    if not flag.startswith("--"):
+        argument = typer.Argument(shown, help=rule.help, show_default=False)
+        return _keyword(field.name, argument, field.type)
     option = typer.Option(
         shown if rule.shows_default else None,
-        flag_of(field),
+        flag,
         help=_help(rule),
         show_default=rule.shows_default and shown is not None,
         metavar=_CHOICE if rule.choices else None,
     )
-    return _optional(field.name, str if rule.parse else field.type, option)
+    kind: Any = str if rule.parse else field.type
+    return _keyword(field.name, option, kind | None)
 
 
 def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return an option of training: whether it was given decides if it or the preset counts."""
-    name, kind, rule, flag = field.name, field.type, rule_of(field), flag_of(field)
+    kind: Any = field.type
+    name, rule, flag = field.name, rule_of(field), flag_of(field)
     help = _help(rule)
     if field.default is not None:
         default = str(field.default).lower() if kind is bool else field.default
@@ -187,7 +199,7 @@ def _train_parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
         rich_help_panel=rule.panel,
         metavar=_CHOICE if rule.choices else None,
     )
-    return _optional(name, kind, option)
+    return _keyword(name, option, kind | None)
 
 
 def _help(rule: Rule) -> str:
@@ -195,10 +207,8 @@ def _help(rule: Rule) -> str:
     return f"{rule.help} One of {', '.join(rule.choices)}." if rule.choices else rule.help
 
 
-def _optional(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None
-    )
+def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def refuse_unused(

@@ -226,8 +226,7 @@ class TrainConfig(Checked):
     @property
     def num_microbatches(self) -> int:
         """Parts of a batch that go through the stages one after the other; 1 without stages."""
-        has_stages = "stage" in self.model_axes
-        return self.mesh.num_microbatches(self.rows) if has_stages else 1
+        return self.mesh.num_microbatches(self.rows) if "stage" in self.model_axes else 1
 
     @property
     def schedule_length(self) -> int:
@@ -286,12 +285,10 @@ PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-PARTS: dict[str, type[Checked]] = {
-    "mesh": MeshConfig,
-    "algorithm": AlgorithmConfig,
-    "optimizer": OptimizerConfig,
-    "checkpoint": CheckpointConfig,
-    "cluster": ClusterConfig,
+PARTS: dict[str, Any] = {
+    field.name: field.default_factory
+    for field in dataclasses.fields(TrainConfig)
+    if field.default_factory is not dataclasses.MISSING
 }
 
 
@@ -330,18 +327,10 @@ def train_config(given: Mapping[str, Any]) -> TrainConfig:
     if "mesh" in given:
         # It says how many there are: what presets say of that counts no more.
         sizes = parse_mesh(given["mesh"])
-        values = {
-            **values,
-            "replicas": given.get("replicas", sizes.get("replica", 1)),
-            "devices_per_replica": given.get("devices_per_replica", sizes.get("device", 1)),
-        }
-
-    def of(cls: type) -> dict[str, Any]:
-        return {name: values[name] for name in options_of(cls) if name in values}
-
-    parts: dict[str, Any] = {name: cls(**of(cls)) for name, cls in PARTS.items()}
+        of_mesh = {"replicas": "replica", "devices_per_replica": "device"}
+        values |= {name: sizes.get(axis, 1) for name, axis in of_mesh.items()} | given
     not_given = tuple(name for name in KEPT if name not in given)
-    return TrainConfig(**of(TrainConfig), **parts, not_given=not_given)
+    return with_values(TrainConfig(not_given=not_given), values)
 
 
 def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:

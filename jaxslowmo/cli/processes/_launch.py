@@ -1,11 +1,9 @@
 """`jaxslowmo launch`: the processes of a run on this machine, started again when one is lost."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from .._errors import LOST_A_PROCESS, TERMINATED, CommandError
 from ._peers import LAUNCHED
-from ._restarts import Children, EndOfStart, keep_running, pass_on
+from ._restarts import Child, Children, EndOfStart, keep_running, pass_on
 
 # Beyond the heartbeat: what survivors need to notice that a process is gone, and to end.
 _GRACE_SECONDS = 10
@@ -40,7 +38,7 @@ def launch(
       processes: how many.
       restarts: how often to start again before there is a newer checkpoint.
       heartbeat_timeout: of the processes, in seconds.
-      command: "train" and its arguments, which `folder_of` has looked at.
+      command: "train" and its arguments, which `check_launched` has looked at.
       out: folder of the run.
 
     Returns:
@@ -57,8 +55,8 @@ def launch(
     return keep_running(attempt, arguments, out, restarts=restarts, speaker="launch")
 
 
-def folder_of(processes: int, command: Sequence[str]) -> Path:
-    """The folder of the run, which stands in its command.
+def check_launched(processes: int, command: Sequence[str]) -> None:
+    """Refuses what is not the training that several processes of this machine can do.
 
     Raises:
       CommandError: for a command that cannot be launched.
@@ -71,44 +69,26 @@ def folder_of(processes: int, command: Sequence[str]) -> Path:
     own = [name for name in _OWN for given in command if given.partition("=")[0] == name]
     if own:
         raise CommandError(f"{', '.join(own)} of train: launch decides it")
-    outs = [
-        given.partition("=")[2] or (list(command[i + 1 : i + 2]) or [""])[0]
-        for i, given in enumerate(command)
-        if given.partition("=")[0] == "--out"
-    ]
-    if not outs or not outs[-1]:
-        raise CommandError("train needs --out where there are several processes: they share it")
-    return Path(outs[-1])
 
 
 class _Group:
-    """One start of all processes."""
+    """One start of all processes; an error or a warning that several tell of comes once."""
 
     def __init__(
         self, children: Children, processes: int, port: int, arguments: Sequence[str]
     ) -> None:
         self._children, self._wanted = children, processes
-        self._processes: list[subprocess.Popen[str]] = []
-        self._voices = _Voices()
+        self._started: list[Child] = []
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        place = "--coordinator", f"{_HOST}:{port}", "--num-processes", str(processes)
         for index in range(processes):
             if children.asked is not None:
                 break
-            self._processes.append(
-                children.start(
-                    [
-                        *(sys.executable, "-m", "jaxslowmo", *arguments),
-                        *("--coordinator", f"{_HOST}:{port}", "--num-processes", str(processes)),
-                        *("--process-id", str(index)),
-                    ],
-                    {**os.environ, LAUNCHED: str(os.getpid())},
-                    # Ctrl-C reaches them through this process alone, once.
-                    start_new_session=True,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                )
-            )
-            self._voices.pass_on(self._processes[-1])
+            own = [*arguments, *place, "--process-id", str(index)]
+            # Ctrl-C reaches them through this process alone, once.
+            child = Child(children, own, LAUNCHED, self._hear, start_new_session=True)
+            self._started.append(child)
 
     def wait(self, patience: float) -> EndOfStart:
         """How the process that failed first ended, once all have; code 0 if none failed.
@@ -117,20 +97,22 @@ class _Group:
           patience: seconds that the others get to end after that, before they are killed.
         """
         failed, deadline = None, None
-        while any(process.poll() is None for process in self._processes):
+        while any(child.process.poll() is None for child in self._started):
             time.sleep(0.05)
             if failed is None:
                 failed = self._failure()
                 deadline = time.monotonic() + patience
             elif deadline is not None and time.monotonic() > deadline:
                 self._children.send(signal.SIGKILL)
-        self._voices.end()
-        if len(self._processes) < self._wanted:
+        for child in self._started:
+            child.end()
+        if len(self._started) < self._wanted:
             return EndOfStart(TERMINATED, "not all processes were started")
         return failed or self._failure() or EndOfStart(0, "all processes ended", is_told=True)
 
     def _failure(self) -> EndOfStart | None:
-        failed = [(i, p.poll() or 0) for i, p in enumerate(self._processes) if p.poll()]
+        codes = [child.process.poll() or 0 for child in self._started]
+        failed = [(i, code) for i, code in enumerate(codes) if code]
         if not failed:
             return None
         # Who lost another process did not fail first.
@@ -138,39 +120,14 @@ class _Group:
         is_told, code = code > 0, 128 - code if code < 0 else code
         return EndOfStart(code, f"process {index} ended with code {code}", is_told=is_told)
 
-
-class _Voices:
-    """What the processes of one start say on stderr; an error or a warning of several once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
-
-    def pass_on(self, process: "subprocess.Popen[str]") -> None:
-        """Passes on what this process says from now on."""
-        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-        self._readers.append(reader)
-        reader.start()
-
-    def end(self) -> None:
-        """Waits until all is passed on that processes which have ended said."""
-        for reader in self._readers:
-            reader.join(timeout=5)
-
-    def _read(self, process: "subprocess.Popen[str]") -> None:
-        assert process.stderr is not None
-        with process.stderr as said:
-            for line in said:
-                if not (line.startswith(_TOLD_ONCE) and self._was_told(line)):
-                    pass_on(line)
-
-    def _was_told(self, line: str) -> bool:
-        what = _OF_ANOTHER.sub("", line)
-        with self._lock:
-            before = what in self._told
-            self._told.add(what)
-            return before
+    def _hear(self, line: str) -> None:
+        if line.startswith(_TOLD_ONCE):
+            what = _OF_ANOTHER.sub("", line)
+            with self._lock:
+                if what in self._told:
+                    return
+                self._told.add(what)
+        pass_on(line)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class StopOnSignal:
+class StopOnSignal(contextlib.ExitStack):
     """Context in which Ctrl-C and SIGTERM only ask for an end after the step in progress.
 
     An exception in the middle of a step would leave a state whose buffers are given away. A second
@@ -118,10 +118,10 @@ class StopOnSignal:
     """
 
     def __init__(self, cluster: Cluster = ALONE) -> None:
+        super().__init__()
         self.asked: Stop | None = None
         self._calls = 0
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
-        self._handled = contextlib.ExitStack()
 
     def after_step(self, kind: Hashable = ()) -> Stop | None:
         """Why to stop after this step; None to go on. To be asked after every step.
@@ -149,18 +149,13 @@ class StopOnSignal:
         return contextlib.nullcontext() if self._watch is None else self._watch.besides_steps()
 
     def __enter__(self) -> "StopOnSignal":
-        handlers: dict[int, Handler] = {
-            signal.SIGINT: self._interrupt,
-            signal.SIGTERM: self._terminate,
-        }
-        if self._has_peers:
-            handlers = {signal.SIGINT: signal.SIG_IGN}
+        own: Mapping[int, Handler]
+        own = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._terminate}
         if threading.current_thread() is threading.main_thread():
-            self._handled.enter_context(handling(handlers))
+            self.enter_context(
+                handling({signal.SIGINT: signal.SIG_IGN} if self._has_peers else own)
+            )
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handled.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.asked == "interrupted":

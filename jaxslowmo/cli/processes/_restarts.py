@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +15,12 @@ from typing import Any
 
 from .._errors import FINAL, INTERRUPTED, TERMINATED
 from ..run._run_folder import RunFolder
-from ._peers import Handler, handling
+from ._peers import handling
 
 _TICK_SECONDS = 0.1
 
 
-class Children:
+class Children(contextlib.ExitStack):
     """Context in which SIGTERM and Ctrl-C end the command, whatever it does just then.
 
     Both are passed on, as SIGTERM, to the processes that run, so that they save and stop at one
@@ -30,17 +32,13 @@ class Children:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: signal.Signals | None = None
         self._processes: list[subprocess.Popen[Any]] = []
-        self._handled = contextlib.ExitStack()
 
     def __enter__(self) -> "Children":
-        handlers: dict[int, Handler] = {signal.SIGINT: self._end, signal.SIGTERM: self._end}
-        self._handled.enter_context(handling(handlers))
+        self.enter_context(handling({signal.SIGINT: self._end, signal.SIGTERM: self._end}))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handled.close()
 
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], **options: Any
@@ -77,6 +75,50 @@ class Children:
         if self.asked != signal.SIGINT:
             self.asked = signal.Signals(number)
         self.send(signal.SIGKILL if again else signal.SIGTERM)
+
+
+class Child:
+    """A `jaxslowmo` that this process has started, and hears.
+
+    Args:
+      children: starts it.
+      arguments: of the command line.
+      mark: variable of its environment that holds the id of this process.
+      hear: takes each line of its stderr, in a thread of its own.
+      **options: further ones of `subprocess.Popen`.
+
+    Attributes:
+      process: that was started.
+    """
+
+    def __init__(
+        self,
+        children: Children,
+        arguments: Sequence[str],
+        mark: str,
+        hear: Callable[[str], None],
+        **options: Any,
+    ) -> None:
+        self.process = children.start(
+            [sys.executable, "-m", "jaxslowmo", *arguments],
+            {**os.environ, mark: str(os.getpid())},
+            **options,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, args=(hear,), daemon=True)
+        self._reader.start()
+
+    def end(self) -> None:
+        """Waits until all is heard that the process said, which has ended."""
+        self._reader.join(timeout=5)
+
+    def _read(self, hear: Callable[[str], None]) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as said:
+            for line in said:
+                hear(line)
 
 
 _FIRST_WAIT, _LONGEST_WAIT = 1, 60  # seconds

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from .._errors import LOST_A_PROCESS
 from ._peers import CHILD
-from ._restarts import Children, EndOfStart, keep_running, pass_on
+from ._restarts import Child, Children, EndOfStart, keep_running, pass_on
 
 # Printed by a child whose exchange failed: whether and which other process is gone, the runtime
 # tells some seconds later, when it aborts.
@@ -80,13 +79,24 @@ def supervise(argv: Sequence[str], out: Path, *, restarts: int = 0) -> int:
       The exit code: the child's; 75 if it lost another process; 128 + n if signal n killed it;
       130 after Ctrl-C; 143 after SIGTERM that came too early for something to be saved.
     """
-    return keep_running(
-        lambda children, arguments: _Child(children, arguments).wait(),
-        argv,
-        out,
-        restarts=restarts,
-        speaker="error",
-    )
+    return keep_running(_attempt, argv, out, restarts=restarts, speaker="error")
+
+
+def _attempt(children: Children, arguments: list[str]) -> EndOfStart:
+    """One run of the child; with code 75 where another process was lost."""
+    ear = _Ear()
+    child = Child(children, arguments, CHILD, ear.hear)
+    code = child.process.wait()
+    child.end()
+    lines = list(ear.lines)
+    loss = describe_loss(lines)
+    aborted = code == -signal.SIGABRT and loss is not None
+    if aborted or _ended_waiting(lines):
+        what = loss or "another process died or cannot be reached"
+        return EndOfStart(LOST_A_PROCESS, what, is_late=loss == _LATE)
+    if code < 0:
+        return EndOfStart(128 - code, f"this process was killed by {_signal_name(-code)}")
+    return EndOfStart(code, f"this process ended with code {code}", is_told=True)
 
 
 def describe_loss(lines: Sequence[str]) -> str | None:
@@ -129,45 +139,20 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class _Child:
-    """One run of the child; the parent must be the main thread."""
+class _Ear:
+    """Passes on what the child has to say itself, and remembers the last lines of all."""
 
-    def __init__(self, children: Children, arguments: Sequence[str]) -> None:
-        self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
-        self._process = children.start(
-            [sys.executable, "-m", "jaxslowmo", *arguments],
-            {**os.environ, CHILD: str(os.getpid())},
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+        self._quiet = False
 
-    def wait(self) -> EndOfStart:
-        """How it ended; with code 75 where another process was lost."""
-        self._reader.start()
-        code = self._process.wait()
-        self._reader.join(timeout=5)
-        lines = list(self._lines)
-        loss = describe_loss(lines)
-        aborted = code == -signal.SIGABRT and loss is not None
-        if aborted or _ended_waiting(lines):
-            what = loss or "another process died or cannot be reached"
-            return EndOfStart(LOST_A_PROCESS, what, is_late=loss == _LATE)
-        if code < 0:
-            return EndOfStart(128 - code, f"this process was killed by {_signal_name(-code)}")
-        return EndOfStart(code, f"this process ended with code {code}", is_told=True)
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        quiet = False
-        with self._process.stderr as written:
-            for line in written:
-                self._lines.append(line.rstrip("\n"))
-                # From the first of the runtime's last words on, all is of it: stacks, mostly.
-                noise = bool(_NOISE.match(line))
-                is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
-                quiet = quiet or is_end or PEER_FAILED in line
-                # What the process has to say itself comes at any time.
-                if line.startswith(_OWN) or not (quiet or noise):
-                    pass_on(line)
+    def hear(self, line: str) -> None:
+        """Take a line of the child's stderr."""
+        self.lines.append(line.rstrip("\n"))
+        # From the first of the runtime's last words on, all is of it: stacks, mostly.
+        noise = bool(_NOISE.match(line))
+        is_end = noise and (line[0] in "EF" or "preemption_sync" in line)
+        self._quiet = self._quiet or is_end or PEER_FAILED in line
+        # What the process has to say itself comes at any time.
+        if line.startswith(_OWN) or not (self._quiet or noise):
+            pass_on(line)

@@ -217,14 +217,11 @@ def join_cluster(config: ClusterConfig) -> Cluster:
       CommandError: where they cannot be found or do not come in time, or process 0 cannot listen
         where it should.
     """
-    given = {
-        "coordinator_address": config.coordinator,
-        "num_processes": config.num_processes,
-        "process_id": config.process_id,
-    }
     try:
         jax.distributed.initialize(
-            **given,
+            config.coordinator,
+            config.num_processes,
+            config.process_id,
             cluster_detection_method=None if config.cluster == "auto" else config.cluster,
             initialization_timeout=config.startup_timeout,
             coordinator_bind_address=bind_address(config),

@@ -75,8 +75,7 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     devices = jax.devices()
     is_cpu = devices[0].platform == "cpu"
     kind = "CPU device" if is_cpu else devices[0].device_kind
-    is_short = len(devices) < needed
-    shares_model = bool(config.model_axes)
+    is_short, shares_model = len(devices) < needed, bool(config.model_axes)
     if config.execution == "virtual" and shares_model:
         raise CommandError(
             f"--execution virtual has no devices inside a replica to share the model of --mesh "
@@ -86,12 +85,8 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
         config.execution == "auto" and is_short and cluster.count == 1 and not shares_model
     ):
         inside = "" if len(axes) == 1 else f" of {each} virtual devices"
-        return RunDevices(
-            mesh=js.virtual_mesh(axes),
-            description=f"{config.replicas} virtual replicas{inside} on one {kind}",
-            is_virtual=True,
-            is_cpu=is_cpu,
-        )
+        description = f"{config.replicas} virtual replicas{inside} on one {kind}"
+        return RunDevices(js.virtual_mesh(axes), description, is_virtual=True, is_cpu=is_cpu)
     if is_short:
         asked = (
             f"--replicas {config.replicas} with --devices-per-replica {config.devices_per_replica} "
@@ -108,14 +103,10 @@ def choose_mesh(config: TrainConfig, cluster: Cluster = ALONE) -> RunDevices:
     if cluster.count > 1:
         devices = _even_share(devices, needed // cluster.count)
     hosts = f" of {cluster.count} processes" if cluster.count > 1 else ""
-    return RunDevices(
-        mesh=js.make_mesh(axes, devices=devices[:needed]),
-        description=(
-            f"{config.replicas} replicas{inside} on {needed} of {len(jax.devices())} {kind}s{hosts}"
-        ),
-        is_virtual=False,
-        is_cpu=is_cpu,
-    )
+    where = f"{needed} of {len(jax.devices())} {kind}s{hosts}"
+    mesh = js.make_mesh(axes, devices=devices[:needed])
+    description = f"{config.replicas} replicas{inside} on {where}"
+    return RunDevices(mesh, description, is_virtual=False, is_cpu=is_cpu)
 
 
 def _check_division(config: TrainConfig, processes: int) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -80,17 +80,17 @@ class Job:
         self.num_parameters = num_parameters(self._form.config)
         loss_fn = loss_fn_of(config, self._form, placement.mesh)
         self._algorithm = build_algorithm(config, self._form.specs)
-        self.step = js.make_train_step(
+        # As the backward pass finishes gradients, so that buckets can travel beside it. A pipeline
+        # finishes all with its last microbatch.
+        is_ready = self._algorithm.gradients is not None and self._form.layout is None
+        self.step = self._algorithm.make_step(
             loss_fn,
-            self._algorithm.optimizer,
-            sync=self._algorithm.sync,
-            gradients=self._algorithm.gradients,
+            config,
             mesh=placement.mesh,
-            mode=config.mode,  # pyright: ignore[reportArgumentType]
-            accumulate=config.accumulate,
+            mode=config.mode,
             policy=policy_of(config),
-            order=self._order(),
-            validate=config.optimizer.validate,  # pyright: ignore[reportArgumentType]
+            order="ready" if is_ready else "reverse",
+            validate=config.optimizer.validate,
         )
         is_host = config.mesh.executor == "host"  # whose loss is no part of another program
         self._loss_fn = loss_fn if is_host else jax.jit(loss_fn)
@@ -114,13 +114,6 @@ class Job:
             # Processors of other kinds round otherwise, and all must stop at the same evaluation.
             loss = multihost_utils.broadcast_one_to_all(loss)
         return {"validation_loss": float(loss)}
-
-    def _order(self) -> Literal["reverse", "ready"]:
-        """Of gradients in buckets."""
-        # As the backward pass finishes them, so that buckets can travel beside it. A pipeline
-        # finishes all with its last microbatch.
-        is_ready = self._algorithm.gradients is not None and self._form.layout is None
-        return "ready" if is_ready else "reverse"
 
     def run(
         self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False

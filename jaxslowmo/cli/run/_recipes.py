@@ -46,9 +46,8 @@ class RecipeInputs:
     @property
     def codec(self) -> js.codecs.Codec | None:
         """In which form parameters travel."""
-        known = {"bfloat16": js.codecs.bfloat16, "float16": js.codecs.float16}
-        make = known.get(self.config.codec)
-        return None if make is None else make(error_feedback=True)
+        name = self.config.codec
+        return None if name == "none" else getattr(js.codecs, name)(error_feedback=True)
 
 
 def _all_reduce(inputs: RecipeInputs) -> optax.GradientTransformation:
@@ -155,6 +154,17 @@ class Algorithm:
     optimizer: optax.GradientTransformation
     gradients: optax.GradientTransformation | None
     sync: js.ParameterTransform | None
+
+    def make_step(self, loss_fn: Any, config: TrainConfig, **options: Any) -> js.TrainStep:
+        """Return the step that trains with it; `options` are those of `js.make_train_step`."""
+        return js.make_train_step(
+            loss_fn,
+            self.optimizer,
+            sync=self.sync,
+            gradients=self.gradients,
+            accumulate=config.accumulate,
+            **options,
+        )
 
     def beyond(self, config: TrainConfig, step: int) -> tuple[str, ...]:
         """What to say of a run that goes on from a step to one beyond the end of its schedule."""

@@ -112,9 +112,9 @@ class RunFolder:
 
     def describe_leftovers(self) -> str | None:
         """Describe the run or the comparison that lies here; None where there is none."""
-        num_checkpoints = len(self.saved_steps())
+        count = len(self.saved_steps())
         signs = (self.config, self.metrics, self.summary, self.comparison)
-        if not num_checkpoints and not any(path.exists() for path in signs):
+        if not count and not any(path.exists() for path in signs):
             return None
         config, summary = _facts(self.config), _facts(self.summary)
         if self._is_comparison():
@@ -125,8 +125,7 @@ class RunFolder:
         part = config.get("algorithm")
         of = part.get("algorithm") if isinstance(part, dict) else None
         of = of or summary.get("algorithm") or "an algorithm"
-        counted = "no checkpoint" if not num_checkpoints else f"{num_checkpoints} checkpoints"
-        counted = "1 checkpoint" if num_checkpoints == 1 else counted
+        counted = f"{count or 'no'} checkpoint{'s' * (count > 1)}"
         status = summary.get("status") or "not finished"
         recorded = self.last_recorded()
         step = summary.get("steps", "unknown" if recorded is None else recorded)

@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_SECONDS, wait_until
         (["--processes", 2, "--", "compare"], "launch runs: jaxslowmo launch ... -- train ...;"),
         (["--processes", 2], "got nothing"),
         (["--processes", 2, "--", "train"], "train needs --out"),
-        (["--processes", 2, "--", "train", "--out="], "train needs --out"),
+        (["--processes", 2, "--", "train", "--out="], "--out must be a path, got nothing"),
         (["--processes", 0, "--", "train", "--out", "x"], "--processes must be 1 to 1024, got 0"),
         (
             ["--processes", 2, "--", "train", "--out", "x", "--process-id=1", "--restarts", 2],
