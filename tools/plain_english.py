@@ -53,6 +53,7 @@ EXCEPTIONS: dict[str, str] = {}
 
 _ITEM = re.compile(r"^ {2,8}(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}\w+)*): +(.*)")
 _SECTIONS = ("Args:", "Attributes:")
+_HEADING = re.compile(r" *(Args|Attributes|Communication|Example|Raises|Returns|Source|Yields):")
 
 
 class Finding(NamedTuple):
@@ -94,7 +95,7 @@ def _of_docstring(path: str, node: ast.AST) -> Iterator[Finding]:
         yield Finding(path, first, "docstring", f"{own_name}: {lines[0].strip()}")
     inside = False
     for number, line in enumerate(lines):
-        if line.strip().endswith(":") and line.strip() in (*_SECTIONS, "Returns:", "Raises:"):
+        if _HEADING.match(line):
             inside = line.strip() in _SECTIONS
         elif inside and (item := _ITEM.match(line)) and item[2]:
             word = re.split(r"[ ,.;:]", item[2])[0].lower()

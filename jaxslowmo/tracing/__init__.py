@@ -1,4 +1,4 @@
-"""What traced programs tell: of a loss about its gradients, of a transform what it sends."""
+"""Facts from traced programs: the gradients of a loss, and what a transform communicates."""
 
 from ._jaxprs import axes_sent_over as axes_sent_over
 from ._jaxprs import collective_axes as collective_axes

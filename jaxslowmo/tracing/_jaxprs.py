@@ -1,4 +1,4 @@
-"""What programs exchange, and programs run where jax refuses types of what varies."""
+"""Find the axes that programs communicate over, and run programs whose types jax refuses."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,45 +15,46 @@ from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, map_replicas, vary_over, varying_axes
 from ._programs import called_program, interpret, programs_in, scan_operands, scan_options
 
-# A conditional inside of others is met once per level.
+# The axes of a program that was read before: a conditional inside others is read once per level.
 _known: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _NOT_SENDING = {"axis_index", "pvary", "pcast"}  # name an axis, and send nothing
 
 
 def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
-    """Return the names of the axes of all collectives in a program, those inside of it included.
+    """Return the names of the axes of all collectives in a program, nested programs included.
 
     Args:
       program: a jaxpr, closed or open.
-      counts: which equations are looked at, and into; None: all.
+      counts: decides for an equation whether its collectives, and those inside it, count; None
+        counts all.
 
     Communication: none.
     """
     jaxpr = getattr(program, "jaxpr", program)
     if counts is None and jaxpr in _known:
         return _known[jaxpr]
-    found: set[str] = set()
+    axes: set[str] = set()
     for equation in jaxpr.eqns:
-        own: set[str] = set()
+        equation_axes: set[str] = set()
         for part in programs_in(equation):
-            own |= collective_axes(part, counts)
+            equation_axes |= collective_axes(part, counts)
         # A nested shard_map binds axes of its own.
-        own -= set(equation.params.get("manual_axes", ()))
+        equation_axes -= set(equation.params.get("manual_axes", ()))
         if equation.primitive.name not in _NOT_SENDING:
             for key in ("axes", "axis_name"):
-                own |= _names(equation.params.get(key, ()))
-        if own and (counts is None or counts(equation)):
-            found |= own
-    result = frozenset(found)
+                equation_axes |= _names(equation.params.get(key, ()))
+        if equation_axes and (counts is None or counts(equation)):
+            axes |= equation_axes
+    result = frozenset(axes)
     if counts is None:
         _known[jaxpr] = result
     return result
 
 
 def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
-    """Names of the axes over which an update of these arguments communicates.
+    """Return the names of the axes over which an update of these arguments communicates.
 
-    None where it needs what comes with an update only, such as `value`.
+    The set is empty where the update needs arguments of a training step, such as `value`.
 
     Communication: none; it is only traced.
     """
@@ -64,23 +65,23 @@ def axes_sent_over(update: Callable[..., Any], *args: Any) -> frozenset[str]:
 
 
 def _names(axes: Any) -> set[str]:
-    """Those that are names; positions, of arrays' own axes, are ints."""
+    """Return the axes that are names of mapped axes; those of arrays are positions, ints."""
     return {a for a in (axes if isinstance(axes, list | tuple) else (axes,)) if isinstance(a, str)}
 
 
 def run_where_values_vary(
     fn: Callable[..., PyTree], *operands: PyTree, refused: str | None = None
 ) -> PyTree:
-    """`fn(*operands)`, also where jax refuses it because some values differ between devices.
+    """Return `fn(*operands)`, also where jax refuses it because some values differ by device.
 
     Args:
-      fn: as `run_as_varying` takes it.
-      *operands: what it is called with.
-      refused: what the error says where it has to be run as varying and must not be, since it holds
-        collectives whose results differ between devices; None: it holds none.
+      fn: a function that `run_as_varying` accepts.
+      *operands: its arguments.
+      refused: text of the error where `fn` would have to be run as varying and must not be, since
+        it holds collectives whose results differ between devices; None: it holds none.
 
     Raises:
-      ValueError: `refused`, where there is that.
+      ValueError: with the text `refused`.
 
     Communication: that of `fn`.
     """
@@ -97,20 +98,20 @@ def run_where_values_vary(
 
 
 def run_as_varying(fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
-    """`fn(*operands)`, with every value typed as varying over all axes that operands vary over.
+    """Return `fn(*operands)`, where every value is typed as varying over the operands' axes.
 
     Under `shard_map(check_vma=True)` branches of a conditional must have equal types, and so must
     what a loop carries. A function that returns a constant from one branch, equal on all devices,
-    and from the other what differs, is refused there. Here it is traced as if nothing differed,
-    and the program is then run with all constants typed as the rest.
+    and a varying value from the other, is refused. Here it is traced as if nothing varied, and the
+    program is then run with all constants typed like the other values.
 
     Args:
       fn: a function of arrays alone. Of collectives it may hold those whose results are equal on
         all devices, such as whether something overflowed on one of them.
-      *operands: what it is called with; it must not close over values of this trace.
+      *operands: its arguments; `fn` must not close over values of this trace.
 
     Returns:
-      Its result; every leaf varies over all those axes.
+      The result of `fn`; every leaf varies over all those axes.
 
     Communication: that of `fn`.
     """
@@ -134,7 +135,7 @@ def _without_type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _run(program: Any, axes: Iterable[str], operands: Sequence[Any]) -> list[Any]:
-    """The outputs of a closed or open program, for operands of any type."""
+    """Return the outputs of a closed or open program, for operands of any type."""
 
     def typed(x: Any) -> jax.Array:
         return vary_over(jnp.asarray(x), axes)
@@ -186,30 +187,30 @@ def unnamed_exchanges(
     mesh: AnyMesh,
     axis_name: AxisName,
 ) -> frozenset[str]:
-    """Axes of the collectives in an update of `tx` that no transform of ours has made.
+    """Return the axes of the collectives in an update that no transform of jaxslowmo has made.
 
-    The update is traced, for shapes alone. What cannot be traced like this says nothing: what is
-    wrong with it the first step tells.
+    The update is traced with shapes alone. Where that fails the set is empty: the first step then
+    raises the error.
 
     Args:
       tx: any transform.
-      params: stacked parameters, or shapes of them.
-      state: of `tx`, stacked likewise.
-      mesh: whose axes are bound while it is traced.
+      params: stacked parameters, or their shapes.
+      state: the stacked state of `tx`, or its shapes.
+      mesh: the mesh whose axes are bound while the update is traced.
       axis_name: the replica axis.
 
     Communication: none.
     """
-    found: set[str] = set()
+    unnamed: set[str] = set()
 
     def per_replica(params: PyTree, state: PyTree) -> PyTree:
         update = jax.jit(lambda *operands: _updated(tx, *operands))
-        found.update(collective_axes(update.trace(params, state).jaxpr, _is_unnamed))
+        unnamed.update(collective_axes(update.trace(params, state).jaxpr, _is_unnamed))
         return ()
 
     names = mesh.axis_names
     bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
-    # Types of what varies would only be in the way: they refuse what the step knows how to run.
+    # Types of varying values would refuse updates that the step can run all the same.
     mapped = map_replicas(
         per_replica,
         mesh=bound,
@@ -220,20 +221,20 @@ def unnamed_exchanges(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
     try:
         jax.eval_shape(mapped, *shapes)
-    except Exception:  # it may want arguments that a trial has not: the first step then tells
+    except Exception:  # the update may need arguments that only the first step has
         return frozenset()
-    return frozenset(found)
+    return frozenset(unnamed)
 
 
 def _updated(tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree) -> PyTree:
-    told: dict[str, Any] = {
+    extra: dict[str, Any] = {
         "value": jnp.float32(1.0),
         "grad": params,
         "value_fn": lambda p: optax.tree.norm(p, squared=True),
     }
     try:
-        return tx.update(params, state, params, **told)
-    except TypeError:  # takes no more than it knows
+        return tx.update(params, state, params, **extra)
+    except TypeError:  # the transform accepts no extra arguments
         return tx.update(params, state, params)
 
 

@@ -1,4 +1,4 @@
-"""What loss functions are, and what their traced gradients tell: their order, unused parameters.
+"""The form of loss functions, and facts from their traced gradients: order, unused parameters.
 
 A traced gradient is read in the order in which it was traced, with the programs inside it (of jit,
 checkpoint, custom derivatives, loops and branches) in the place where they are called. A gradient's
@@ -17,15 +17,15 @@ from .._support.types import PyTree
 from ..tree import leaf_names, not_floating
 from ._programs import called_program, interpret, scan_operands
 
-GIVEN = -1  # place of what the program does not compute
+GIVEN = -1  # place of a value that the program does not compute
 
 
 class Fact(NamedTuple):
-    """What is known of one value.
+    """A fact about one value of a program.
 
     Attributes:
-      place: of the equation that computes it, or `GIVEN`.
-      zero: whether it is zero by construction, whatever the inputs are.
+      place: position of the equation that computes the value, or `GIVEN`.
+      zero: whether the value is zero by construction, whatever the inputs are.
     """
 
     place: int
@@ -75,25 +75,25 @@ _ZERO_OF_FIRST = {"div", "dynamic_slice", "gather"}
 
 
 def output_facts(closed: Any) -> list[Fact]:
-    """A fact for each output of a closed jaxpr."""
+    """Return a fact for each output of a closed jaxpr."""
     reader = _Reader()
     return reader.run(closed, [Fact(GIVEN, False)] * len(closed.jaxpr.invars))
 
 
-def _given(value: Any) -> Fact:
-    """Of a constant; one on a device is not looked at."""
+def _constant_fact(value: Any) -> Fact:
+    """Return the fact of a constant; an array on a device is not read."""
     return Fact(GIVEN, isinstance(value, np.ndarray) and not np.any(value))
 
 
 class _Reader:
-    """Walks through a program and counts its equations."""
+    """A walk through a program that counts its equations."""
 
     def __init__(self) -> None:
         self._place = 0
 
     def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
-        """Facts of the outputs of `program`, closed or open, called here."""
-        return interpret(program, inputs, self._equation, _given)
+        """Return facts of the outputs of `program`, closed or open, as if called at this place."""
+        return interpret(program, inputs, self._equation, _constant_fact)
 
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
@@ -119,10 +119,10 @@ class _Reader:
     def _loop(
         self, body: Any, consts: list[Fact], carry: list[Fact], rest: list[Fact]
     ) -> tuple[list[Fact], list[Fact]]:
-        """Facts of the last carry and of the other outputs of a loop.
+        """Return facts of the last carry and of the other outputs of a loop.
 
-        Everything that a loop yields is ready at its end. The places of its body keep apart what
-        one iteration finishes first and last, and lie between those before and after the loop.
+        All outputs of a loop are ready at its end. The places of its body distinguish what one
+        iteration finishes first and last; they are between those before and after the loop.
         """
         start = self._place
         while True:  # ends: only zeros of the carry can turn into others
@@ -140,16 +140,16 @@ class _Reader:
 
     def _cond(self, branches: Sequence[Any], operands: list[Fact]) -> list[Fact]:
         start = self._place
-        found = [self.run(branch, operands) for branch in branches]
+        facts_by_branch = [self.run(branch, operands) for branch in branches]
         self._place += 1
         return [
             Fact(max(start + 1, *(f.place for f in facts)), all(f.zero for f in facts))
-            for facts in zip(*found, strict=True)
+            for facts in zip(*facts_by_branch, strict=True)
         ]
 
 
 def _zero(name: str, zeros: list[bool]) -> bool:
-    """Whether the result is zero, given which operands are."""
+    """Return whether the result of an operation is zero, from which of its operands are."""
     if not zeros:
         return False
     if name == "select_n":  # the first operand selects
@@ -169,13 +169,13 @@ FullLoss = Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], PyTree]]]
 
 
 def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
-    """`loss_fn` as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
+    """Return a loss as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
 
-    With `embedded=` it is handed on, what was looked up in tables for the batch.
+    The keyword `embedded=`, what was looked up in tables for the batch, is passed on.
 
     Raises:
-      ValueError: not callable; at trace time, model state given to a function that takes none, or
-        results of another shape.
+      ValueError: `loss_fn` is not callable; at trace time, there is model state and the function
+        takes none, or it returns results of another shape.
     """
     if not callable(loss_fn):
         raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
@@ -230,7 +230,7 @@ def gradient_facts(
     rng: Any,
     model_state: PyTree | None,
 ) -> list[Fact]:
-    """A fact for the gradient of each leaf of `params`, in flattening order.
+    """Return a fact for the gradient of each leaf of `params`, in flattening order.
 
     Raises:
       ValueError: naming `owner`: a loss function that is not callable or not scalar, no parameters,
@@ -263,21 +263,23 @@ def ready_order(
     rng: Any = None,
     model_state: PyTree | None = None,
 ) -> tuple[int, ...]:
-    """The order in which the backward pass of a loss finishes the gradients.
+    """Return the order in which the backward pass of a loss finishes the gradients.
 
-    Read off the traced gradient function: a gradient is ready at the equation that computes it,
-    reshapes and casts behind it left out. For `js.all_reduce_gradients(..., order=...)`, whose
-    buckets then fill in that order: what torch's reducer learns from a first, slow iteration.
+    It is read from the traced gradient function: a gradient is ready at the equation that computes
+    it; reshapes and casts after that do not count. Pass it to `js.all_reduce_gradients(...,
+    order=...)`, whose buckets then fill in that order, which torch's reducer learns from a first,
+    slow iteration.
     Everything that one loop (`lax.scan` over layers) yields is ready at its end, in the order in
     which an iteration computes it.
 
     Args:
-      loss_fn: as for `js.make_train_step`: `(params, batch) -> loss`, `(loss, metrics)` or `(loss,
-        (metrics, model_state))`, with `rng` and `model_state` as keywords if it takes them.
+      loss_fn: a loss function that `js.make_train_step` accepts: `(params, batch) -> loss`, `(loss,
+        metrics)` or `(loss, (metrics, model_state))`, with `rng` and `model_state` as keywords if
+        it takes them.
       params: arrays or `ShapeDtypeStruct`s, of one replica.
       batch: arrays or `ShapeDtypeStruct`s, of one replica; the shapes of one device's batch.
       rng: PRNG key for a loss that takes one; None: any key.
-      model_state: for a loss that takes one; None is {}.
+      model_state: the model state of a loss that takes one; None is {}.
 
     Returns:
       Leaf positions in flattening order, first ready first. Gradients that are zero by
@@ -313,21 +315,22 @@ def unused_parameters(
     rng: Any = None,
     model_state: PyTree | None = None,
 ) -> list[str]:
-    """Names of the parameters that the loss does not depend on.
+    """Return the names of the parameters that the loss does not depend on.
 
-    Read off the traced gradient function: unused is a parameter whose gradient is zero by
-    construction, whatever the values are: it does not reach the loss, or only through
-    `lax.stop_gradient`, rounding, comparisons or a product with a constant zero. One that a single
-    branch of a `lax.cond` uses is used, and so is one whose gradient merely happens to be zero
+    They are read from the traced gradient function. A parameter is unused if its gradient is zero
+    by construction, whatever the values are: it does not reach the loss, or only through
+    `lax.stop_gradient`, rounding, comparisons or a product with a constant zero. A parameter that
+    one branch of a `lax.cond` uses is used, and so is one whose gradient merely happens to be zero
     (`js.skip_unused` finds those).
 
     Args:
-      loss_fn: as for `js.make_train_step`: `(params, batch) -> loss`, `(loss, metrics)` or `(loss,
-        (metrics, model_state))`, with `rng` and `model_state` as keywords if it takes them.
+      loss_fn: a loss function that `js.make_train_step` accepts: `(params, batch) -> loss`, `(loss,
+        metrics)` or `(loss, (metrics, model_state))`, with `rng` and `model_state` as keywords if
+        it takes them.
       params: arrays or `ShapeDtypeStruct`s, of one replica.
       batch: arrays or `ShapeDtypeStruct`s, of one replica.
       rng: PRNG key for a loss that takes one; None: any key.
-      model_state: for a loss that takes one; None is {}.
+      model_state: the model state of a loss that takes one; None is {}.
 
     Returns:
       Leaf names such as `"head/bias"`, in flattening order; [] if all are used.
@@ -358,14 +361,14 @@ def check_all_used(
 ) -> None:
     """Raise if the loss does not depend on some parameter, naming all of these.
 
-    What torch's DDP does by default (`find_unused_parameters=False`), here before the first step.
+    This is the default of torch's DDP (`find_unused_parameters=False`), before the first step.
 
     Args:
-      loss_fn: as for `js.unused_parameters`.
+      loss_fn: a loss function that `js.unused_parameters` accepts.
       params: arrays or `ShapeDtypeStruct`s, of one replica.
       batch: arrays or `ShapeDtypeStruct`s, of one replica.
       rng: PRNG key for a loss that takes one; None: any key.
-      model_state: for a loss that takes one; None is {}.
+      model_state: the model state of a loss that takes one; None is {}.
 
     Raises:
       ValueError: naming every unused parameter; as `js.unused_parameters` otherwise.

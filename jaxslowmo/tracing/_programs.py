@@ -96,18 +96,18 @@ def scan_options(params: Any) -> dict[str, Any]:
 
 
 def called_program(eqn: Any) -> Any:
-    """The program that an equation calls once with its own operands; None if it calls none."""
-    found = list(programs_in(eqn))
-    if len(found) != 1:
+    """Return the program that an equation calls once with its own operands, or None."""
+    programs = list(programs_in(eqn))
+    if len(programs) != 1:
         return None
-    jaxpr = getattr(found[0], "jaxpr", found[0])
+    jaxpr = getattr(programs[0], "jaxpr", programs[0])
     fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-    return found[0] if fits else None
+    return programs[0] if fits else None
 
 
-# Calls whose equations may as well stand where the call stands, and the parameter that holds them.
-# A checkpointed function belongs to them: what it computes again is needed by both parts of a
-# backward pass, and only its equations tell which of it by which.
+# Calls that may be replaced by their equations, and the parameter that holds these. A checkpointed
+# function is one of them: both parts of a backward pass need values that it computes again, and
+# only its equations tell which part needs which.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -151,21 +151,21 @@ def flattened(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
 def run(
     equations: Iterable[JaxprEqn],
     outputs: Sequence[Atom],
-    known: Mapping[Var, Any],
+    inputs: Mapping[Var, Any],
     instead: Instead = lambda equation, operands: None,
 ) -> list[Any]:
     """Return the values of `outputs`, by the equations of a flat program in their order.
 
     Args:
-      equations: those that are done.
-      outputs: what is wanted.
-      known: the values that no equation makes.
-      instead: returns the results of an equation, of its operands; None: by the equation itself.
+      equations: the equations to compute, in order.
+      outputs: the variables whose values are returned.
+      inputs: maps the variables that no equation computes to their values.
+      instead: returns the results of an equation from its operands, or None to compute it as it is.
 
     Communication: that of the equations.
     """
-    program = SimpleNamespace(invars=[*known], constvars=(), eqns=equations, outvars=outputs)
-    return _run(program, [*known.values()], instead)
+    program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=equations, outvars=outputs)
+    return _run(program, [*inputs.values()], instead)
 
 
 def has_side_effects(equation: JaxprEqn) -> bool:
@@ -182,7 +182,7 @@ def _run(program: Any, inputs: Sequence[Any], instead: Instead) -> list[Any]:
 
 
 def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of a call, by its equations, if these may stand in its place."""
+    """Return the results of a call, computed by its equations if these may replace the call."""
     params = equation.params
     called = params.get(_CALLS.get(equation.primitive.name, ""))
     placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
@@ -206,7 +206,7 @@ def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
 
 @contextmanager
 def _scope(equation: JaxprEqn) -> Iterator[None]:
-    """The scopes, source lines and settings under which `equation` was written."""
+    """Run the block under the scopes, source lines and settings of an equation."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
