@@ -1,1 +1,1 @@
-"""What a program sends, and what a step spends its time on."""
+"""Reports on what a program sends, and on how a step spends its time."""

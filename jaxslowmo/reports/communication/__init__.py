@@ -1,4 +1,4 @@
-"""What a training step does, seen from outside: its communication."""
+"""Reports on what a training step communicates."""
 
 from ._collectives import COLLECTIVES as COLLECTIVES
 from ._collectives import phase_of as phase_of

@@ -1,4 +1,4 @@
-"""What the readers of StableHLO and of compiled HLO make of a program: a tree of collectives."""
+"""The tree of collectives that the readers of StableHLO and of compiled HLO make of a program."""
 
 import math
 import re
@@ -20,8 +20,8 @@ COLLECTIVES = (
     "recv",
 )
 
-# Groups, or (source, target) pairs, of logical device numbers; () stands for one group of all
-# devices and None for something that could not be read.
+# Groups, or (source, target) pairs, of logical device numbers. () is one group of all devices, and
+# None means that the text could not be read.
 Groups = tuple[tuple[int, ...], ...] | None
 
 # Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
@@ -62,24 +62,24 @@ Block = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class ProgramCollectives:
-    """A tree of collectives and the phase scopes met, each with "stands inside a conditional"."""
+    """A tree of collectives, and the phases in scopes, each with whether it is in a conditional."""
 
     block: Block
     scopes: tuple[tuple[str, bool], ...] = ()
 
 
 def phase_of(scope: str) -> str | None:
-    """The innermost phase that a scope path names, if any.
+    """Return the innermost phase that a scope path names, if any.
 
     >>> phase_of("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
     'average'
     """
-    found = _PHASE.findall(scope)
-    return found[-1] if found else None
+    phases = _PHASE.findall(scope)
+    return phases[-1] if phases else None
 
 
 def leaves(block: Block, conditional: bool = False) -> Iterator[tuple[Collective, bool]]:
-    """Every collective of a tree, with whether it stands inside a conditional."""
+    """Yield every collective of a tree, and whether it is inside a conditional."""
     for node in block:
         if isinstance(node, Collective):
             yield node, conditional
@@ -91,10 +91,11 @@ def leaves(block: Block, conditional: bool = False) -> Iterator[tuple[Collective
 
 
 def wire_bytes(collective: Collective, group_size: int, num_devices: int = 0) -> int:
-    """Bytes that one device sends when the collective runs as a ring over `group_size` devices.
+    """Return the bytes that one device sends when the collective runs as a ring.
 
-    A group size of 0 (unknown) gives the limit of a large group, an upper bound. Of a permute that
-    not all of `num_devices` take part in (0: unknown) it is their mean.
+    The ring has `group_size` devices. A size of 0 (unknown) gives the limit of a large group, an
+    upper bound. For a permute in which not all of `num_devices` (0: unknown) take part, the result
+    is the mean over the devices.
     """
     nbytes, name = collective.nbytes, collective.name
     if name == "collective-permute" and collective.groups is not None and num_devices:
@@ -126,7 +127,7 @@ class Carried(NamedTuple):
 
 
 Term = int | Carried | list[Any] | None
-"""What a value of a loop is: a constant, a carried value, a sum of two of these; else None."""
+"""A value inside a loop: a constant, a carried value or a sum of two of these; None otherwise."""
 
 
 def num_turns(
@@ -135,9 +136,9 @@ def num_turns(
     """Return how often `for (i = start; i < stop; i += step)` runs; None for another loop.
 
     Args:
-      test: `i` and `stop`, which is a constant or a carried value that stays what it is.
-      start: the term that a carried value begins with, by its index.
-      after: the term that it is after a turn, by its index.
+      test: `i` and `stop`, which is a constant or a carried value that does not change.
+      start: returns the first term of the carried value with an index.
+      after: returns the term of that carried value after one turn.
     """
     counter, stop = test
     if not isinstance(counter, Carried):
@@ -165,7 +166,7 @@ _BY_LETTERS = {
 
 
 def dtype_of(element: str) -> tuple[str, int]:
-    """Name and width in bits of an element type written as in HLO or StableHLO.
+    """Return the name and the width in bits of an element type of HLO or StableHLO.
 
     >>> dtype_of("s32"), dtype_of("ui8"), dtype_of("f8E4M3FN")
     (('int32', 32), ('uint8', 8), ('float8_e4m3fn', 8))
@@ -181,5 +182,5 @@ def dtype_of(element: str) -> tuple[str, int]:
 
 
 def num_bytes(element: str, dims: list[int]) -> int:
-    """Bytes of a dense array; types narrower than a byte are packed."""
+    """Return the bytes of a dense array; types narrower than a byte are packed."""
     return (math.prod(dims) * dtype_of(element)[1] + 7) // 8

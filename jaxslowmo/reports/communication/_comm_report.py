@@ -23,7 +23,7 @@ AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
 
 def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> CommReport:
-    """Lists the collectives of a step by mesh axis, collective and kind of step.
+    """List the collectives of a step by mesh axis, collective and kind of step.
 
     Two levels are reported: *emitted*, what the traced program asks for (StableHLO), and
     *compiled*, what runs (optimised HLO). They differ: compilers merge and rewrite collectives, and
@@ -89,24 +89,24 @@ def comm_report_of(
     mesh: jax.sharding.Mesh | None = None,
     compile: bool = True,
 ) -> CommReport:
-    """Reports on programs made elsewhere, for example for a TPU topology ahead of time.
+    """Report on programs made elsewhere, for example for a TPU topology ahead of time.
 
     Args:
       lowered: a program, or several by kind of step: all traced or lowered, or all compiled, as
-        `TrainStep.compiled` returns one. Those that are compiled no longer tell what was emitted:
-        they give the level "compiled" alone, and a kind of step shows where it still exchanges.
+        `TrainStep.compiled` returns one. A compiled program does not say what was emitted, so it
+        gives the level "compiled" alone, and a kind of step shows where it still communicates.
       mesh: the mesh that names the axes; None takes those declared in the program, and of a
         compiled one those of its arguments and results. It is needed to attribute transfers between
         TPU slices.
-      compile: whether to compile too; without, only emitted collectives are reported. Without
-        effect on what is compiled already.
+      compile: whether to compile too; False reports only emitted collectives. It has no effect on
+        programs that are compiled already.
 
     Returns:
       A `CommReport`; kinds as for `comm_report`.
 
     Raises:
-      TypeError: `lowered` is or holds something else.
-      ValueError: an empty mapping, or one of compiled programs and others.
+      TypeError: `lowered` is none of these, or holds something that is not.
+      ValueError: an empty mapping, or one that mixes compiled programs with others.
 
     Example:
       `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
@@ -116,8 +116,8 @@ def comm_report_of(
     return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
 
 
-def _check_programs(given: Any) -> None:
-    by_kind = given if isinstance(given, Mapping) else {None: given}
+def _check_programs(programs: Any) -> None:
+    by_kind = programs if isinstance(programs, Mapping) else {None: programs}
     if not by_kind:
         raise ValueError("`lowered` must hold at least one program, got an empty mapping.")
     for kind, program in by_kind.items():
@@ -137,14 +137,16 @@ def _check_programs(given: Any) -> None:
 
 
 def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) -> CommReport:
-    """Of one program, or several by kind: `Compiled` each, or `Lowered` or `Traced`."""
-    given = programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
-    whole = list(given) != [None]  # each program belongs to one kind
+    """Return the report on one program, or on several by kind of step."""
+    programs_by_name = (
+        programs_by_kind if isinstance(programs_by_kind, Mapping) else {None: programs_by_kind}
+    )
+    whole = list(programs_by_name) != [None]  # each program belongs to one kind
     by_kind: dict[str, Any] = {}
     traced: list[MeshAxes] = []
     declared: list[MeshAxes] = []
     modules: dict[str, Any] = {}
-    for name, program in given.items():
+    for name, program in programs_by_name.items():
         kind = str(name)
         if isinstance(program, jax.stages.Compiled):
             by_kind[kind] = program
@@ -154,7 +156,7 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
             traced += meshes_of_jaxpr(program.jaxpr)
         by_kind[kind] = program.lower() if hasattr(program, "lower") else program
         modules[kind] = by_kind[kind].compiler_ir("stablehlo")
-        # What the module declares would do; without Shardy it declares nothing.
+        # The module declares its meshes too, but only with Shardy.
         declared += meshes_of_module(modules[kind])
     all_meshes = traced + arguments + declared
     meshes = _distinct(all_meshes)
@@ -185,16 +187,16 @@ def _report(programs_by_kind: Any, arguments: list[MeshAxes], *, compile: bool) 
 
 
 def _distinct(meshes: list[MeshAxes]) -> tuple[MeshAxes, ...]:
-    """Without meshes that an earlier one equals but for what is known of its slices."""
-    found: dict[tuple[Any, ...], MeshAxes] = {}
+    """Return the meshes without those that equal an earlier one in all but their slices."""
+    distinct: dict[tuple[Any, ...], MeshAxes] = {}
     for mesh in meshes:
-        found.setdefault((mesh.names, mesh.sizes, mesh.ids), mesh)
-    return tuple(found.values())
+        distinct.setdefault((mesh.names, mesh.sizes, mesh.ids), mesh)
+    return tuple(distinct.values())
 
 
 def _axes(meshes: tuple[MeshAxes, ...], rows: list[CommRow]) -> tuple[str, ...]:
     single = [name for mesh in meshes for name in mesh.names]
-    found = [row.axis for row in rows]
-    combined = [axis for axis in found if axis not in single and axis != UNKNOWN_AXIS]
-    unknown = [UNKNOWN_AXIS] if UNKNOWN_AXIS in found else []
+    axes = [row.axis for row in rows]
+    combined = [axis for axis in axes if axis not in single and axis != UNKNOWN_AXIS]
+    unknown = [UNKNOWN_AXIS] if UNKNOWN_AXIS in axes else []
     return tuple(dict.fromkeys(single + combined + unknown))

@@ -1,4 +1,4 @@
-"""The result of `comm_report`: rows, questions to ask of them, and their text."""
+"""The result of `comm_report`: its rows, their sums, and their text."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ LEVELS = ("emitted", "compiled")
 
 @dataclass(frozen=True)
 class CommRow:
-    """Collectives of one sort that one kind of step executes.
+    """The collectives of one sort that one kind of step executes.
 
     Attributes:
       kind: kind of step; kinds overlap, see `comm_report`.
@@ -24,17 +24,17 @@ class CommRow:
       count: number of executions in one step; a combined one (several arrays) counts once.
       bytes: payload of one participating device, the whole logical buffer: the operands of an
         all-reduce, permute, all-to-all, broadcast, send; the full operand of a reduce-scatter; the
-        full result of an all-gather, of a recv. Times `count`, as `wire_bytes`.
-      wire_bytes: what one device sends when the collective runs as a ring over n = `group_size`
+        full result of an all-gather or a recv. It is multiplied by `count`, like `wire_bytes`.
+      wire_bytes: bytes that one device sends when the collective runs as a ring over n = `group_size`
         devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for reduce-scatter, all-gather and
         all-to-all, all of them for a broadcast, or for a permute in which every device sends (the
         mean over devices where some do not); 0 for a recv.
       group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
       dtypes: element types on the wire, by their jax names.
-      conditional: stands in a branch of a conditional.
-      in_loop: stands in a loop.
+      conditional: whether the collective is in a branch of a conditional.
+      in_loop: whether the collective is in a loop.
       trip_count: how often the loops around it run it (already in `count`); 1 outside loops; None
-        if the program does not tell, then it is counted once.
+        if the program does not say so; then it is counted once.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class CommRow:
 
 @dataclass(frozen=True)
 class CommReport:
-    """What a step communicates. `str(report)` is a table.
+    """The communication of a step; `str(report)` is a table.
 
     Attributes:
       rows: the rows; only collectives that move something have one.
@@ -77,7 +77,7 @@ class CommReport:
         kind: str | None = None,
         level: str | None = None,
     ) -> tuple[CommRow, ...]:
-        """Rows that match every given condition.
+        """Return the rows that match every condition.
 
         Args:
           axis: an axis, or several (a sequence, or a string joined by ","). Rows that run over
@@ -92,7 +92,7 @@ class CommReport:
           The rows, in the order of `rows`.
 
         Raises:
-          ValueError: a name that the report does not know, with those that it does.
+          ValueError: a name that the report does not have; the error lists those that it has.
         """
         if kind is not None:
             events = sorted(kind.split("+"))
@@ -125,7 +125,7 @@ class CommReport:
         kind: str | None = None,
         level: str = "emitted",
     ) -> int:
-        """Number of collectives that a step executes.
+        """Return the number of collectives that a step executes.
 
         Args:
           axis: see `select`.
@@ -153,7 +153,7 @@ class CommReport:
         kind: str | None = None,
         level: str = "emitted",
     ) -> int:
-        """Payload bytes of one device in a step (`CommRow.bytes`); arguments as for `count`."""
+        """Return the payload bytes of one device in a step; the arguments are those of `count`."""
         return sum(row.bytes for row in self._of_one_kind(axis, collective, kind, level))
 
     def wire_bytes(
@@ -164,11 +164,11 @@ class CommReport:
         kind: str | None = None,
         level: str = "emitted",
     ) -> int:
-        """Bytes one device sends in a step (`CommRow.wire_bytes`); arguments as for `count`."""
+        """Return the bytes that one device sends in a step; the arguments are those of `count`."""
         return sum(row.wire_bytes for row in self._of_one_kind(axis, collective, kind, level))
 
     def to_json(self) -> str:
-        """The report as a JSON object with the keys kinds, axes, levels and rows."""
+        """Return the report as a JSON object with the keys kinds, axes, levels and rows."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -185,20 +185,20 @@ class CommReport:
         return self.select(axis=axis, collective=collective, kind=kind, level=level)
 
 
-def _axis_set(axis: str | Sequence[str] | None, known: Sequence[str]) -> set[str]:
+def _axis_set(axis: str | Sequence[str] | None, axes: Sequence[str]) -> set[str]:
     if axis is None:
         return set()
     names = axis.split(",") if isinstance(axis, str) else list(axis)
-    single = {name for entry in known for name in entry.split(",")} | {"?"}
+    single = {name for entry in axes for name in entry.split(",")} | {"?"}
     for name in names:
         if name not in single:
-            raise ValueError(f"`axis` must be one of {_listed(known)}, got {name!r}.")
+            raise ValueError(f"`axis` must be one of {_listed(axes)}, got {name!r}.")
     return set(names)
 
 
-def _check(argument: str, value: str | None, known: Sequence[str]) -> None:
-    if value is not None and value not in known:
-        raise ValueError(f"`{argument}` must be one of {_listed(known)}, got {value!r}.")
+def _check(argument: str, value: str | None, names: Sequence[str]) -> None:
+    if value is not None and value not in names:
+        raise ValueError(f"`{argument}` must be one of {_listed(names)}, got {value!r}.")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -206,7 +206,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
-    """An aligned table, one line for each kind, axis and collective, both levels side by side."""
+    """Return a table with a line for each kind, axis and collective, both levels side by side."""
     head = ["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]
     lines = [head]
     for kind in kinds:
@@ -216,8 +216,8 @@ def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow])
                 groups.setdefault((row.axis, row.collective), []).append(row)
         if not groups:
             lines.append([kind, "-", "(no communication)", *_amounts(levels, []), ""])
-        for (axis, collective), found in groups.items():
-            lines.append([kind, axis, collective, *_amounts(levels, found), _notes(found)])
+        for (axis, collective), same in groups.items():
+            lines.append([kind, axis, collective, *_amounts(levels, same), _notes(same)])
     return "\n".join(aligned(lines, left=(0, 1, 2, len(head) - 1)))
 
 

@@ -1,4 +1,4 @@
-"""Reads the collectives that a compiled program executes from the text of its optimised HLO."""
+"""A reader of the collectives that a compiled program executes, from its optimised HLO text."""
 
 import re
 from itertools import chain
@@ -25,7 +25,7 @@ _INTERESTING = re.compile(
 )
 
 
-# Of transfers between TPU slices, which the compiler writes as send and recv of its runtime.
+# Transfers between TPU slices, which the compiler writes as send and recv of its runtime.
 _TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\}|\{\})')
 _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="?(\w+)')
 _CHAIN = re.compile("AsyncCollectiveStart")
@@ -33,13 +33,13 @@ _PER_SLICE = 100_000  # a device is numbered slice * 100000 + place in the slice
 
 
 def read_hlo(text: str, num_devices: int = 0, slice_major: bool = True) -> ProgramCollectives:
-    """The collectives of an HLO module as a tree, as seen from its entry computation.
+    """Return the collectives of an HLO module as a tree, seen from its entry computation.
 
     Args:
-      text: `compiled.as_text()`.
+      text: the text of the module, `compiled.as_text()`.
       num_devices: size of the mesh. A program for several TPU slices is written for one slice;
         its groups are repeated for the others if slices come first in the mesh (`slice_major`).
-      slice_major: see there.
+      slice_major: whether slices come first in the mesh.
     """
     module = parse_module(text)
     return ProgramCollectives(
@@ -58,8 +58,8 @@ class _HloReader:
         computation = self.module.computations.get(name)
         if computation is None or name in self.silent:
             return ()
-        found = computation.select(_INTERESTING)
-        block = tuple(chain(*(self.instruction(op, computation, phase) for op in found)))
+        instructions = computation.select(_INTERESTING)
+        block = tuple(chain(*(self.instruction(op, computation, phase) for op in instructions)))
         if not block:
             self.silent.add(name)
         return block
@@ -69,8 +69,8 @@ class _HloReader:
         phase = phase_of(attributes.get("metadata", "")) or phase
         opcode = op.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
-            found = self.collective(op, opcode, within, phase)
-            return (found,) if found else ()
+            collective = self.collective(op, opcode, within, phase)
+            return (collective,) if collective else ()
         if opcode == "conditional":
             names = _names(attributes.get("branch_computations", "")) or [
                 _name(attributes[key]) for key in ("true_computation", "false_computation")
@@ -122,20 +122,20 @@ class _HloReader:
     def transfer(
         self, op: Instruction, name: str, within: Computation, phase: str | None, frontend: str
     ) -> Collective | None:
-        """A send or recv: between TPU slices, or between devices, or to the host (not counted)."""
+        """Return a send or recv between TPU slices or devices; one to the host is not counted."""
         pairs, groups = True, None
         if target := _TARGET.search(frontend):
             groups, pairs = parse_target(target[1], self.module.num_devices)
             groups = groups if self.readable else None
-        elif found := re.search(r'_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})', frontend):
-            groups = self.across_slices(parse_groups(found[1]))
+        elif match := re.search(r'_xla_send_recv_source_target_pairs="?(\{\{.*?\}\})', frontend):
+            groups = self.across_slices(parse_groups(match[1]))
         elif op.attributes.get("is_host_transfer") == "true":
             return None
         # A recv has no operand but a token; its result is (data, context, token).
         source = within.type_of(op.operands[0]) if name == "send" else op.type
         (dtype, nbytes), *_ = shapes(source) or [("token", 0)]
-        found = _TRANSFER_TYPE.search(frontend)
-        pattern = found[1].lower().replace("_", "-") if found else ""
+        match = _TRANSFER_TYPE.search(frontend)
+        pattern = match[1].lower().replace("_", "-") if match else ""
         return Collective(name, groups, nbytes, (dtype,), phase, pairs, pattern)
 
     def across_slices(self, groups: Groups) -> Groups:
@@ -150,7 +150,7 @@ class _HloReader:
 
 
 def _is_scattered(name: str, within: Computation) -> bool:
-    """Whether a computation is TPU's fused reduce-scatter: an all-reduce of which a part is kept.
+    """Return whether a computation is TPU's fused reduce-scatter, an all-reduce and a slice of it.
 
     Outside a fusion the same pair of instructions does move the whole buffer to everybody.
     """
@@ -169,12 +169,12 @@ def _names(text: str) -> list[str]:
 
 
 def parse_target(text: str, per_slice: int) -> tuple[Groups, bool]:
-    """Devices that a transfer connects, numbered as in a mesh whose slices come first.
+    """Return the devices that a transfer connects, numbered as in a mesh whose slices come first.
 
     Args:
       text: `"{1,2}x{0:7}"` (the devices of the same place in each slice), `{{100000,200000},...}`
         (groups) or `{{100000->200000},...}` (pairs).
-      per_slice: devices of one slice.
+      per_slice: number of devices of one slice.
 
     Returns:
       (groups, whether they are pairs); groups are None if the text has another form.
@@ -198,9 +198,9 @@ def _logical(device: int, per_slice: int) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    """`0:2,5` -> [0, 1, 2, 5]."""
-    found: list[int] = []
+    """Return the numbers of a text such as `0:2,5`: [0, 1, 2, 5]."""
+    numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition(":")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers

@@ -1,4 +1,4 @@
-"""The text of an HLO module taken apart: computations, instructions, types, turns of loops."""
+"""A parser of HLO text: computations, instructions, types and the turns of loops."""
 
 import re
 from collections.abc import Iterator
@@ -41,13 +41,13 @@ class Computation:
         return _split_type(self.lines.get(name, ""))[0]
 
     def only_phase(self) -> str | None:
-        """The phase of all its instructions that name one; None where they differ, or none does."""
+        """Return the one phase that its instructions name; None if they name several or none."""
         scopes = filter(None, map(_OP_NAME.search, self.lines.values()))
-        phases = {phase_of(found[1]) for found in scopes} - {None}
+        phases = {phase_of(match[1]) for match in scopes} - {None}
         return phases.pop() if len(phases) == 1 else None
 
     def select(self, opcodes: re.Pattern[str]) -> Iterator[Instruction]:
-        """Instructions whose text contains a match, in program order."""
+        """Yield the instructions whose text contains a match, in program order."""
         for name, text in self.lines.items():
             if opcodes.search(text):
                 yield parse_instruction(name, text)
@@ -63,15 +63,15 @@ class HloModule:
 
 
 def parse_module(text: str) -> HloModule:
-    """Splits the text of a module into computations."""
+    """Split the text of a module into computations."""
     computations: dict[str, Computation] = {}
     entry, devices = "", 1
     current: Computation | None = None
     for line in text.splitlines():
         if line.startswith("HloModule"):
             for key in ("replica_count", "num_partitions"):
-                found = re.search(rf"\b{key}=(\d+)", line)
-                devices *= int(found[1]) if found else 1
+                match = re.search(rf"\b{key}=(\d+)", line)
+                devices *= int(match[1]) if match else 1
         elif line.startswith("}"):
             current = None
         elif current is not None:
@@ -86,7 +86,7 @@ def parse_module(text: str) -> HloModule:
 
 
 def _end(text: str, start: int) -> int:
-    """Index behind the bracket that closes the one at `start`, quoted text skipped."""
+    """Return the index after the bracket that closes the one at `start`; quotes are skipped."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
         depth += _DEPTH.get(token[0], 0)
@@ -96,7 +96,7 @@ def _end(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at commas outside brackets and quotes."""
+    """Split a text at commas outside brackets and quotes."""
     parts, start, depth = [], 0, 0
     for token in _TOKEN.finditer(text):
         depth += _DEPTH.get(token[0], 0)
@@ -112,7 +112,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def parse_instruction(name: str, text: str) -> Instruction:
-    """Parses what stands behind `name = `."""
+    """Parse an instruction from the text after `name = `."""
     kind, rest = _split_type(text)
     opening = rest.find("(")
     closing = _end(rest, opening)
@@ -135,26 +135,26 @@ def parse_instruction(name: str, text: str) -> Instruction:
 
 
 def shapes(type_text: str) -> list[tuple[str, int]]:
-    """(dtype, bytes) of every array in a type; layouts are ignored.
+    """Return (dtype, bytes) of every array in a type; layouts are ignored.
 
     >>> shapes("(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])")
     [('bfloat16', 2048), ('uint32', 4)]
     """
-    found = []
+    arrays = []
     for element, dims in _SHAPE.findall(type_text):
         sizes = [int(d) for d in re.findall(r"\d+", dims)]
-        found.append((dtype_of(element)[0], num_bytes(element, sizes)))
-    return found
+        arrays.append((dtype_of(element)[0], num_bytes(element, sizes)))
+    return arrays
 
 
 def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int | None:
-    """Number of iterations of a `while`, or None where the program does not tell.
+    """Return the number of iterations of a `while`, or None where the program does not say so.
 
     TPU code does not state it; there the form `for (i = start; i < stop; i += step)` with constant
     bounds is recognised.
     """
-    if known := _KNOWN_TURNS.search(loop.attributes.get("backend_config", "")):
-        return int(known[1])
+    if stated := _KNOWN_TURNS.search(loop.attributes.get("backend_config", "")):
+        return int(stated[1])
     condition = module.computations.get(loop.attributes["condition"].lstrip("%"))
     body = module.computations.get(loop.attributes["body"].lstrip("%"))
     if condition is None or body is None:
@@ -171,28 +171,32 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
 
 def _term(name: str | None, within: Computation, *, sums: bool = True) -> Term:
     """Return what a value is for `num_turns`; what a computation carries is a tuple."""
-    found = _behind_copies(name, within)
-    if found is None or not found.operands:
+    instruction = _behind_copies(name, within)
+    if instruction is None or not instruction.operands:
         return None
-    if found.opcode == "constant":
-        text = found.operands[0]
+    if instruction.opcode == "constant":
+        text = instruction.operands[0]
         return int(text) if re.fullmatch(r"-?\d+", text) else None
-    if found.opcode == "get-tuple-element":
-        carrier = within.instruction(found.operands[0])
+    if instruction.opcode == "get-tuple-element":
+        carrier = within.instruction(instruction.operands[0])
         is_carried = carrier is not None and carrier.opcode == "parameter"
-        return Carried(int(found.attributes["index"])) if is_carried else None
-    if found.opcode == "add" and sums:
-        return [_term(operand, within, sums=False) for operand in found.operands]
+        return Carried(int(instruction.attributes["index"])) if is_carried else None
+    if instruction.opcode == "add" and sums:
+        return [_term(operand, within, sums=False) for operand in instruction.operands]
     return None
 
 
 def _behind_copies(name: str | None, within: Computation) -> Instruction | None:
-    found = within.instruction(name) if name else None
-    while found is not None and found.opcode in ("copy", "bitcast"):
-        found = within.instruction(found.operands[0])
-    return found
+    instruction = within.instruction(name) if name else None
+    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+        instruction = within.instruction(instruction.operands[0])
+    return instruction
 
 
 def _element(tuple_name: str, index: int, within: Computation) -> str | None:
-    made = _behind_copies(tuple_name, within)
-    return made.operands[index] if made is not None and made.opcode == "tuple" else None
+    instruction = _behind_copies(tuple_name, within)
+    return (
+        instruction.operands[index]
+        if instruction is not None and instruction.opcode == "tuple"
+        else None
+    )

@@ -1,4 +1,4 @@
-"""From trees of collectives to rows: which kinds of step a program has, and what each executes."""
+"""Kinds of step of a program, and the rows of collectives that each kind executes."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +14,9 @@ _Rows = dict[CommRow, CommRow]
 
 
 def kinds_of(programs: Sequence[ProgramCollectives]) -> tuple[str, ...]:
-    """Kinds of step of one traced program, given what was emitted and what was compiled.
+    """Return the kinds of step of one traced program, from its emitted and compiled collectives.
 
-    The rules stand in the documentation of `comm_report`.
+    The rules are in the documentation of `comm_report`.
     """
     scopes: dict[tuple[str, bool], None] = {}
     unnamed = False
@@ -49,7 +49,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def _event_sets(block: Block) -> set[frozenset[str]]:
-    """The sets of phases that can communicate in one step, over all choices of branches."""
+    """Return the sets of phases that can communicate in one step, for all choices of branches."""
     sets: set[frozenset[str]] = {frozenset()}
     for node in block:
         if isinstance(node, Collective):
@@ -64,7 +64,7 @@ def _event_sets(block: Block) -> set[frozenset[str]]:
 
 
 def _belongs(phase: str | None, kind: str) -> bool:
-    """Whether a step of a kind executes what stands in a conditional under a phase."""
+    """Return whether a step of a kind executes the conditional parts of a phase."""
     if phase is None:
         return kind == "conditional"
     if phase == EVERY_PHASE:
@@ -75,17 +75,17 @@ def _belongs(phase: str | None, kind: str) -> bool:
 def rows_of_kind(
     kind: str, program: ProgramCollectives, level: str, meshes: tuple[MeshAxes, ...], *, whole: bool
 ) -> list[CommRow]:
-    """Everything that a step of one kind executes.
+    """Return the rows of everything that a step of one kind executes.
 
     Args:
-      kind: its name.
-      program: a program.
+      kind: name of the kind.
+      program: the collectives of a program.
       level: "emitted" or "compiled".
-      meshes: where to look for axes.
-      whole: every conditional part belongs to this kind (the program was made for it alone).
+      meshes: the meshes whose axes are looked for.
+      whole: whether all conditional parts belong to this kind, since the program is of it alone.
     """
-    found = _Counter(kind, level, meshes, whole).block(program.block, False, 1, False)
-    return list(found.values())
+    rows = _Counter(kind, level, meshes, whole).block(program.block, False, 1, False)
+    return list(rows.values())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The mesh axes of a program, and which of them the device groups of a collective stand for."""
+"""The mesh axes of a program, and the axes that the device groups of a collective run over."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ class MeshAxes:
 
 
 def mesh_axes(mesh: Any) -> MeshAxes:
-    """The facts of a `jax.sharding.Mesh` or `AbstractMesh`.
+    """Return the axes of a `jax.sharding.Mesh` or `AbstractMesh`.
 
     Programs number devices by their place in the device assignment, which is the mesh order.
     """
@@ -48,19 +48,19 @@ def mesh_axes(mesh: Any) -> MeshAxes:
 
 
 def meshes_of_jaxpr(jaxpr: Any) -> list[MeshAxes]:
-    """Meshes of all `shard_map` equations of a jaxpr, outermost first, without duplicates."""
+    """Return the meshes of all `shard_map` equations of a jaxpr, each once, outermost first."""
     params = (equation.params for equation in equations_in(jaxpr))
     meshes = (p["mesh"] for p in params if hasattr(p.get("mesh"), "axis_names"))
     return list(dict.fromkeys(map(mesh_axes, meshes)))
 
 
 def meshes_of_arguments(args: Any) -> list[MeshAxes]:
-    """Meshes of the `NamedSharding`s of arrays and ShapeDtypeStructs in a pytree."""
+    """Return the meshes of the `NamedSharding`s of arrays and ShapeDtypeStructs in a pytree."""
     return _meshes_of(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
 
 
 def meshes_of_compiled(compiled: jax.stages.Compiled) -> list[MeshAxes]:
-    """Meshes of the arguments and results of a compiled program, as far as they have one."""
+    """Return the meshes of those arguments and results of a compiled program that have one."""
     return _meshes_of(jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)))
 
 
@@ -86,7 +86,7 @@ def _ints(text: str) -> list[int]:
 
 
 def parse_groups(text: str) -> Groups:
-    """Groups (or source-target pairs) from the text of an HLO attribute.
+    """Return the groups (or source-target pairs) in the text of an HLO attribute.
 
     Args:
       text: `{{0,1},{2,3}}`; `{}` (all devices); the iota form `[2,4]<=[8]` with an optional
@@ -119,7 +119,7 @@ def parse_groups(text: str) -> Groups:
 
 
 def device_order(text: str, total: int) -> tuple[int, ...]:
-    """The device numbers of a mesh from `[2,4]T(1,0)`, `[8]<=[2,4]T(1,0)` or a plain list."""
+    """Return the device numbers of a mesh: `[2,4]T(1,0)`, `[8]<=[2,4]T(1,0)` or a plain list."""
     if not text.strip():
         return tuple(range(total))
     dims, _, order = text.rpartition("]")
@@ -133,7 +133,7 @@ def device_order(text: str, total: int) -> tuple[int, ...]:
 def groups_of_axes(
     sizes: dict[str, int], used: list[tuple[str, int, int]], ids: tuple[int, ...]
 ) -> Groups:
-    """Groups of the devices that differ only along some axes of a mesh.
+    """Return the groups of devices that differ only along some axes of a mesh.
 
     Args:
       sizes: axis name -> size, outermost first.
@@ -165,20 +165,20 @@ def _rows(table: np.ndarray) -> Groups:
 
 @lru_cache(maxsize=256)
 def _candidates(mesh: MeshAxes) -> list[tuple[str, int, frozenset[frozenset[int]]]]:
-    """(name, group size, groups) of every set of axes that are larger than 1, few axes first."""
+    """Return (name, group size, groups) of every set of axes larger than 1, few axes first."""
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
     large = [name for name in mesh.names if sizes[name] > 1]
-    found = []
+    candidates = []
     for count in range(1, len(large) + 1):
         for names in itertools.combinations(large, count):
             groups = groups_of_axes(sizes, [(n, 1, sizes[n]) for n in names], mesh.ids) or ()
             size = int(np.prod([sizes[n] for n in names]))
-            found.append((",".join(names), size, frozenset(frozenset(g) for g in groups)))
-    return found
+            candidates.append((",".join(names), size, frozenset(frozenset(g) for g in groups)))
+    return candidates
 
 
 def axis_of(groups: Groups, pairs: bool, meshes: tuple[MeshAxes, ...]) -> tuple[str, int]:
-    """Mesh axes that a collective runs over, and its group size.
+    """Return the mesh axes that a collective runs over, and its group size.
 
     Args:
       groups: groups of devices, or (source, target) pairs.

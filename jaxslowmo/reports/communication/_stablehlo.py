@@ -1,6 +1,6 @@
-"""Reads the collectives that a traced program emits from its StableHLO module.
+"""A reader of the collectives that a traced program emits, from its StableHLO module.
 
-Works on the parsed module, not on text, with two exceptions: attributes for which jaxlib has no
+It works on the parsed module, not on text, with two exceptions: attributes for which jaxlib has no
 Python class (meshes, and groups stated as mesh axes) are read from their printed form.
 """
 
@@ -38,12 +38,12 @@ _AXIS_REF = re.compile(r'axis_ref<name = "([^"]+)"(?:, sub_axis_info = [^(]*\((\
 
 
 def meshes_of_module(module: Any) -> list[MeshAxes]:
-    """Meshes declared in a module, in order, without duplicates and without empty ones."""
+    """Return the meshes that a module declares, in order, each once and without empty ones."""
     return list(dict.fromkeys(mesh for mesh in _mesh_table(module).values() if mesh.names))
 
 
 def has_devices(module: Any) -> bool:
-    """False for a module of an abstract mesh, which can be read but not compiled."""
+    """Return False for a module of an abstract mesh, which can be read but not compiled."""
     attributes = module.operation.attributes
     partitions = 1
     for name in ("mhlo.num_partitions", "mhlo.num_replicas"):
@@ -52,10 +52,10 @@ def has_devices(module: Any) -> bool:
 
 
 def read_stablehlo(module: Any) -> ProgramCollectives:
-    """The collectives of a module as a tree, as seen from its main function.
+    """Return the collectives of a module as a tree, seen from its main function.
 
     Args:
-      module: `lowered.compiler_ir("stablehlo")`.
+      module: a StableHLO module, `lowered.compiler_ir("stablehlo")`.
     """
     reader = _StableHloReader(module)
     return ProgramCollectives(reader.function("main", None, False), tuple(reader.scopes))
