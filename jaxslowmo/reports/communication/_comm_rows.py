@@ -25,10 +25,10 @@ class CommRow:
       bytes: payload of one participating device, the whole logical buffer: the operands of an
         all-reduce, permute, all-to-all, broadcast, send; the full operand of a reduce-scatter; the
         full result of an all-gather or a recv. It is multiplied by `count`, like `wire_bytes`.
-      wire_bytes: bytes that one device sends when the collective runs as a ring over n = `group_size`
-        devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for reduce-scatter, all-gather and
-        all-to-all, all of them for a broadcast, or for a permute in which every device sends (the
-        mean over devices where some do not); 0 for a recv.
+      wire_bytes: bytes that one device sends when the collective runs as a ring over
+        n = `group_size` devices: 2 (n-1)/n of `bytes` for an all-reduce, (n-1)/n for a
+        reduce-scatter, all-gather or all-to-all; all of them for a broadcast, or for a permute in
+        which every device sends (the mean over devices where some do not); 0 for a recv.
       group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
       dtypes: element types on the wire, by their jax names.
       conditional: whether the collective is in a branch of a conditional.

@@ -1,4 +1,4 @@
-"""What a training step spends its time on, measured while it runs."""
+"""Reports on the time that a training step spends, measured while it runs."""
 
 from ._measured import MeasuredStep as MeasuredStep
 from ._measured import measured as measured

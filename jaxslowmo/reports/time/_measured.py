@@ -18,35 +18,36 @@ from ._step_report import Bucket, KindOfStep, StepReport
 from ._times import DeviceOp, StepTimes, mean_times, step_times
 from ._trace import CannotTrace, traced_call
 
-_FIRST = 10  # steps that are measured one after the other
+_FIRST = 10  # so many steps are measured one after the other
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
-    """A step that is measured at its calls 1 to 10 and then at every `rate`-th.
+    """Return the step such that its calls 1 to 10 and then every `rate`-th are measured.
 
-    A measured call runs the real step under the jax profiler and reads off the trace what each
-    device did when: forward pass, backward pass, communication, and which of it at the same time.
-    It waits for the steps before and for its own end. Other calls cost nothing.
+    A measured call runs the real step under the jax profiler. The trace says when each device
+    computed the forward pass, the backward pass and the rest, when it communicated, and what of
+    this overlapped. The call waits for the steps before it and for its own end. Other calls cost
+    nothing.
 
-    Parameters may be exchanged seldom: of the steps that do so (by `js.phase_name`) those numbered
-    1 to 10 and every `rate`-th among them are measured too.
+    Parameters may be exchanged rarely. Of the steps that exchange them (by `js.phase_name`), the
+    first ten and every `rate`-th among them are measured too.
 
     Args:
-      step: of `js.make_train_step`, or any function made by `jax.jit` that is called with arrays.
-      rate: of which calls one is measured, after the first ten.
+      step: a step of `js.make_train_step`, or any function made by `jax.jit` that takes arrays.
+      rate: after the first ten calls, every so many calls one is measured.
 
     Returns:
-      A `MeasuredStep`, which is called as `step` is and stands in its place in `js.train_loop`.
+      A `MeasuredStep`, which is called as `step` is and replaces it in `js.train_loop`.
 
     Raises:
-      ValueError: rate < 1, or a step that is neither of these.
+      ValueError: `rate` < 1, or a step of another kind.
 
     Example:
       step = js.measured(step, rate=100)
       for result in js.train_loop(step, state, batches): ...
       print(step.report())
 
-    Communication: none beside the step's.
+    Communication: that of the step.
 
     Source: torch 2.13, `Logger` of `DistributedDataParallel`; FairScale's `profile_mode`.
     """
@@ -54,9 +55,9 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
 
 
 class MeasuredStep:
-    """A step that is measured now and then; made by `js.measured`.
+    """A step of which some calls are measured; made by `js.measured`.
 
-    It has the attributes of the step it measures. What several processes measure is each one's own.
+    It has the attributes of the step that it measures. Each process measures its own devices.
     """
 
     def __init__(self, step: Any, rate: int) -> None:
@@ -84,17 +85,17 @@ class MeasuredStep:
         return getattr(self._step, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step, and measures it if it is due."""
+        """Call the step, and measure it if that is due."""
         return self._call(self._step, args, kwargs)
 
     @property
     def ahead(self) -> Callable[..., "MeasuredAhead"]:
-        """`step.ahead`, whose updates are measured as those of the step."""
+        """The method `step.ahead`, whose updates are measured like those of the step."""
         ahead = self._step.ahead
         return lambda *args, **kwargs: MeasuredAhead(ahead(*args, **kwargs), self._call)
 
     def _call(self, step: Any, args: Any, kwargs: Any, static: Hashable = None) -> Any:
-        """Calls `step`; `static` tells its programs apart where shapes of arguments do not."""
+        """Call `step`; `static` distinguishes programs whose arguments have equal shapes."""
         has_phases = hasattr(self._step, "next_phase")
         kind = phase_name(self._step.next_phase(args[0])) if has_phases else "local"
         self._steps_by_kind[kind] += 1
@@ -111,19 +112,19 @@ class MeasuredStep:
         return result
 
     def next_phase(self, state: Any) -> Phase:
-        """As the step's own; for `js.train_loop`."""
+        """Return the phase of the next update, as the step does; for `js.train_loop`."""
         return self._step.next_phase(state)
 
     def report(self) -> StepReport:
-        """What was measured so far.
+        """Return what was measured so far.
 
         Returns:
           A `StepReport`.
 
         Communication: none.
         """
-        every = [times for found in self._times.values() for times in found]
-        # Without parameter transform all steps are alike, and none is local.
+        every = [times for times_of_kind in self._times.values() for times in times_of_kind]
+        # Without a parameter transform all steps are of one kind, "every".
         alike = set(self._steps_by_kind) == {"local"}
         buckets = list(self._buckets)
         gradients = tuple(b for b in buckets if b.exchange == GRADIENTS)
@@ -171,7 +172,7 @@ class MeasuredStep:
     def _program(
         self, step: Any, kind: str, args: Any, kwargs: Any, static: Hashable
     ) -> StepProgram:
-        """What this call runs: compiled now if it was not, and read once."""
+        """Return the program that this call runs; it is compiled and read at its first call."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         by_host = getattr(self._step, "mode", None) == "host"
         key = (
@@ -187,19 +188,19 @@ class MeasuredStep:
                 else:
                     compiled = step.lower(*args, **kwargs).compile()
             self._programs[key] = StepProgram(compiled.as_text() or "")
-            found = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
-            self._buckets.update(dict.fromkeys(found))
+            noted = (Bucket(b.role, b.size_bytes, b.dtype, b.leaves) for b in buffers)
+            self._buckets.update(dict.fromkeys(noted))
             if self._facts is None:
                 self._facts = _facts(self._step, args)
         return self._programs[key]
 
 
 class MeasuredAhead:
-    """A `js.AheadStep` of a measured step, with whose updates its own are counted.
+    """A `js.AheadStep` of a measured step, whose updates count as those of that step.
 
     Args:
-      ahead: of `step.ahead`.
-      call: `(step, args, kwargs, static)`, of the measured step.
+      ahead: the step that `step.ahead` returned.
+      call: `call(step, args, kwargs, static)` of the measured step, which measures.
     """
 
     def __init__(self, ahead: Any, call: Callable[..., Any]) -> None:
@@ -214,23 +215,24 @@ class MeasuredAhead:
         self,
         state: Any,
         batch: PyTree,
-        asked: Any,
+        pending: Any,
         next_batch: PyTree | None,
         weight: Any = None,
         window: Any = None,
         collect: bool = False,
     ) -> Any:
-        """As the step's; batches that are only collected are not measured."""
-        args = state, batch, asked, next_batch, weight, window
+        """Call the step; batches that are only collected are not measured."""
+        args = state, batch, pending, next_batch, weight, window
         if collect:
             return self._ahead(*args, collect)
         return self._call(self._ahead, args, {}, self._ahead.asks_for(next_batch))
 
 
 class Sampling:
-    """Steps 1 to 10 and every `rate`-th, as torch's logger; the same among those of each exchange.
+    """The choice of the steps to measure: 1 to 10 and every `rate`-th, as torch's logger does.
 
-    Without the latter, parameters exchanged every 48 steps would be measured once in 1,200.
+    The same rule holds among the steps of each exchange. Without it, an exchange of parameters
+    every 48 steps would be measured once in 1,200 steps.
 
     Raises:
       ValueError: rate < 1.
@@ -242,7 +244,7 @@ class Sampling:
         self._exchanges: Counter[str] = Counter()
 
     def next(self, kind: str) -> bool:
-        """Counts a step of a kind ("local": nothing but gradients) and tells whether it is due."""
+        """Count a step of a kind ("local": gradients alone), and return whether to measure it."""
         self.steps += 1
         due = self._among(self.steps)
         if kind != "local":
@@ -264,7 +266,7 @@ def _facts_of_gradients(buckets: tuple[Bucket, ...]) -> dict[str, Any]:
 
 
 def _facts(step: Any, args: Any) -> dict[str, Any] | None:
-    """What stays the same from step to step, of a step with a `TrainState`."""
+    """Return facts that are equal in all steps; None for a step without a `TrainState`."""
     if not args or not hasattr(step, "ready_order"):
         return None
     params = args[0].params

@@ -23,20 +23,20 @@ from ._stage_costs import (
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What a schedule costs a model. `str(report)` is the grid with tables.
+    """The costs of a schedule for a model; `str(report)` is the grid with tables.
 
     Attributes:
-      schedule: which stage computes what when.
+      schedule: the schedule: which stage computes what when.
       lockstep: whether the pipeline is one program, whose stages begin each tick together.
-      unit: of costs and times: "FLOP" or "s".
+      unit: the unit of costs and times: "FLOP" or "s".
       stages: the stages of the model.
       simulation: the step as this pipeline runs it, with these costs.
-      other: the step if stages ran free, of one program; in lockstep, of others.
+      other: the step in the other way: as if stages ran freely for one program, else in lockstep.
       held_bytes: per device stage, the most that it holds of what F and B leave.
       sent_bytes: per device stage, activations and cotangents that it sends in a step.
-      permuted_bytes: of one program, what one device hands to collective permutes in a step: more
-        than is sent, since every tick permutes.
-      compiled: what the compiled program says, of one program; None where it was not asked for.
+      permuted_bytes: bytes that one device hands to collective permutes in a step of one program;
+        more than is sent, since every tick permutes. 0 for the host executor.
+      compiled: figures of the compiled program; None for the host executor, or if not requested.
     """
 
     schedule: Schedule
@@ -70,7 +70,7 @@ class ScheduleReport:
         return "\n\n".join(["\n".join(lines) for lines in parts] + [schedules.grid(self.schedule)])
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draws the step to scale and writes it to a file; its ending decides the format.
+        """Draw the step to scale and write it to a file, whose ending decides the format.
 
         Raises:
           ModuleNotFoundError: matplotlib, of the extra `train`, is not installed.
@@ -88,24 +88,24 @@ def schedule_report(
     flops_per_second: float | None = None,
     bytes_per_second: float | None = None,
 ) -> ScheduleReport:
-    """Predicts what a schedule costs a model, beside what the compiled program says.
+    """Predict the costs of a schedule for a model, next to figures of the compiled program.
 
         report = js.schedule_report(pipe, batch)
         print(report)  # the grid, and tables
         report.picture("schedule.png")
 
-    Each operation of each stage is compiled for itself, and what the compiler counts in it is its
-    cost. The table of the schedule then gives the bubble, the bytes that stages hold between
+    Each operation of each stage is compiled by itself, and its cost is what the compiler counts in
+    it. The table of the schedule then gives the bubble, the bytes that stages hold between
     forward and backward pass, and the bytes that they send. Nothing runs. Compilers count a loop's
     body once, so a layer with a `lax.scan` of its own counts too little; for times that were
     measured there is `pipe.schedule.simulate(forward=[...], ...)`.
 
     Args:
-      pipe: what `js.pipelined` made.
-      batch: arrays or types, one replica's batch, as `pipe.loss_fn` takes it.
-      compiled: compile the program of loss and gradients, too, and read its memory, its permutes
-        and the lengths of its loops; of one program.
-      flops_per_second: speed of a device. With it costs are seconds, not FLOPs.
+      pipe: a pipeline that `js.pipelined` made.
+      batch: arrays or types: one replica's batch, as the loss function takes it.
+      compiled: whether to compile the program of loss and gradients too, and to read its memory,
+        its permutes and the lengths of its loops; only for one program.
+      flops_per_second: speed of a device. With it, costs are seconds, not FLOPs.
       bytes_per_second: speed of the links between stages; needs `flops_per_second`. None: messages
         take no time.
 
@@ -113,8 +113,8 @@ def schedule_report(
       A `ScheduleReport`.
 
     Raises:
-      ValueError: no pipeline, a batch that does not divide, a speed that is not > 0, or one without
-        the other.
+      ValueError: `pipe` is no pipeline, the batch cannot be divided, a speed is not > 0, or
+        `bytes_per_second` is given without `flops_per_second`.
     """
     if not isinstance(pipe, Pipelined):
         raise ValueError(f"`pipe` must be what js.pipelined made, got {type(pipe).__name__}.")
@@ -126,11 +126,11 @@ def schedule_report(
             "unit, seconds."
         )
     schedule, stages = pipe.schedule, stages_of(pipe, batch)
-    made = model_stages(pipe, stages, speed)
+    model = model_stages(pipe, stages, speed)
     times = {
-        "forward": [stage.forward for stage in made],
-        "backward_input": [stage.backward_input for stage in made],
-        "backward_weight": [stage.backward_weight for stage in made],
+        "forward": [stage.forward for stage in model],
+        "backward_input": [stage.backward_input for stage in model],
+        "backward_weight": [stage.backward_weight for stage in model],
     }
     largest = max((message_bytes(stages, k, "F") for k in range(len(stages) - 1)), default=0)
     send = largest / link if bytes_per_second is not None else 0.0
@@ -139,7 +139,7 @@ def schedule_report(
         schedule=schedule,
         lockstep=lockstep,
         unit="FLOP" if flops_per_second is None else "s",
-        stages=made,
+        stages=model,
         simulation=schedule.simulate(**times, send=send, lockstep=lockstep),
         other=schedule.simulate(**times, send=send, lockstep=not lockstep),
         held_bytes=schedule.most_held(
@@ -173,17 +173,17 @@ def _facts(report: ScheduleReport) -> list[str]:
 
 
 def _of_one_program(report: ScheduleReport) -> list[list[str]]:
-    found = report.compiled
+    compiled = report.compiled
     rows = [
         ["ticks", str(len(report.schedule.ticks())), ""],
         ["permuted bytes, a device", f"{report.permuted_bytes:,}", ""],
         ["held bytes, the most on a stage", f"{max(report.held_bytes):,}", ""],
     ]
-    if found is None:
+    if compiled is None:
         return rows
-    rows[0][-1] = ", ".join(map(str, found.trip_counts))
-    rows[1][-1] = f"{found.permuted_bytes:,}"
-    return [*rows, ["temporary bytes, a device", "", f"{found.temp_bytes:,}"]]
+    rows[0][-1] = ", ".join(map(str, compiled.trip_counts))
+    rows[1][-1] = f"{compiled.permuted_bytes:,}"
+    return [*rows, ["temporary bytes, a device", "", f"{compiled.temp_bytes:,}"]]
 
 
 def _by_model_stage(report: ScheduleReport) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline cost, hold and send, as the compiler and the schedule count."""
+"""Costs, memory and messages of the stages of a pipeline, from the compiler and the schedule."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class ModelStage:
       stage: the device stage that holds it.
       layers: [start, end) of its layers.
       forward: cost of F.
-      backward_input: of B; of the whole backward pass, where the schedule does not split it.
-      backward_weight: of W; 0 where the schedule does not split the backward pass.
-      temp_bytes: of the operation, compiled for itself, that takes most memory beside its arguments
-        and results.
-      stash_bytes: what F leaves for the backward pass of a microbatch.
-      kept_bytes: what B leaves for W besides.
+      backward_input: cost of B, or of the whole backward pass if the schedule does not split it.
+      backward_weight: cost of W; 0 if the schedule does not split the backward pass.
+      temp_bytes: memory for values that are neither arguments nor results, of the operation that
+        needs most of it; each operation is compiled by itself.
+      stash_bytes: bytes that F keeps for the backward pass of a microbatch.
+      kept_bytes: bytes that B keeps for W in addition.
     """
 
     stage: int
@@ -43,13 +43,13 @@ class ModelStage:
 
 @dataclass(frozen=True)
 class CompiledPipeline:
-    """What the compiled program of loss and gradients says of itself, for one device.
+    """Figures of the compiled program of loss and gradients, for one device.
 
     Attributes:
-      temp_bytes: memory for all that is neither argument nor result.
-      permutes: collective permutes over the stages that a step executes.
-      permuted_bytes: what a device hands to them.
-      trip_counts: of the loops around them, in ticks.
+      temp_bytes: memory for values that are neither arguments nor results.
+      permutes: number of collective permutes over the stages that a step executes.
+      permuted_bytes: bytes that a device hands to them.
+      trip_counts: number of turns of each loop around them, in ticks; None where it is unknown.
     """
 
     temp_bytes: int
@@ -60,13 +60,13 @@ class CompiledPipeline:
 
 @dataclass(frozen=True)
 class StageTypes:
-    """A stage of the model, and the types of what it is given.
+    """A stage of the model, and the types of its inputs.
 
     Attributes:
-      program: its operations.
-      weights: parameters of its layers.
-      x: what the stage before gives; None of the first one.
-      microbatch: what one device has of a microbatch.
+      program: the operations of the stage.
+      weights: types of the parameters of its layers.
+      x: type of the output of the stage before; None for the first stage.
+      microbatch: types of one device's part of a microbatch.
     """
 
     program: StageProgram
@@ -76,15 +76,15 @@ class StageTypes:
 
     @property
     def cotangent(self) -> PyTree:
-        """Type of the cotangent of its result; None for leaves that have none."""
+        """The type of the cotangent of its result; None for leaves that have none."""
         return jax.tree.map(lambda y: y if is_floating(y) else None, self.program.y)
 
 
 def stages_of(pipe: Pipelined, batch: PyTree) -> list[StageTypes]:
-    """Return the stages of a model, for a batch as the pipeline is given it.
+    """Return the stages of a model, for a batch that the pipeline accepts.
 
     Raises:
-      ValueError: a batch whose leading dimension the microbatches of all shares do not divide.
+      ValueError: the microbatches of all shares do not divide the leading dimension of the batch.
     """
     model, blocks = pipe.model, pipe.layout.blocks
     types, states = pipe.layout.unstack(pipe.layout.types), None
@@ -100,25 +100,25 @@ def stages_of(pipe: Pipelined, batch: PyTree) -> list[StageTypes]:
         weights = tuple(types[start:end])
         # Layers are written out: of a loop the compiler counts one turn.
         fn, is_last = model.stage(start, end), end == len(model.layers)
-        given = x if states is None else WithState(x, list(states[start:end]))
-        program = split_stage(fn, weights, given, microbatch, loss=is_last, remat=pipe.remat)
-        stages.append(StageTypes(program, weights, given, microbatch))
+        stage_input = x if states is None else WithState(x, list(states[start:end]))
+        program = split_stage(fn, weights, stage_input, microbatch, loss=is_last, remat=pipe.remat)
+        stages.append(StageTypes(program, weights, stage_input, microbatch))
         x = without_state(program.y)
     return stages
 
 
 def num_bytes(types: PyTree) -> int:
-    """Of all arrays of a tree of types."""
+    """Return the bytes of all arrays of a tree of types."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array of this type has a cotangent."""
+    """Return whether an array of this type has a cotangent."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
-    """Types of one device's part of one microbatch."""
+    """Return the types of one device's part of one microbatch."""
     microbatches = pipe.schedule.num_microbatches
     num_shares = math.prod(pipe.mesh.shape[axis] for axis in pipe.data_axes)
     count = microbatches * num_shares
@@ -140,11 +140,11 @@ def _microbatch(pipe: Pipelined, batch: PyTree) -> PyTree:
 
 
 class Cost(NamedTuple):
-    """Of one compiled operation, on one device.
+    """The cost of one compiled operation, on one device.
 
     Attributes:
-      flops: floating-point operations.
-      temp_bytes: memory for what is neither argument nor result.
+      flops: number of floating-point operations.
+      temp_bytes: memory for values that are neither arguments nor results.
     """
 
     flops: float = 0.0
@@ -154,28 +154,28 @@ class Cost(NamedTuple):
 def model_stages(
     pipe: Pipelined, stages: Sequence[StageTypes], speed: float
 ) -> tuple[ModelStage, ...]:
-    """Return what F, B and W of each stage of the model cost, and what they leave.
+    """Return the costs of F, B and W of each stage of the model, and the bytes that they keep.
 
-    Where the schedule does not split the backward pass, all of it counts as B.
+    If the schedule does not split the backward pass, all of it counts as B.
 
     Args:
       pipe: the pipeline.
       stages: the stages of its model.
-      speed: floating-point operations in a unit of cost.
+      speed: number of floating-point operations in a unit of cost.
     """
     count, schedule = _Compiler(), pipe.schedule
-    made = []
+    model = []
     for k, stage in enumerate(stages):
         program, dy = stage.program, stage.cotangent
         costs = [count(program.forward, stage.weights, stage.x, stage.microbatch)]
-        given = stage.weights, stage.microbatch, program.stash
+        inputs = stage.weights, stage.microbatch, program.stash
         if schedule.splits:
-            costs.append(count(program.backward_input, *given, dy))
-            costs.append(count(program.backward_weight, *given, program.kept))
+            costs.append(count(program.backward_input, *inputs, dy))
+            costs.append(count(program.backward_weight, *inputs, program.kept))
         elif not schedule.forward_only:
-            costs.append(count(program.backward, *given, dy))
+            costs.append(count(program.backward, *inputs, dy))
         flops = [cost.flops / speed for cost in costs] + [0.0] * (3 - len(costs))
-        made.append(
+        model.append(
             ModelStage(
                 schedule.placement[k],
                 pipe.layout.blocks[k],
@@ -185,28 +185,30 @@ def model_stages(
                 kept_bytes=num_bytes(program.kept) if schedule.splits else 0,
             )
         )
-    return tuple(made)
+    return tuple(model)
 
 
 class _Compiler:
-    """Compiles operations, equal ones once."""
+    """A compiler of operations, which compiles equal ones once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Cost] = {}
+        self._costs: dict[str, Cost] = {}
 
     def __call__(self, fn: Callable[..., Any], *types: Any) -> Cost:
         lowered = jax.jit(fn).lower(*types)
         text = lowered.as_text()
-        if text not in self._known:
+        if text not in self._costs:
             compiled = lowered.compile()
-            found: Any = compiled.cost_analysis() or {}
+            analysis: Any = compiled.cost_analysis() or {}
             memory: Any = compiled.memory_analysis()
-            self._known[text] = Cost(float(found.get("flops", 0.0)), int(memory.temp_size_in_bytes))
-        return self._known[text]
+            self._costs[text] = Cost(
+                float(analysis.get("flops", 0.0)), int(memory.temp_size_in_bytes)
+            )
+        return self._costs[text]
 
 
 def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, ...]:
-    """Per device stage, the bytes of activations and cotangents that it sends in a step."""
+    """Return the bytes of activations and cotangents that each device stage sends in a step."""
     sent = [0] * schedule.num_stages
     for operation in filter(schedule.is_sent, schedule.in_order):
         model_stage = schedule.model_stage(operation)
@@ -215,7 +217,7 @@ def sent_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> tuple[int, .
 
 
 def message_bytes(stages: Sequence[StageTypes], model_stage: int, kind: str) -> int:
-    """What a stage of the model sends after F, an activation, or after B, a cotangent of one."""
+    """Return the bytes that a stage of the model sends after F or B."""
     if kind == "F":
         return num_bytes(without_state(stages[model_stage].program.y))
     return num_bytes(
@@ -224,9 +226,9 @@ def message_bytes(stages: Sequence[StageTypes], model_stage: int, kind: str) -> 
 
 
 def permuted_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> int:
-    """What one device hands to collective permutes in a step of one program.
+    """Return the bytes that one device hands to collective permutes in a step of one program.
 
-    In every tick an activation and a cotangent for each distance between neighbouring stages,
+    Every tick permutes an activation and a cotangent for each distance between neighbouring stages,
     whether or not there is one to send.
     """
     if len(stages) == 1:
@@ -240,7 +242,7 @@ def permuted_bytes(schedule: Schedule, stages: Sequence[StageTypes]) -> int:
 
 
 def compiled_figures(pipe: Pipelined, batch: PyTree) -> CompiledPipeline:
-    """Of the program of loss and gradients, or of the loss of a forward-only schedule."""
+    """Return figures of the program of loss and gradients; forward-only, of the loss alone."""
     stacked = pipe.layout.types
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     more: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What every instruction of a compiled step is for, read off the step's text."""
+"""The purpose of every instruction of a compiled step, read from the text of its program."""
 
 import re
 from collections import Counter
@@ -23,14 +23,14 @@ FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
 
 class Work(NamedTuple):
-    """What an instruction does."""
+    """The work of an instruction."""
 
     compute: str = ""  # "forward", "backward" or "other"; "" if it computes nothing itself
     communication: str = ""  # what is exchanged; "" if nothing is
     ends: str = ""  # the instruction that began what this one waits for
 
 
-# Scopes of the library around what it exchanges, by the name that reports give it.
+# Scopes of the library around its exchanges, and the names of these in reports.
 _SCOPES = (
     (ALL_REDUCE_GRADIENTS, GRADIENTS),
     (ALL_REDUCE_ROWS, GRADIENTS),
@@ -44,7 +44,7 @@ _SCOPES = (
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COLLECTIVE = re.compile(rf"[ )](?:{'|'.join(COLLECTIVES)})(?:-start|-done)?\(")
 _PRODUCT = re.compile(r"[ )](?:dot|convolution|fusion)\(")
-# They last as long as what they run, which has events of its own.
+# They last as long as the operations that they run, which have events of their own.
 _LOOPS = ("while", "conditional")
 
 
@@ -55,31 +55,31 @@ class StepProgram:
       text: `compiled.as_text()`.
 
     Attributes:
-      name: of the module.
+      name: name of the module.
     """
 
     def __init__(self, text: str) -> None:
         self._module = parse_module(text)
-        found = re.match(r"HloModule ([^\s,]+)", text)
-        self.name = found[1] if found else ""
+        header = re.match(r"HloModule ([^\s,]+)", text)
+        self.name = header[1] if header else ""
         self._home = {
             name: computation
             for computation in self._module.computations.values()
             for name in computation.lines
         }
-        self._known: dict[str, Work | None] = {}
+        self._work_by_name: dict[str, Work | None] = {}
 
     def work(self, name: str, seen: Collection[str] = ()) -> Work | None:
-        """What an instruction does; None for a name that the program does not have.
+        """Return the work of an instruction; None for a name that the program does not have.
 
         Args:
-          name: of the instruction.
-          seen: names of the instructions that were observed to run: a call whose callees were is
-            not counted besides them.
+          name: name of the instruction.
+          seen: names of the instructions that were observed to run. A call whose callees ran is
+            not counted in addition to them.
         """
-        if name not in self._known:
-            self._known[name] = self._work(name, seen)
-        return self._known[name]
+        if name not in self._work_by_name:
+            self._work_by_name[name] = self._work(name, seen)
+        return self._work_by_name[name]
 
     def _work(self, name: str, seen: Collection[str]) -> Work | None:
         if name not in self._home:
@@ -109,8 +109,8 @@ class StepProgram:
     def _communication(self, op: Instruction) -> Work:
         ends = _begun_by(op)
         begun = self.work(ends) if ends else None
-        known = begun.communication if begun is not None else ""
-        return Work(communication=known or self._exchange(op), ends=ends)
+        exchange = begun.communication if begun is not None else ""
+        return Work(communication=exchange or self._exchange(op), ends=ends)
 
     def _called_lines(self, op: Instruction) -> Iterator[tuple[str, str]]:
         for key in ("calls", "to_apply"):
@@ -119,11 +119,11 @@ class StepProgram:
                 yield from called.lines.items()
 
     def _scope(self, op: Instruction) -> str:
-        """Where in the source an instruction comes from; of a fusion without, its contents."""
-        if own := _OP_NAME.search(op.attributes.get("metadata", "")):
-            return own[1]
+        """Return the scope of an instruction, or the most common scope of what it calls."""
+        if stated := _OP_NAME.search(op.attributes.get("metadata", "")):
+            return stated[1]
         inner = Counter(
-            found[1] for _, line in self._called_lines(op) if (found := _OP_NAME.search(line))
+            match[1] for _, line in self._called_lines(op) if (match := _OP_NAME.search(line))
         )
         return inner.most_common(1)[0][0] if inner else ""
 

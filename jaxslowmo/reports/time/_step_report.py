@@ -17,10 +17,10 @@ class Bucket:
     """One flat buffer that is exchanged as a whole.
 
     Attributes:
-      exchange: what for: `"gradients"`; of parameters `"average"`, `"slow"`, `"round"`.
-      size_bytes: on one device.
-      dtype: of its elements.
-      leaves: names of what lies in it, in order.
+      exchange: its purpose: `"gradients"`, or for parameters `"average"`, `"slow"`, `"round"`.
+      size_bytes: its size on one device.
+      dtype: dtype of its elements.
+      leaves: names of the leaves in it, in order.
     """
 
     exchange: str
@@ -31,12 +31,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class KindOfStep:
-    """Measured steps that exchanged the same, as `js.phase_name` calls it.
+    """The steps of one kind: those of an exchange, as `js.phase_name` calls it.
 
     Attributes:
-      steps: steps of this kind so far, measured or not.
-      measured: how many of them were measured.
-      times: their means.
+      steps: number of steps of this kind so far, measured or not.
+      measured: number of them that were measured.
+      times: means over the measured ones.
     """
 
     steps: int
@@ -46,29 +46,29 @@ class KindOfStep:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step spends its time on; of a `js.MeasuredStep`. `str(report)` is a table.
+    """The times of a `js.MeasuredStep`; `str(report)` is a table.
 
     Attributes:
-      iteration: steps so far.
-      rate: after the first ten, every so many steps are measured.
-      measured: which steps were, by their number from 1.
-      missed: which were due but could not be measured, because another trace was running or the
-        profiler recorded no operations.
+      iteration: number of steps so far.
+      rate: after the first ten, every so many steps one is measured.
+      measured: numbers, from 1, of the steps that were measured.
+      missed: numbers of the steps that were due and could not be measured, because another trace
+        was running or the profiler recorded no operations.
       last: times of the last measured step; None before the first.
       average: means over all measured steps; None before the first. Kinds of step are not measured
-        equally often: for the cost of a synchronisation compare those.
-      kinds: by kind of step; a step without parameter transform has the one kind "every".
+        equally often: to see the cost of a synchronisation, compare `kinds`.
+      kinds: maps a kind of step to its times; without a parameter transform there is one, "every".
       buckets: the gradient buckets in the order in which they are reduced; empty where the step
         reduces no gradients, or was compiled before it was measured.
       sync_buckets: the buffers in which parameters are exchanged, of the kinds of step that were
         measured; as stored: slow steps exchange float32.
       ready_order: names of the parameters in the order in which the backward pass finishes their
-        gradients; None if it can't be told.
-      parameter_bytes: of one replica.
-      num_parameter_tensors: leaves of the parameters.
-      dtypes: of the parameters, in order of first appearance.
-      backend: such as "cpu" or "gpu".
-      num_devices: devices of this process that ran the last measured step.
+        gradients; None if it is unknown.
+      parameter_bytes: bytes of the parameters of one replica.
+      num_parameter_tensors: number of leaves of the parameters.
+      dtypes: dtypes of the parameters, in order of first appearance.
+      backend: the backend of jax, such as "cpu" or "gpu".
+      num_devices: number of devices of this process that ran the last measured step.
     """
 
     iteration: int
@@ -93,11 +93,11 @@ class StepReport:
         return tuple(bucket.size_bytes for bucket in self.buckets)
 
     def to_json(self) -> str:
-        """The report as a JSON object with the attributes as keys; times in seconds."""
+        """Return the report as a JSON object with the attributes as keys; times in seconds."""
         return json.dumps(asdict(self) | {"bucket_sizes": self.bucket_sizes}, indent=2)
 
     def write(self, path: str | Path) -> None:
-        """Writes `to_json()` to a file."""
+        """Write `to_json()` to a file."""
         write_anew(path, self.to_json() + "\n")
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class StepReport:
 
 
 def _table(report: StepReport) -> str:
-    """Times of the last measured step and their means, then kinds of step, then buckets."""
+    """Return the text of a report: times and their means, then kinds of step, then buckets."""
     measured = _ranges(report.measured) or "none"
     lines = [
         f"{report.iteration} steps, measured: {measured}; {report.num_devices} {report.backend} "
@@ -156,8 +156,10 @@ def _model(report: StepReport) -> list[str]:
     ]
     exchanges = dict.fromkeys(b.exchange for b in (*report.buckets, *report.sync_buckets))
     for exchange in exchanges:
-        found = [b for b in (*report.buckets, *report.sync_buckets) if b.exchange == exchange]
-        sizes = [_mib(bucket.size_bytes) for bucket in found]
+        same_exchange = [
+            b for b in (*report.buckets, *report.sync_buckets) if b.exchange == exchange
+        ]
+        sizes = [_mib(bucket.size_bytes) for bucket in same_exchange]
         runs = [(size, len(list(same))) for size, same in groupby(sizes)]
         shown = ", ".join(size if count == 1 else f"{count} x {size}" for size, count in runs)
         lines.append(f"buckets of {exchange}: {shown}")
@@ -173,7 +175,7 @@ def _mib(size: int) -> str:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """1, 2, 3, 7 -> "1-3, 7"."""
+    """Return numbers as ranges: 1, 2, 3, 7 as "1-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

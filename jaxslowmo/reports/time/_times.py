@@ -1,4 +1,4 @@
-"""How long a step spent on what, from the operations that its devices ran."""
+"""The times that a step spent on computing and communicating, from its devices' operations."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -23,22 +23,22 @@ class DeviceOp(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step, or their means over steps; of operations, means over the devices.
+    """Seconds of one step, or their means over steps.
 
-    An instant with several operations of one sort counts once. On CPU, operations that wait for a
-    core last longer.
+    Times of operations are means over the devices. An instant with several operations of one sort
+    counts once. On CPU, operations that wait for a core last longer.
 
     Attributes:
-      step_time: from the call of the step to its end, as the host sees it.
+      step_time: time between the call of the step and its end, as the host sees it.
       forward_compute_time: operations of the forward pass.
       backward_compute_time: operations of the backward pass.
-      other_compute_time: all others: the optimizer, packing, copies.
-      communication_time: collectives, waiting for other devices included.
+      other_compute_time: all other operations: the optimizer, packing, copies.
+      communication_time: collectives, including the time to wait for other devices.
       overlap_time: communication while the same device computes.
       backward_overlap_time: communication while it computes the backward pass.
-      communication: `communication_time` by what is exchanged: `"gradients"`; of parameters the
-        phase (`"average"`, `"slow"`, `"round 0"`, ...); `"model_state"`, `"metrics"`; `"forward"`
-        and `"backward"` for collectives of the model itself; `"other"`.
+      communication: maps what is exchanged to its `communication_time`: `"gradients"`; for
+        parameters the phase (`"average"`, `"slow"`, `"round 0"`, ...); `"model_state"`,
+        `"metrics"`; `"forward"` and `"backward"` for collectives of the model itself; `"other"`.
     """
 
     step_time: float = 0.0
@@ -52,27 +52,27 @@ class StepTimes:
 
     @property
     def exposed_communication_time(self) -> float:
-        """Communication that no computation of its device hides."""
+        """The time of communication that no computation of its device hides."""
         return self.communication_time - self.overlap_time
 
 
 def step_times(ops: Iterable[DeviceOp], program: StepProgram, step_time: float) -> StepTimes:
-    """The times of one step.
+    """Return the times of one step.
 
     Args:
-      ops: what the devices ran.
-      program: what ran.
-      step_time: seconds, as the host saw them.
+      ops: the operations that the devices ran.
+      program: the compiled program of the step.
+      step_time: seconds of the step, as the host measured them.
     """
     by_device: dict[str, list[DeviceOp]] = defaultdict(list)
     for op in ops:
         by_device[op.device].append(op)
-    every = [_device_times(found, program) for found in by_device.values()]
+    every = [_device_times(device_ops, program) for device_ops in by_device.values()]
     return _mean(every, step_time=step_time)
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """The mean of every time; what a step did not exchange took it no time."""
+    """Return the mean of every time; an exchange that a step did not make counts as 0."""
     return _mean(steps, step_time=sum(s.step_time for s in steps) / max(1, len(steps)))
 
 
@@ -105,8 +105,8 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
             exchange[work.communication].append((start, op.end))
             if not work.ends:
                 begun[op.name] = op.start
-    all_compute = [interval for found in compute.values() for interval in found]
-    all_exchange = [interval for found in exchange.values() for interval in found]
+    all_compute = [interval for each in compute.values() for interval in each]
+    all_exchange = [interval for each in exchange.values() for interval in each]
     return StepTimes(
         forward_compute_time=length(compute[FORWARD]) / 1e9,
         backward_compute_time=length(compute[BACKWARD]) / 1e9,
@@ -114,35 +114,35 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
         communication_time=length(all_exchange) / 1e9,
         overlap_time=overlap(all_exchange, all_compute) / 1e9,
         backward_overlap_time=overlap(all_exchange, compute[BACKWARD]) / 1e9,
-        communication={name: length(found) / 1e9 for name, found in exchange.items()},
+        communication={name: length(each) / 1e9 for name, each in exchange.items()},
     )
 
 
 def _unknown(op: DeviceOp) -> Work:
-    """What has no instruction: NCCL's kernels by their name, the rest if it is the step's."""
+    """Return the work of an operation without an instruction; NCCL's kernels have its name."""
     if op.name.startswith("nccl"):
         return Work(communication=OTHER)
     return Work(compute=OTHER) if op.is_ours else Work()
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as disjoint intervals in order, those that touch joined."""
-    found: list[Interval] = []
+    """Return the same instants as disjoint intervals in order; those that touch are joined."""
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
         if start >= end:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """How long at least one of the intervals lasts."""
+    """Return how long at least one of the intervals lasts."""
     return sum(end - start for start, end in union(intervals))
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """How long an interval of the first and one of the second last at the same time."""
+    """Return how long an interval of the first and one of the second overlap."""
     return length(first) + length(second) - length([*first, *second])

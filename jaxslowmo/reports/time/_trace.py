@@ -1,4 +1,4 @@
-"""The operations that devices ran, out of a trace of the jax profiler."""
+"""The operations that devices ran, read from a trace of the jax profiler."""
 
 import re
 import shutil
@@ -23,15 +23,15 @@ _INSTRUCTION = re.compile(r"%?([\w.\-]+) = ")  # TPU names an event by the whole
 
 
 class CannotTrace(RuntimeError):
-    """A trace can't start now; says why."""
+    """The error that a trace cannot start now; its text says why."""
 
 
 def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceOp], float]:
-    """Calls a step under the profiler and waits for it.
+    """Call a step under the profiler and wait for it.
 
     Args:
-      call: runs the step and returns its results.
-      module: name of its compiled module.
+      call: a function that runs the step and returns its results.
+      module: name of the step's compiled module.
 
     Returns:
       The results, the operations that this process's devices ran for it, and its seconds.
@@ -65,8 +65,8 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
 
 
 def _compiles_for_absent_tpu() -> bool:
-    """Whether libtpu was loaded only to compile: starting a trace is then a segmentation fault."""
-    try:  # No public way tells what is loaded.
+    """Return whether libtpu is loaded without a TPU: a trace would be a segmentation fault."""
+    try:  # No public way says which plugins are loaded.
         from jaxlib import xla_client
 
         loaded = xla_client.pjrt_plugin_loaded("tpu")
@@ -84,7 +84,7 @@ def _options() -> ProfileOptions:
 
 
 def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
-    """The operations in a trace that belong to a module, or to none that is known.
+    """Yield the operations in a trace that belong to a module, or to no module that it names.
 
     Args:
       data: a `jax.profiler.ProfileData`.
@@ -98,7 +98,7 @@ def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
 
 
 def _host_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
-    """CPU devices have no planes; their operations say which device ran them."""
+    """Yield the operations of CPU devices, which have no planes but name their device."""
     begun: list[tuple[DeviceOp, Any]] = []
     ends: dict[Any, int] = {}
     for line in plane.lines:
@@ -127,8 +127,8 @@ def _accelerator_ops(plane: Any, module: str) -> Iterator[DeviceOp]:
             stats = dict(event.stats)
             if stats.get("hlo_module", module) != module:
                 continue
-            found = _INSTRUCTION.match(event.name)
-            name = str(stats.get("hlo_op") or (found[1] if found else event.name))
+            match = _INSTRUCTION.match(event.name)
+            name = str(stats.get("hlo_op") or (match[1] if match else event.name))
             yield DeviceOp(plane.name, name, *_span(event), is_ours="hlo_module" in stats)
 
 
