@@ -220,16 +220,16 @@ def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
             error=f"`batch`: processes {one} and {other} hold the same part of the batch, since "
             "their devices differ along axes over which it is not split, and give different data."
         )
-    alike: dict[tuple[str, ...], list[int]] = {}
+    by_data: dict[tuple[str, ...], list[int]] = {}
     for process, note in notes.items():
-        alike.setdefault(tuple(note.digests.values()), []).append(process)
-    for values, which in alike.items():
+        by_data.setdefault(tuple(note.digests.values()), []).append(process)
+    for values, which in by_data.items():
         if values and len({tuple(notes[process].digests) for process in which}) > 1:
             return Verdict(
                 warning=f"`batch`: {name_processes(which)} give the same data as different parts "
                 "of the first batch. Where each process loads the whole batch, pass "
                 '`host_batch`="global" to js.make_train_step; where each loads a part, shard the '
-                "data by jax.process_index(). If it is alike for good reason, such as zeros in a "
+                "data by jax.process_index(). If it is equal for a good reason, such as zeros in a "
                 "test, nothing is wrong."
             )
     return Verdict()

@@ -173,7 +173,7 @@ class Feed:
             return first
         if not self._loaders:
             self._is_open = False
-        assert first.error is not None, "it stands where a batch would"
+        assert first.error is not None, "only an end with an error is held"
         raise first.error.with_traceback(first.traceback)
 
     def peek(self) -> Prepared | None:

@@ -244,8 +244,8 @@ class TrainPipeline(Iterator[Any]):
         needs_next = mode != "exact" or bool(options["num_exact"])
         if needs_next and not has_next:
             raise ValueError(
-                f"`mode`={mode!r} and its {options} are of a pipeline that trains with "
-                "`depth` > 0: without a batch ahead there is nothing to ask the tables for."
+                f"`mode`={mode!r} and its {options} need a pipeline that trains with "
+                "`depth` > 0: without a batch ahead no rows can be requested from the tables."
             )
         if not needs_next and not (has_next and getattr(step, "embeddings", None) is not None):
             return step
