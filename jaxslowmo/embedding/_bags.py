@@ -1,4 +1,4 @@
-"""Bags of ids: variable numbers of them in arrays of a fixed size."""
+"""Bags of ids: a variable number of ids per example, in padded arrays of a fixed size."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from ._table import OWNER
 
 
 class Bags(NamedTuple):
-    """Ids of a batch for one feature; a tree of arrays, so that it can be part of a batch.
+    """The ids of a batch for one feature, as a tree of arrays that can be part of a batch.
 
     Attributes:
       ids: (batch, max_length) integers of any type, or (batch,) for one id each; negative numbers
         are padding.
-      weights: of the shape of `ids`, what each vector is multiplied with; None: 1. Those of padding
-        do not count.
+      weights: factors of the vectors, of the shape of `ids`; None: 1. The weights of padding are
+        ignored.
     """
 
     ids: Any
@@ -35,24 +35,24 @@ def bags(
     weights: Any = None,
     truncate: bool = False,
 ) -> Bags:
-    """`Bags` from lists of ids, on the host.
+    """Return `Bags` from lists of ids, on the host.
 
     Args:
-      rows: a sequence of sequences of ids, a bag each; or with `lengths` or `offsets` the ids of
-        all bags, one behind the other, as in torch's KeyedJaggedTensor.
-      max_length: ids that a bag has room for; None: as many as the longest has, which makes another
-        program for every other length.
-      lengths: (batch,) ids in each bag.
-      offsets: (batch + 1,) where each bag begins, and at the end the number of ids.
-      weights: of the structure of `rows`.
-      truncate: leaves out what a bag has beyond `max_length`, which is otherwise an error.
+      rows: a sequence of sequences of ids, one per bag; or with `lengths` or `offsets` the ids of
+        all bags in one flat sequence, as in torchrec's KeyedJaggedTensor.
+      max_length: number of ids that a bag has room for; None: the length of the longest bag, so
+        that each new length compiles another program.
+      lengths: (batch,) number of ids in each bag.
+      offsets: (batch + 1,) index of the first id of each bag, and at the end the number of ids.
+      weights: factors of the vectors, with the structure of `rows`; None: 1.
+      truncate: whether to drop the ids of a bag beyond `max_length`, which are otherwise an error.
 
     Returns:
       `Bags` of NumPy arrays; ids are int32 where they fit, and -1 is padding. Weights are float32.
 
     Raises:
-      ValueError: a bag that is too long, ids that are no integers or negative, weights of another
-        structure, lengths or offsets that don't add up, both of them.
+      ValueError: a bag that is too long, ids that are negative or not integers, weights of another
+        structure, lengths or offsets that don't add up, both lengths and offsets.
 
     Example:
       >>> bags([[3, 1], [], [7]], max_length=2).ids.tolist()
@@ -67,11 +67,11 @@ def bags(
     if lengths is None and offsets is None:
         values, lengths = _flat("rows", rows)
         if weights is not None:
-            weights, of_weights = _flat("weights", weights)
-            if not np.array_equal(lengths, of_weights):
+            weights, weights_per_bag = _flat("weights", weights)
+            if not np.array_equal(lengths, weights_per_bag):
                 raise ValueError(
                     f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
-                    f"and {of_weights.tolist()} weights."
+                    f"and {weights_per_bag.tolist()} weights."
                 )
     else:
         values = np.asarray(rows)
@@ -86,10 +86,10 @@ def bags(
             f"bags: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "
             f"{width} (truncate=True leaves out the rest)."
         )
-    place = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    bag, kept = np.repeat(np.arange(lengths.size), lengths), place < width
+    positions = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    bag_index, fits = np.repeat(np.arange(lengths.size), lengths), positions < width
     ids = np.full((lengths.size, width), -1, values.dtype)
-    ids[bag[kept], place[kept]] = values[kept]
+    ids[bag_index[fits], positions[fits]] = values[fits]
     if weights is None:
         return Bags(ids)
     weights = np.asarray(weights, np.float32)
@@ -98,12 +98,12 @@ def bags(
             f"bags: `weights` must be one for each of {values.size} ids, got {weights.shape}."
         )
     padded = np.zeros(ids.shape, np.float32)
-    padded[bag[kept], place[kept]] = weights[kept]
+    padded[bag_index[fits], positions[fits]] = weights[fits]
     return Bags(ids, padded)
 
 
 def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-    """All entries one behind the other, and how many each row has."""
+    """Return all entries in one flat array, and the number of entries of each row."""
     parts = [np.asarray(row) for row in rows]
     if any(part.ndim != 1 for part in parts):
         raise ValueError(
@@ -116,25 +116,25 @@ def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lengths(lengths: Any, offsets: Any, values: np.ndarray) -> np.ndarray:
-    """How many ids each bag has, of which there are as many as `values` has."""
+    """Return the number of ids of each bag, and check that they sum to the number of values."""
     argument = "lengths" if offsets is None else "offsets"
-    given = np.asarray(lengths if offsets is None else offsets)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"bags: `{argument}` must be a sequence of integers, got {given!r}.")
-    if offsets is not None and (given.size == 0 or given[0] != 0):
+    array = np.asarray(lengths if offsets is None else offsets)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"bags: `{argument}` must be a sequence of integers, got {array!r}.")
+    if offsets is not None and (array.size == 0 or array[0] != 0):
         raise ValueError("bags: `offsets` must begin with 0 and end with the number of ids.")
-    given = given.astype(np.int64)
-    found = given if offsets is None else np.diff(given)
-    if values.ndim != 1 or (found < 0).any() or found.sum() != values.size:
+    array = array.astype(np.int64)
+    sizes = array if offsets is None else np.diff(array)
+    if values.ndim != 1 or (sizes < 0).any() or sizes.sum() != values.size:
         raise ValueError(
             f"bags: `{argument}` must be those of all {values.size} ids (in one flat sequence, "
-            f"got shape {values.shape}) and not decrease below 0, but add up to {found.sum()}."
+            f"got shape {values.shape}) and not decrease below 0, but add up to {sizes.sum()}."
         )
-    return found
+    return sizes
 
 
 def _checked_ids(values: np.ndarray) -> np.ndarray:
-    """Ids as int32, or int64 where they are too large (what checks ids against a table says so)."""
+    """Return ids as int32, or unchanged if too large: the check against a table rejects those."""
     if values.size == 0:
         return values.astype(np.int32)
     if values.dtype.kind not in "iu":
@@ -146,16 +146,16 @@ def _checked_ids(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int32) if values.max() <= np.iinfo(np.int32).max else values
 
 
-def as_bags(feature: str, given: Any) -> Bags:
-    """`given` ids or `Bags` of one feature as `Bags`, of which shapes and types are right."""
-    found = Bags(*map(_as_array, given if isinstance(given, Bags) else (given,)))
-    for part in found:
+def as_bags(feature: str, ids_or_bags: Any) -> Bags:
+    """Return ids or `Bags` of one feature as `Bags`, after a check of shapes and types."""
+    bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
+    for part in bags:
         if part is not None and not hasattr(part, "dtype"):
             raise ValueError(
                 f"{OWNER}: feature {feature!r} must be an array of ids or js.Bags (js.bags makes "
-                f"them of lists), got {type(given).__name__}."
+                f"them of lists), got {type(ids_or_bags).__name__}."
             )
-    ids, weights = found
+    ids, weights = bags
     if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
         raise ValueError(
             f"{OWNER}: the ids of feature {feature!r} must be integers of shape (batch,) or "
@@ -170,42 +170,42 @@ def as_bags(feature: str, given: Any) -> Bags:
         raise ValueError(
             f"{OWNER}: the weights of feature {feature!r} must be floating, got {weights.dtype}."
         )
-    return found
+    return bags
 
 
 def _as_array(x: Any) -> Any:
-    """Arrays of other libraries, such as torch's on CPU, as NumPy's; what is no array stays."""
-    is_known = isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
-    return np.asarray(x) if hasattr(x, "__array__") and not is_known else x
+    """Return arrays of other libraries, such as torch on CPU, as NumPy arrays; keep all else."""
+    is_native = isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    return np.asarray(x) if hasattr(x, "__array__") and not is_native else x
 
 
 def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, Bags]:
-    """The bags of a batch by feature; features that the batch lacks are left out.
+    """Return the bags of a batch by feature; leave out features that the batch lacks.
 
     Raises:
-      ValueError: there is none, or one that no table has.
+      ValueError: the batch has none of the features, or `inputs` returns one that no table has.
     """
     if inputs is not None:
-        found = inputs(batch)
-        if not isinstance(found, Mapping):
+        by_feature = inputs(batch)
+        if not isinstance(by_feature, Mapping):
             raise ValueError(
                 f"{OWNER}: `inputs` must return ids or js.Bags by feature, got "
-                f"{type(found).__name__}."
+                f"{type(by_feature).__name__}."
             )
     elif isinstance(batch, Mapping):
-        found = {feature: batch[feature] for feature in features if feature in batch}
+        by_feature = {feature: batch[feature] for feature in features if feature in batch}
     else:
         raise ValueError(
             f"{OWNER}: a batch that is no mapping needs `inputs`, a function that finds the ids in "
             f"it, got {type(batch).__name__}."
         )
-    known = ", ".join(map(repr, features))
-    unknown = [feature for feature in found if feature not in features]
+    names = ", ".join(map(repr, features))
+    unknown = [feature for feature in by_feature if feature not in features]
     if unknown:
         raise ValueError(
             f"{OWNER}: `inputs` returns {', '.join(map(repr, unknown))}, but the tables have the "
-            f"features {known}."
+            f"features {names}."
         )
-    if not found:
-        raise ValueError(f"{OWNER}: the batch has none of the features {known}.")
-    return {feature: as_bags(feature, given) for feature, given in found.items()}
+    if not by_feature:
+        raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
+    return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}

@@ -1,4 +1,4 @@
-"""What must not be: looked for in NumPy in batches of the host, and counted on devices."""
+"""Checks for wrong ids: in NumPy for host batches, and by counts for ids on devices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,31 +17,31 @@ _UNCHANGED = "An update with such a batch is skipped, so that training can go on
 
 
 def host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
-    """`bags`, whose ids are int32 if they were NumPy's: jax would cut 64 bits down to 32.
+    """Return `bags` with NumPy ids as int32, since jax would truncate 64 bits to 32.
 
     Raises:
-      ValueError: an id of the host that is not in the table.
+      ValueError: a NumPy id that is not in the table.
     """
     ids = bags.ids
     if not isinstance(ids, np.ndarray):
         return bags
-    # One pass over all ids where all is well.
+    # Only one pass over the ids if all are valid.
     if ids.size == 0 or int(ids.max()) < num_rows:
         is_signed = ids.dtype.kind == "i"
         return bags._replace(ids=np.maximum(ids, -1).astype(np.int32) if is_signed else ids)
-    where = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
-    place = f"row {where[0]}" + (f", place {where[1]}" if len(where) > 1 else "")
+    index = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
+    place = f"row {index[0]}" + (f", place {index[1]}" if len(index) > 1 else "")
     count = int(np.sum(ids >= num_rows))
     raise ValueError(
-        f"{OWNER}: feature {feature!r} has the id {int(ids[where])} in {place} of the batch, and "
+        f"{OWNER}: feature {feature!r} has the id {int(ids[index])} in {place} of the batch, and "
         f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
     )
 
 
 def check_width(feature: str, ids: Any) -> None:
-    """Raise `ValueError` where a device would take padding of the host for an id.
+    """Raise `ValueError` if jax would turn padding in a NumPy array into an id.
 
-    jax makes 32 bits of 64 where it is not told otherwise, and of -2**63 a 0.
+    Without jax_enable_x64, jax truncates 64 bits to 32, which turns -2**63 into 0.
     """
     if not isinstance(ids, np.ndarray) or ids.dtype.kind != "i" or ids.size == 0:
         return
@@ -54,27 +54,29 @@ def check_width(feature: str, ids: Any) -> None:
 
 
 def slots_needed(layout: TableLayout, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
-    """By table, for each part of a batch the most distinct ids that lie on one owner.
+    """Return the largest number of distinct ids of one owner, for each table and part of a batch.
+
+    An owner is a device that holds rows of a table.
 
     Args:
-      layout: where the tables lie.
-      bags: by table, by feature; tables of which some ids are on devices are left out.
-      num_parts: equal parts of the batch, a device each.
+      layout: placement of the tables on devices.
+      bags: maps a table to its bags by feature; a table with some ids on devices is left out.
+      num_parts: number of equal parts of the batch, one per device.
     """
-    found = {}
-    for name, own in bags.items():
-        ids = [b.ids for b in own.values()]
+    needed = {}
+    for name, by_feature in bags.items():
+        ids = [b.ids for b in by_feature.values()]
         if all(isinstance(i, np.ndarray) for i in ids):
             parts = np.concatenate([_in_parts(name, i, num_parts) for i in ids], axis=1)
-            found[name] = [_most_of_one_owner(layout.places[name], part) for part in parts]
-    return found
+            needed[name] = [_most_of_one_owner(layout.places[name], part) for part in parts]
+    return needed
 
 
 def check_capacities(
     layout: TableLayout, bags: BagsByTable, capacity: Capacity, num_parts: int
 ) -> None:
-    """Raise `ValueError` where a part of the batch has more distinct ids than slots for them."""
-    limited = {name: own for name, own in bags.items() if capacity[name] is not None}
+    """Raise `ValueError` if a part of the batch has more distinct ids of an owner than slots."""
+    limited = {name: by_feature for name, by_feature in bags.items() if capacity[name] is not None}
     for name, needed in slots_needed(layout, limited, num_parts).items():
         for number, most in enumerate(needed):
             slots = capacity[name] or 0
@@ -97,13 +99,13 @@ def _in_parts(table: str, ids: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _most_of_one_owner(place: TablePlace, ids: np.ndarray) -> int:
-    """The most distinct ids that lie on one owner; at least 1, the least capacity."""
+    """Return the largest number of distinct ids of one owner; at least 1, the minimum capacity."""
     distinct = np.unique(ids[ids >= 0])
     return max(1, int(np.bincount(place.owners_of(distinct), minlength=1).max()))
 
 
 def metrics_of(requests: Requests) -> dict[str, jax.Array]:
-    """See `Embeddings.metrics`."""
+    """Return the counts of `Embeddings.metrics`."""
     counts = {
         "asked": requests.asked_for,
         "overflow": requests.overflow,
@@ -117,20 +119,20 @@ def metrics_of(requests: Requests) -> dict[str, jax.Array]:
 
 
 def num_refused(counts: Mapping[str, Any], *, drop: bool) -> Any:
-    """See `Embeddings.num_refused`."""
+    """Return the number of ids of `Embeddings.num_refused`."""
     kinds = ("/invalid",) if drop else ("/invalid", "/overflow")
     return sum(n for name, n in counts.items() if name.startswith(PREFIX) and name.endswith(kinds))
 
 
 def refuse(metrics: Mapping[str, Any], tables: Tables, capacity: Capacity, *, drop: bool) -> None:
-    """See `Embeddings.refuse`."""
+    """Raise `ValueError` for the counts that `Embeddings.refuse` rejects."""
     for name, table in tables.items():
         invalid = int(np.sum(metrics.get(f"{PREFIX}{name}/invalid", 0)))
         if invalid:
             raise ValueError(
                 f"{OWNER}: in a batch that was used before, {invalid} ids of "
                 f"{_features(name, table)} were not in table {name!r}, which has the rows 0 to "
-                f"{table.num_rows - 1}. {_UNCHANGED} Batches of the host (NumPy) are looked at "
+                f"{table.num_rows - 1}. {_UNCHANGED} Batches in NumPy arrays are checked "
                 "before they are used, and the error names the id."
             )
         overflow = 0 if drop else int(np.sum(metrics.get(f"{PREFIX}{name}/overflow", 0)))

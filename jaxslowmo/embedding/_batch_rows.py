@@ -1,4 +1,4 @@
-"""What stands in a step between a batch and the tables: its requests, and gradients of its rows."""
+"""The data that a step passes between a batch and the tables: requests and row gradients."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,12 @@ from ._requests import Requests
 
 
 class Ahead(NamedTuple):
-    """How much is done for the next batch beside a step; static.
+    """The table exchanges of the next batch that run during a step; static.
 
     Attributes:
-      vectors: whether rows are looked up and sent, too, not row numbers alone.
-      patches: whether those that the step changes are sent again.
-      room: is the part of the slots for the rows that one device asks of another for which there is
-        room in what is sent again, 0 to 1.
+      vectors: whether rows are looked up and sent, not only row numbers.
+      patches: whether rows that the step changes are sent again.
+      room: fraction of the slots between two devices that can be sent again, 0 to 1.
     """
 
     vectors: bool = False
@@ -32,12 +31,11 @@ class Ahead(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """A request for the rows of a batch, made beside an earlier step; leaves (devices, ...).
+    """The request for the rows of a batch that an earlier step made; leaves (devices, ...).
 
     Attributes:
-      requests: what each device asks for, and is asked by others.
-      vectors: the rows that it asked for, as the tables had them; None where they are looked up in
-        the batch's own step.
+      requests: the rows that each device uses, and those that others request from it.
+      vectors: the requested rows as they were then; None if the batch's own step looks them up.
     """
 
     requests: Requests
@@ -45,15 +43,15 @@ class Carry(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """A device's part of a batch, and what it asked for; without tables the batch alone.
+    """A device's part of a batch and the rows that it requested; without tables only the batch.
 
     Attributes:
-      batch: is the batch as the step was given it.
-      requests: what it asks the tables for, and is asked by others.
-      vectors: holds by table the rows that it asked for.
-      counts: what the requests of all devices of the replica tell (`Embeddings.metrics`), summed;
-        zeros on a replica of weight 0, whose batch may hold anything. Nothing without tables.
-      refused: () int32, ids that `counts` counts because of which no update must be made; None
+      batch: the batch as the step received it.
+      requests: the rows that this device uses, and those that others request from it.
+      vectors: requested rows by stored array.
+      counts: `Embeddings.metrics` of the requests, summed over the devices of the replica; zeros on
+        a replica of weight 0, whose batch may hold anything. Empty without tables.
+      refused: () int32, number of wrong ids in `counts`; above 0 the update must be skipped. None
         without tables.
     """
 
@@ -65,11 +63,11 @@ class Requested(NamedTuple):
 
 
 class WithVectors(NamedTuple):
-    """A batch as a loss function sees it, and what was looked up for it.
+    """A batch with the vectors that were looked up for it, as the loss function receives it.
 
     Attributes:
-      batch: is the batch as the step was given it.
-      embedded: holds by feature rows or sums of rows, of shape (examples, ...).
+      batch: the batch as the step received it.
+      embedded: rows or pooled rows by feature, of shape (examples, ...).
     """
 
     batch: PyTree
@@ -77,22 +75,22 @@ class WithVectors(NamedTuple):
 
 
 def rows_are_finite(rows: Rows, axes: tuple[str, ...]) -> jax.Array:
-    """Whether all values are finite, on all devices along `axes`.
+    """Return whether all values are finite, on all devices along `axes`.
 
     Communication: one all-reduce of 4 bytes over `axes`.
     """
-    found = all_finite(
-        [jnp.where((own.rows < own.num_rows)[:, None], own.values, 0) for own in rows.values()]
+    is_finite = all_finite(
+        [jnp.where((g.rows < g.num_rows)[:, None], g.values, 0) for g in rows.values()]
     )
-    return lax.pmin(found.astype(jnp.int32), axes) > 0 if axes else found
+    return lax.pmin(is_finite.astype(jnp.int32), axes) > 0 if axes else is_finite
 
 
-def after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
-    """Numbers of rows by table that are not known before all of `read` is.
+def ordered_after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
+    """Return row numbers by stored array that depend on all of `read`.
 
-    What changes them in a table then comes after what was read from it, which the compiler must
-    know: it would keep a copy of the whole table otherwise, so that both could run in any order.
-    (A barrier is not enough: jax 0.10 forgets it before copies are decided upon.)
+    An update of these rows then runs after the reads. Without this dependency XLA may order them
+    the other way, and copies the whole table so that the reads see the old values. (An optimization
+    barrier is not enough: with jax 0.10 it is removed before XLA decides on copies.)
 
     Communication: none.
     """
@@ -103,59 +101,61 @@ def after(rows: dict[str, jax.Array], read: PyTree) -> dict[str, jax.Array]:
 
 
 def empty_rows(like: Rows, num_batches: int) -> Rows:
-    """Room for the rows of so many batches, in at least float32, in which no row stands yet.
+    """Return empty gradients with room for the rows of several batches, in at least float32.
 
     Args:
-      like: of one batch; shapes, dtypes and varying axes are all that is looked at.
-      num_batches: 0 or more.
+      like: row gradients of one batch; only shapes, dtypes and varying axes are used.
+      num_batches: number of batches, 0 or more.
     """
 
-    def empty(own: RowGradient) -> RowGradient:
-        room = num_batches * own.rows.shape[0]
-        values = jnp.zeros((room, *own.values.shape[1:]), at_least_float32(own.values.dtype))
-        padding = jnp.full(room, own.num_rows, own.rows.dtype)
-        return match_varying(RowGradient(padding, values, own.num_rows), own)
+    def empty(g: RowGradient) -> RowGradient:
+        room = num_batches * g.rows.shape[0]
+        values = jnp.zeros((room, *g.values.shape[1:]), at_least_float32(g.values.dtype))
+        padding = jnp.full(room, g.num_rows, g.rows.dtype)
+        return match_varying(RowGradient(padding, values, g.num_rows), g)
 
-    return {name: empty(own) for name, own in like.items()}
+    return {name: empty(gradient) for name, gradient in like.items()}
 
 
 def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
-    """The entries of `before`, and those of another batch in the room for them or behind all.
+    """Return the row gradients `before` with those of another batch added.
 
     Args:
-      before: of the batches so far.
-      rows: of the other batch; in at least float32 times its weight, and padding for weight 0.
-      weight: () its weight; None: 1.
-      place: the number of its room, () int32; None: there is none.
+      before: row gradients of the batches so far.
+      rows: row gradients of the other batch. They are multiplied by its weight in at least
+        float32; with weight 0 they become padding.
+      weight: () weight of the other batch; None: 1.
+      place: () int32, index of the room in `before` (see `empty_rows`) that they fill; None
+        appends them.
     """
 
-    def weighted(own: RowGradient) -> RowGradient:
-        wide = at_least_float32(own.values.dtype)
-        values = cast(own.values, wide)
+    def weighted(g: RowGradient) -> RowGradient:
+        wide = at_least_float32(g.values.dtype)
+        values = cast(g.values, wide)
         if weight is None:
-            return replace(own, values=values)
-        numbers = jnp.where(weight > 0, own.rows, jnp.full_like(own.rows, own.num_rows))
-        return replace(own, rows=numbers, values=values * cast(weight, wide))
+            return replace(g, values=values)
+        numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
+        return replace(g, rows=numbers, values=values * cast(weight, wide))
 
-    def added(room: RowGradient, own: RowGradient) -> RowGradient:
+    def added(room: RowGradient, gradient: RowGradient) -> RowGradient:
         if place is None:
-            return room + own
-        start = place * own.rows.shape[0]
+            return room + gradient
+        start = place * gradient.rows.shape[0]
         return jax.tree.map(
-            lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, own
+            lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, gradient
         )
 
-    return {name: added(before[name], weighted(own)) for name, own in rows.items()}
+    return {name: added(before[name], weighted(gradient)) for name, gradient in rows.items()}
 
 
 def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
-    """Each row once, with the sum of its values over `divisor` of their dtype.
+    """Return each row once, with the sum of its values divided by `divisor(dtype)`.
 
     Communication: none.
     """
 
-    def one(own: RowGradient) -> RowGradient:
-        once = coalesce(own).gradient
+    def one(gradient: RowGradient) -> RowGradient:
+        once = coalesce(gradient).gradient
         return replace(once, values=once.values / divisor(once.values.dtype))
 
-    return {name: one(own) for name, own in rows.items()}
+    return {name: one(gradient) for name, gradient in rows.items()}

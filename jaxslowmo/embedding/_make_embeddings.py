@@ -1,4 +1,4 @@
-"""`js.embeddings`, and what a step that is given its `Embeddings` looks up in them."""
+"""The function `js.embeddings`, and the `Lookup` of a training step that uses its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,39 +22,40 @@ def embeddings(
     inputs: Callable[[Any], Mapping[str, Any]] | None = None,
     overflow: Literal["error", "drop"] = "error",
 ) -> Embeddings:
-    """Embedding tables that the devices of a replica share, with bags of ids and row-wise updates.
+    """Make embedding tables that the devices of a replica share, with bags and row-wise updates.
 
-    Only ids, the rows they ask for, and the gradients of these rows travel. No gradient of a table
-    ever exists as a whole, and an update touches the rows that were looked up.
+    The devices exchange only ids, the rows of these ids, and the gradients of these rows. The
+    gradient of a table never exists as a whole, and an update touches only rows that were looked
+    up.
 
     Args:
-      tables: a `js.Table` by name.
-      axis_name: axis of the mesh whose devices share the tables, over which a replica's batch is
-        split; None: each replica has its tables on one device.
+      tables: maps names to `js.Table`.
+      axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
+        None: each replica has its tables on one device.
       optimizer: `js.rowwise_adagrad(...)` or `js.rowwise_sgd(...)`.
-      capacity: slots that each device has for the distinct ids it asks one owner for, of every
-        table or by name. "auto": as many as there can be, so that none is ever left out. What
-        travels is all slots, used or not: a device needs about its distinct ids divided by the
-        number of devices, and some more for chance.
-      inputs: `inputs(batch)` returns ids or `js.Bags` by feature; a function of the batch alone.
-        None: `batch[feature]`.
-      overflow: for ids beyond the capacity. `"error"`: the training step raises, before it for
-        batches of the host; else it skips the update, and its second call after that raises.
-        `"drop"`: their vectors are 0, and the metrics count them.
+      capacity: number of slots for the distinct ids that a device requests from one owner (a device
+        that holds rows), for every table or by name. "auto": as many as there can be, so that no id
+        is left out. All slots are sent, used or not. A device needs about its number of distinct
+        ids divided by the number of devices, and some more because ids spread unevenly.
+      inputs: function `inputs(batch)` that returns ids or `js.Bags` by feature and depends on the
+        batch alone. None: `batch[feature]`.
+      overflow: what to do with ids beyond the capacity. `"error"`: for NumPy batches the training
+        step raises before it runs; for batches on devices it skips the update, and its second call
+        after that raises. `"drop"`: their vectors are 0, and the metrics count them.
 
     Returns:
-      `Embeddings`, for `js.make_train_step(embeddings=...)`, or for a loop of your own.
+      `Embeddings`, for `js.make_train_step(embeddings=...)`, or for your own training loop.
 
     Raises:
-      ValueError: tables that are none, or that two features share a name in; a capacity below 1 or
-        for a table that is not there; another `overflow` or optimizer. Where the size of the axis
-        is known: columns that the devices cannot share evenly.
+      ValueError: values that are not `js.Table`, or two tables with a feature of one name; a
+        capacity below 1 or for an unknown table; another `overflow` or optimizer. If the size of
+        the axis is known: columns that the devices cannot share evenly.
 
     Communication: none here; see the methods of `Embeddings`.
 
-    Source: torchrec's sharded embedding bags, of which this is rows, columns or whole tables.
+    Source: torchrec's sharded embedding bags (sharded by rows, columns or whole tables).
     """
-    known = check_tables(tables)
+    checked = check_tables(tables)
     if axis_name is not None and not isinstance(axis_name, str):
         raise ValueError(f"{OWNER}: `axis_name` must be one name or None, got {axis_name!r}.")
     if not isinstance(optimizer, RowwiseOptimizer):
@@ -66,15 +67,15 @@ def embeddings(
         raise ValueError(f"{OWNER}: `inputs` must be a function of the batch, got {inputs!r}.")
     if overflow not in ("error", "drop"):
         raise ValueError(f'{OWNER}: `overflow` must be "error" or "drop", got {overflow!r}.')
-    slots = _capacities(capacity, known)
-    made = Embeddings(known, axis_name, slots, optimizer, inputs, overflow)
-    if not any(table.shard == "table" for table in known.values()):
-        made.layout()
-    return made
+    slots = _capacities(capacity, checked)
+    result = Embeddings(checked, axis_name, slots, optimizer, inputs, overflow)
+    if not any(table.shard == "table" for table in checked.values()):
+        result.layout()
+    return result
 
 
 def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | None]:
-    """The slots of each table per owner; None is as many as there can be."""
+    """Return the slots per owner of each table; None for as many as there can be."""
     if isinstance(capacity, Mapping):
         unknown = [name for name in capacity if name not in tables]
         if unknown:
@@ -82,26 +83,27 @@ def _capacities(capacity: Any, tables: Mapping[str, Table]) -> dict[str, int | N
                 f"{OWNER}: `capacity` names {', '.join(map(repr, unknown))}, but the tables are "
                 f"{', '.join(map(repr, tables))}."
             )
-        given = {name: capacity.get(name, "auto") for name in tables}
+        requested = {name: capacity.get(name, "auto") for name in tables}
     else:
-        given = dict.fromkeys(tables, capacity)
+        requested = dict.fromkeys(tables, capacity)
     slots: dict[str, int | None] = {}
-    for name, own in given.items():
-        is_auto = isinstance(own, str) and own == "auto"
-        slots[name] = None if is_auto else as_int(own, 1)
+    for name, value in requested.items():
+        is_auto = isinstance(value, str) and value == "auto"
+        slots[name] = None if is_auto else as_int(value, 1)
         if slots[name] is None and not is_auto:
             raise ValueError(
-                f'{OWNER}: `capacity` of table {name!r} must be "auto" or an int >= 1, got {own!r}.'
+                f'{OWNER}: `capacity` of table {name!r} must be "auto" or an int >= 1, '
+                f"got {value!r}."
             )
     return slots
 
 
 def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Lookup:
-    """What a step looks up, in the tables of `embeddings=`.
+    """Return the `Lookup` of a training step for its argument `embeddings`.
 
     Raises:
-      ValueError: what is no `Embeddings`; an axis that the mesh lacks, or one of the replicas';
-        several shards on a `VirtualMesh`.
+      ValueError: an argument that is not `Embeddings`; an axis that the mesh lacks, or that is a
+        replica axis; several shards on a `VirtualMesh`.
     """
     if not isinstance(embeddings, Embeddings):
         raise ValueError(
@@ -119,8 +121,8 @@ def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Loo
     embeddings = embeddings.over(mesh)
     if axis in axis_names(axis_name):
         raise ValueError(
-            f"`embeddings` are sharded over {axis!r}, along which the replicas of this step lie: "
-            "every replica has tables of its own, sharded over an axis inside of it."
+            f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
+            "has its own tables, sharded over an axis inside the replica."
         )
     if not isinstance(mesh, VirtualMesh):
         return Lookup(embeddings, axis, axis)

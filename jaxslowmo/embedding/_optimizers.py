@@ -1,4 +1,4 @@
-"""Optimizers of rows, and their updates: of the rows that have a gradient, and of no others."""
+"""Row-wise optimizers, and updates of only the rows that have a gradient."""
 
 import dataclasses
 import math
@@ -19,11 +19,11 @@ LearningRate = float | Callable[[jax.Array], Any]
 
 
 class RowwiseState(NamedTuple):
-    """State of the optimizer of `js.embeddings`.
+    """The state of the optimizer of `js.embeddings`.
 
     Attributes:
-      count: () int32, updates so far; what a schedule of the learning rate is asked with.
-      accumulators: by stored array, (rows,) float32; none for `js.rowwise_sgd`.
+      count: () int32, number of updates so far, the argument of a learning rate schedule.
+      accumulators: maps a stored array to (rows,) float32; empty for `js.rowwise_sgd`.
     """
 
     count: jax.Array
@@ -32,13 +32,14 @@ class RowwiseState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowwiseOptimizer:
-    """How rows move; made by `js.rowwise_adagrad` and `js.rowwise_sgd`.
+    """An optimizer of table rows, made by `js.rowwise_adagrad` or `js.rowwise_sgd`.
 
     Attributes:
-      learning_rate: a number, or a schedule of the number of updates before this one.
-      step: `step(rows, gradients, accumulators, mean_squares, rate)` returns new rows and
-        accumulators: (k, dim) float32 twice, (k,) float32 twice or None, () float32.
-      initial: what accumulators begin with; None: there are none, and no mean squares.
+      learning_rate: a number, or a schedule: a function of the number of updates before this one.
+      step: function `step(rows, gradients, accumulators, mean_squares, rate)` that returns new rows
+        and accumulators. Rows and gradients are (k, dim) float32, accumulators and mean squares are
+        (k,) float32 or None, the rate is () float32.
+      initial: initial value of accumulators; None: no accumulators and no mean squares.
     """
 
     learning_rate: LearningRate
@@ -46,7 +47,7 @@ class RowwiseOptimizer:
     initial: float | None = None
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """The learning rate of the update after so many."""
+        """Return the learning rate, () float32, after `count` updates."""
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
@@ -54,27 +55,29 @@ class RowwiseOptimizer:
 def rowwise_adagrad(
     learning_rate: LearningRate, *, eps: float = 1e-8, initial: float = 0.0
 ) -> RowwiseOptimizer:
-    """Adagrad with one accumulator per row, for the tables of `js.embeddings`.
+    """Return Adagrad with one accumulator per row, for the tables of `js.embeddings`.
 
-    In float32, for each row that was looked up, with the gradient g of its D entries, and in this
-    order::
+    For each row that was looked up, with the gradient g of its D entries, it computes in float32
+    and in this order::
 
         a = a + sum(g * g) / D
         row = row - (rate / (sqrt(a) + eps)) * g
 
     Args:
-      learning_rate: a number >= 0, or a schedule, as optax's, of the number of updates before.
-      eps: added to the root; > 0.
-      initial: what accumulators begin with; >= 0.
+      learning_rate: a number >= 0, or a schedule as in optax, a function of the number of updates
+        before this one.
+      eps: number that is added to the root; > 0.
+      initial: initial value of accumulators; >= 0.
 
     Returns:
-      An optimizer for `js.embeddings`. Its state is a float32 per row.
+      An optimizer for `js.embeddings`. Its state is one float32 per row.
 
     Raises:
       ValueError: a learning rate, `eps` or `initial` out of range.
 
-    Communication: none, but for tables with `shard="column"`, whose rows lie on all devices in
-      parts: one all-reduce of a float32 per distinct row over their axis, for all such tables.
+    Communication: for tables with `shard="column"`, whose rows are split over the devices, one
+      all-reduce of a float32 per distinct row over their axis, for all such tables; none for
+      others.
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Duchi et al., JMLR 2011, with a mean of squares per row.
     """
@@ -98,17 +101,18 @@ def rowwise_adagrad(
 
 
 def rowwise_sgd(learning_rate: LearningRate, *, weight_decay: float = 0.0) -> RowwiseOptimizer:
-    """Plain SGD on the rows that were looked up, for the tables of `js.embeddings`.
+    """Return plain SGD on the rows that were looked up, for the tables of `js.embeddings`.
 
-    `row = row - rate * (g + weight_decay * row)`, in float32. The decay is lazy: a row decays in
-    the updates in which it was looked up, and in no others.
+    It computes `row = row - rate * (g + weight_decay * row)` in float32. The decay is lazy: a row
+    decays only in the updates in which it was looked up.
 
     Args:
-      learning_rate: a number >= 0, or a schedule, as optax's, of the number of updates before.
-      weight_decay: >= 0.
+      learning_rate: a number >= 0, or a schedule as in optax, a function of the number of updates
+        before this one.
+      weight_decay: factor of the decay; >= 0. The default is 0.
 
     Returns:
-      An optimizer for `js.embeddings`, whose state is the number of updates alone.
+      An optimizer for `js.embeddings`, whose state is only the number of updates.
 
     Raises:
       ValueError: a learning rate or decay out of range.
@@ -131,8 +135,8 @@ def rowwise_sgd(learning_rate: LearningRate, *, weight_decay: float = 0.0) -> Ro
 
 def _check_rate(owner: str, rate: Any) -> None:
     if not callable(rate):
-        wanted = "a number >= 0 or a schedule"
-        _check(owner, "learning_rate", rate, lambda x: x >= 0, wanted)
+        rule = "a number >= 0 or a schedule"
+        _check(owner, "learning_rate", rate, lambda x: x >= 0, rule)
 
 
 def _check(
@@ -144,7 +148,7 @@ def _check(
 
 
 def first_state(optimizer: RowwiseOptimizer, tables: Mapping[str, jax.Array]) -> RowwiseState:
-    """The optimizer's state before any update, for stored tables or a device's part of them."""
+    """Return the initial optimizer state for stored tables, whole or a device's part."""
     accumulators = {}
     if optimizer.initial is not None:
         accumulators = {
@@ -162,20 +166,20 @@ def apply_row_gradients(
     gradients: Mapping[str, RowGradient],
     active: jax.Array | None,
 ) -> tuple[Stored, RowwiseState]:
-    """Tables and state after one update; see `Embeddings.apply`."""
+    """Return tables and state after one update; see `Embeddings.apply`."""
     rate = optimizer.rate(state.count)
     squares = {}
     if optimizer.initial is not None:
         squares = _mean_squares(layout, gradients)
-    moved, accumulators = dict(tables), dict(state.accumulators)
+    new_tables, accumulators = dict(tables), dict(state.accumulators)
     for name, gradient in gradients.items():
         table, rows = tables[name], gradient.rows
         if active is not None:
-            # No row at all, so that nothing of the table is written.
+            # All rows become padding, so that the table is not written.
             rows = jnp.where(active, rows, jnp.int32(gradient.num_rows))
-        of_rows = accumulators.get(name)
-        old = None if of_rows is None else of_rows.at[rows].get(mode="fill", fill_value=0)
-        # Programs that look up ahead give the same bits as those that do not.
+        accumulator = accumulators.get(name)
+        old = None if accumulator is None else accumulator.at[rows].get(mode="fill", fill_value=0)
+        # Isolated, so that programs with and without lookups ahead give the same bits.
         new, sums = isolated(
             optimizer.step,
             rows,
@@ -185,33 +189,36 @@ def apply_row_gradients(
             squares.get(name),
             rate,
         )
-        moved[name] = _set_rows(table, rows, new)
-        if of_rows is not None and sums is not None:
-            accumulators[name] = _set_rows(of_rows, rows, sums)
+        new_tables[name] = _set_rows(table, rows, new)
+        if accumulator is not None and sums is not None:
+            accumulators[name] = _set_rows(accumulator, rows, sums)
     count = state.count + (1 if active is None else jnp.asarray(active).astype(jnp.int32))
-    return moved, RowwiseState(count, accumulators)
+    return new_tables, RowwiseState(count, accumulators)
 
 
 def _set_rows(whole: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """`whole` with new rows, rounded to its type; padding is dropped."""
+    """Return `whole` with new rows, rounded to its dtype; drop padding."""
     values = values.astype(whole.dtype)
     axes = frozenset().union(*map(varying_axes, (whole, rows, values)))
     return vary_over(whole, axes).at[rows].set(values, mode="drop")
 
 
 def _sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
-    # Two steps: where one instruction multiplies and adds, the last bit is another.
+    # Two isolated steps: a fused multiply-add would change the last bit.
     squares = isolated(jnp.square, rows, values.astype(jnp.float32))
     return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
 
 
 def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> Stored:
-    """The mean square of each row's gradient, over all of its columns; (k,) float32 by array.
+    """Return the mean square of each row's gradient over all columns: (k,) float32 by array.
 
     Communication: for arrays whose columns are split, one all-reduce of all their sums.
     """
     axis = layout.axis_name
-    sums = {name: _sum_of_squares(own.rows, own.values) for name, own in gradients.items()}
+    sums = {
+        name: _sum_of_squares(gradient.rows, gradient.values)
+        for name, gradient in gradients.items()
+    }
     split = {name: x for name, x in sums.items() if layout.is_split(name)}
     if split and axis is not None:
         flat = jnp.concatenate(list(split.values()))

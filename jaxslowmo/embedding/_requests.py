@@ -1,4 +1,4 @@
-"""Which rows a device asks for, in a fixed number of slots per owner, and how it tells them."""
+"""Requests for rows: the rows that a device needs, in a fixed number of slots per owner."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,24 @@ from ._table import Capacity
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
 
-# In the place of a slot: why an id has none.
+# Values in the place of a slot: why an id has no slot.
 PADDING, DROPPED, OUTSIDE = -1, -2, -3
 
 
 def num_devices(axis_name: str | None) -> int:
-    """Devices along the axis; 1 where there is none."""
+    """Return the number of devices along the axis; 1 without an axis."""
     return 1 if axis_name is None else axis_size(axis_name)
 
 
 def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
-    """Sends entry d of each block to device d: what arrives stands where its sender's number is.
+    """Send entry d of each block to device d, and return the received entries by sender.
 
     Args:
-      blocks: (devices, *s) each.
-      axis_name: axis of the devices; None: there is one.
+      blocks: arrays (devices, *s).
+      axis_name: axis of the devices; None: there is only one device.
 
     Returns:
-      Arrays of the same shapes.
+      Arrays of the same shapes; entry d comes from device d.
 
     Communication: one all-to-all of all blocks of one dtype over `axis_name`; none on one device.
     """
@@ -55,11 +55,11 @@ def swap_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.
 
 
 def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[jax.Array]:
-    """Every device's blocks on all of them, typed as equal there.
+    """Return the blocks of every device on all devices, typed as equal on them.
 
     Args:
-      blocks: (k,) each, of one dtype.
-      axis_name: axis of the devices; None: there is one.
+      blocks: arrays (k,) of one dtype.
+      axis_name: axis of the devices; None: there is only one device.
 
     Returns:
       Arrays (devices, k).
@@ -75,17 +75,18 @@ def gather_blocks(blocks: Sequence[jax.Array], axis_name: str | None) -> list[ja
 
 
 class Requests(NamedTuple):
-    """What `Embeddings.exchange_ids` returns: which rows this device uses, and which it sends.
+    """The rows that this device uses and the rows that it sends; see `Embeddings.exchange_ids`.
 
     Attributes:
-      slots: by feature, of the shape of its ids, int32: where in its array's vectors the vector of
-        each id is; below 0 it has none: padding, no place within the capacity, out of range.
-      weights: by feature that has them, of the shape of its ids.
-      asked: by stored array, (devices, capacity) int32: the rows of this device that each device
-        asked for, as numbered here; padding is the number of rows.
-      asked_for: by table, (1,) int32: distinct rows that this device needs of it.
-      overflow: by table, (1,) int32: how many of these found no slot.
-      invalid: by table, (1,) int32: ids of this device that are not in the table.
+      slots: maps a feature to int32 of the shape of its ids: the index of each id's vector in the
+        vectors of its stored array. Below 0 it has none: padding, beyond the capacity, or out of
+        range.
+      weights: maps each feature with weights to an array of the shape of its ids.
+      asked: maps a stored array to (devices, capacity) int32: the local row numbers that each
+        device requests from this one; padding is the number of local rows.
+      asked_for: maps a table to (1,) int32: number of distinct rows that this device needs.
+      overflow: maps a table to (1,) int32: number of those rows without a slot.
+      invalid: maps a table to (1,) int32: number of ids of this device that are not in the table.
     """
 
     slots: dict[str, jax.Array]
@@ -96,61 +97,65 @@ class Requests(NamedTuple):
     invalid: dict[str, jax.Array]
 
 
-def ask_for_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
-    """Numbers the ids of a device and tells the owners of their rows; see `exchange_ids`."""
-    num_ids = {name: sum(b.ids.size for b in own.values()) for name, own in bags.items()}
+def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> Requests:
+    """Assign slots to the ids of a device, and request their rows; see `exchange_ids`."""
+    num_ids = {
+        name: sum(b.ids.size for b in by_feature.values()) for name, by_feature in bags.items()
+    }
     plan = slot_plan(layout, num_ids, capacity)
     numbered, slots = {}, {}
-    for name, own in bags.items():
-        ids = [jnp.reshape(b.ids, -1) for b in own.values()]
+    for name, by_feature in bags.items():
+        ids = [jnp.reshape(b.ids, -1) for b in by_feature.values()]
         numbered[name] = number_ids(ids, layout.places[name], plan, name)
         flat = lax.split(numbered[name].slots, [part.size for part in ids])
-        slots |= {f: x.reshape(b.ids.shape) for (f, b), x in zip(own.items(), flat, strict=True)}
-    asking = {}
+        slots |= {
+            f: x.reshape(b.ids.shape) for (f, b), x in zip(by_feature.items(), flat, strict=True)
+        }
+    requested = {}
     for store, width in plan.width.items():
         members = [one for name, one in numbered.items() if layout.places[name].store == store]
-        asking[store] = rows_to_ask(layout.stores[store], width, members)
-    weights = {f: b.weights for own in bags.values() for f, b in own.items()}
+        requested[store] = requested_rows(layout.stores[store], width, members)
+    weights = {f: b.weights for by_feature in bags.values() for f, b in by_feature.items()}
     return Requests(
         slots=slots,
         weights={f: jnp.asarray(w) for f, w in weights.items() if w is not None},
-        asked=_tell_owners(layout, asking),
+        asked=_send_requests(layout, requested),
         asked_for={name: one.asked_for[None] for name, one in numbered.items()},
         overflow={name: one.overflow[None] for name, one in numbered.items()},
         invalid={name: one.invalid[None] for name, one in numbered.items()},
     )
 
 
-def _tell_owners(layout: TableLayout, asking: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """What each device asked this one for. Rows whose columns are split are asked of all."""
-    split = [name for name in asking if layout.is_split(name)]
-    sent = [name for name in asking if name not in split]
-    told = swap_blocks([asking[name] for name in sent], layout.axis_name)
-    everywhere = gather_blocks([asking[name][0] for name in split], layout.axis_name)
-    known = dict(zip([*sent, *split], [*told, *everywhere], strict=True))
-    return {name: known[name] for name in asking}
+def _send_requests(layout: TableLayout, requested: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the requests that this device receives; all devices get those for split columns."""
+    split = [name for name in requested if layout.is_split(name)]
+    sent = [name for name in requested if name not in split]
+    received = swap_blocks([requested[name] for name in sent], layout.axis_name)
+    gathered = gather_blocks([requested[name][0] for name in split], layout.axis_name)
+    by_store = dict(zip([*sent, *split], [*received, *gathered], strict=True))
+    return {name: by_store[name] for name in requested}
 
 
 def specs_of_requests(layout: TableLayout, bags: BagsByTable) -> PyTree:
-    """A `PartitionSpec` for every array of `ask_for_rows`."""
+    """Return a `PartitionSpec` for every array that `request_rows` returns."""
     split = P(layout.axis_name)
-    found = {f: b for own in bags.values() for f, b in own.items()}
+    by_feature = {f: b for features in bags.values() for f, b in features.items()}
     stores = {layout.places[name].store for name in bags}
     each = dict.fromkeys(bags, split)
-    weighted = [feature for feature, b in found.items() if b.weights is not None]
-    asked = {store: P() if layout.is_split(store) else split for store in stores}
-    slots, weights = dict.fromkeys(found, split), dict.fromkeys(weighted, split)
-    return Requests._make((slots, weights, asked, each, each, each))
+    weighted = [feature for feature, b in by_feature.items() if b.weights is not None]
+    received = {store: P() if layout.is_split(store) else split for store in stores}
+    slots, weights = dict.fromkeys(by_feature, split), dict.fromkeys(weighted, split)
+    return Requests._make((slots, weights, received, each, each, each))
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """How many slots there are for what; static.
+    """The slots of tables and stored arrays; static.
 
     Attributes:
-      capacity: by table, slots of each owner.
-      first: by table, the first of them among those of the stored array.
-      width: by stored array, slots of each owner.
+      capacity: maps a table to its number of slots per owner.
+      first: maps a table to the index of its first slot among those of the stored array.
+      width: maps a stored array to its number of slots per owner.
     """
 
     capacity: Mapping[str, int]
@@ -159,43 +164,44 @@ class SlotPlan:
 
 
 def slot_plan(layout: TableLayout, num_ids: Mapping[str, int], capacity: Capacity) -> SlotPlan:
-    """Slots for tables of which so many ids are looked up on a device.
+    """Return the slots for a number of ids per table that a device looks up.
 
     Args:
-      layout: where the tables lie.
-      num_ids: by table that is looked up.
-      capacity: most slots per owner, by table; None: as many as there can be distinct rows.
+      layout: placement of the tables on devices.
+      num_ids: maps each table that is looked up to the number of ids on a device.
+      capacity: maps a table to its maximum number of slots per owner; None: as many as there can
+        be distinct rows.
     """
-    own, first, width = {}, {}, {}
+    slots, first, width = {}, {}, {}
     used: dict[tuple[str, int], int] = {}
     for name, count in num_ids.items():
         place = layout.places[name]
-        most = max(1, min(count, place.rows_per_owner))
+        num_rows = max(1, min(count, place.rows_per_owner))
         limit = capacity[name]
-        own[name] = most if limit is None else min(limit, most)
-        # Tables on one owner share its slots; those on others begin at 0, too.
+        slots[name] = num_rows if limit is None else min(limit, num_rows)
+        # Tables on one owner follow each other in its slots; each owner's slots begin at 0.
         shared = (place.store, place.first_owner)
         first[name] = used.get(shared, 0)
-        used[shared] = first[name] + own[name]
+        used[shared] = first[name] + slots[name]
         width[place.store] = max(width.get(place.store, 0), used[shared])
-    return SlotPlan(own, first, width)
+    return SlotPlan(slots, first, width)
 
 
 class Numbered(NamedTuple):
-    """The ids of one table, in slots."""
+    """The slots of the ids of one table."""
 
     slots: jax.Array  # (k,) int32, as `Requests.slots`
-    slot_of_row: jax.Array  # (k,) int32, of each entry of `row`; NOWHERE: not sent
-    row: jax.Array  # (k,) int32, number at the owner
+    slot_of_row: jax.Array  # (k,) int32, slot of each entry of `row`; NOWHERE: not sent
+    row: jax.Array  # (k,) int32, local row number at the owner
     asked_for: jax.Array  # () int32
     overflow: jax.Array  # () int32
     invalid: jax.Array  # () int32
 
 
 def rows_of_ids(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows as int32, `num_rows` where there is none; which ids are padding, and which are rows.
+    """Return row numbers as int32, `num_rows` for no row; and masks of padding and of valid ids.
 
-    In the ids' own type: -1 is padding where a type has it, and 256 need not fit.
+    The ids are compared in their own dtype: an unsigned one has no padding, and int8 holds no 256.
     """
     ids = jnp.asarray(ids)
     padding, rows = ids < 0, row_numbers(ids)
@@ -208,27 +214,27 @@ def _no_slot(padding: jax.Array) -> jax.Array:
 
 
 def number_ids(ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, table: str) -> Numbered:
-    """Slots for all ids of one table, of which equal ones share one.
+    """Assign slots to all ids of one table; equal ids share a slot.
 
     Args:
-      ids: flat arrays of integers of any type, joined here; negative numbers are padding.
-      place: where the table lies.
-      plan: the slots that there are.
-      table: its name.
+      ids: flat integer arrays of any dtype, which are concatenated; negative numbers are padding.
+      place: placement of the table in its stored array.
+      plan: available slots.
+      table: name of the table.
     """
-    found = [rows_of_ids(part, place.num_rows) for part in ids]
-    rows, padding, within = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    parts_of_rows = [rows_of_ids(part, place.num_rows) for part in ids]
+    rows, padding, within = (jnp.concatenate(parts) for parts in zip(*parts_of_rows, strict=True))
     positions = place.positions(rows)
     total, count = place.num_positions, positions.shape[0]
-    order, places, distinct = distinct_rows(positions, total)
+    order, ranks, distinct = distinct_rows(positions, total)
     ordered = positions[order]
-    kept = jnp.full(count, total, jnp.int32).at[places].set(ordered, mode="drop")
-    # Positions are sorted by owner; where those of each begin among the distinct ones:
+    distinct_positions = jnp.full(count, total, jnp.int32).at[ranks].set(ordered, mode="drop")
+    # Positions are sorted by owner. `starts`: index of the first distinct position of each owner.
     begins = jnp.arange(place.owners, dtype=jnp.int32) * jnp.int32(place.rows_per_owner)
-    starts = jnp.searchsorted(kept, begins).astype(jnp.int32)
+    starts = jnp.searchsorted(distinct_positions, begins).astype(jnp.int32)
     owner = jnp.minimum(ordered // place.rows_per_owner, place.owners - 1)
-    in_owner = places - starts[owner]
-    fits = in_owner < plan.capacity[table]  # that of padding is far beyond it
+    in_owner = ranks - starts[owner]
+    fits = in_owner < plan.capacity[table]  # false for padding, whose number is far larger
     first = place.first_owner * plan.width[place.store] + plan.first[table]
     slot = first + owner * plan.width[place.store] + in_owner
     slots = jnp.full(count, DROPPED, jnp.int32).at[order].set(jnp.where(fits, slot, DROPPED))
@@ -245,29 +251,29 @@ def number_ids(ids: Sequence[jax.Array], place: TablePlace, plan: SlotPlan, tabl
     )
 
 
-def rows_to_ask(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Array:
-    """(owners, width) int32: what to ask each owner of a stored array for."""
-    asked = jnp.full(store.num_senders * width, store.local_rows, jnp.int32)
+def requested_rows(store: Store, width: int, tables: Sequence[Numbered]) -> jax.Array:
+    """Return the rows to request from each owner of a stored array, (owners, width) int32."""
+    rows = jnp.full(store.num_senders * width, store.local_rows, jnp.int32)
     for table in tables:
-        asked = asked.at[table.slot_of_row].set(table.row, mode="drop")
-    return asked.reshape(store.num_senders, width)
+        rows = rows.at[table.slot_of_row].set(table.row, mode="drop")
+    return rows.reshape(store.num_senders, width)
 
 
 def rows_as_slots(place: TablePlace, store: Store, ids: jax.Array) -> jax.Array:
-    """Slots of ids where the vectors are the whole stored array itself."""
+    """Return the slots of ids if the vectors are the whole stored array itself."""
     rows, padding, within = rows_of_ids(ids, place.num_rows)
     return jnp.where(within, place.positions(rows) + place.first_in(store), _no_slot(padding))
 
 
 def in_slots(store: Store, arrived: jax.Array) -> jax.Array:
-    """(slots, dim) out of what each device has sent, (devices, capacity, own columns)."""
+    """Return vectors (slots, dim) from the blocks of each sender, (devices, capacity, columns)."""
     if store.kind == "column":
         arrived = arrived.transpose(1, 0, 2)
     return arrived.reshape(-1, store.dim)
 
 
 def in_blocks(store: Store, vectors: jax.Array) -> jax.Array:
-    """What each device gets, (devices, capacity, own columns), out of (slots, dim)."""
+    """Return the block for each device, (devices, capacity, columns), from vectors (slots, dim)."""
     if store.kind == "column":
         return vectors.reshape(-1, store.num_shards, store.local_dim).transpose(1, 0, 2)
     return vectors.reshape(store.num_shards, -1, store.dim)

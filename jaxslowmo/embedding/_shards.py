@@ -1,4 +1,4 @@
-"""Each device's own part of the stored tables: made, given, and what a replica does on it."""
+"""Functions that make and place each device's part of the stored tables, and run on it."""
 
 import functools
 from collections.abc import Callable
@@ -24,27 +24,27 @@ from ..tree import reshaped
 from ._embeddings import Embeddings
 
 Kinds = Any
-"""How arguments and results relate to the devices of a replica: a tree, a prefix of theirs.
+"""How arguments or results are split over the devices of a replica: a tree prefix of kinds.
 
-`"whole"`: the same on all of them. `"device"`: another on each, stacked outside along a leading
-axis. `"batch"`: split along the leading dimension. A `PartitionSpec` over the axis says more.
+`"whole"`: equal on all devices. `"device"`: different on each device, stacked along a leading axis
+outside. `"batch"`: split along the leading dimension. Or a `PartitionSpec` over the axis.
 """
 
 
 def on_shards(
     axis: str | None, fn: Callable[..., Any], *args: Any, kinds: tuple[Kinds, ...], out: Kinds
 ) -> Any:
-    """`fn` of each device's own parts along an axis that the compiler has.
+    """Run `fn` on each device's parts along an axis that is not bound yet, and return its results.
 
     Args:
-      axis: between whose devices the tables of a replica are sharded; None: it is bound already,
-        or there is none, and every value is this device's own.
-      fn: function of the arguments; in it `axis` is bound.
-      *args: of the replica.
-      kinds: of the arguments.
-      out: of the results.
+      axis: axis over which the tables of a replica are sharded; None: it is already bound, or there
+        is none, and every value is this device's part.
+      fn: function of each device's parts of the arguments; `axis` is bound in it.
+      *args: arguments for the whole replica.
+      kinds: kinds of the arguments.
+      out: kinds of the results.
 
-    Communication: that of `fn`.
+    Communication: whatever `fn` communicates.
     """
     if axis is None:
         return fn(*args)
@@ -52,13 +52,15 @@ def on_shards(
     kinds = tuple("whole" if x is None else kind for x, kind in zip(args, kinds, strict=True))
 
     def on_one(*args: Any) -> Any:
-        own = _reshaped(args, kinds, lambda x: x.shape[1:])
-        return _reshaped(fn(*own), out, lambda x: (1, *x.shape))
+        local = _reshaped(args, kinds, lambda x: x.shape[1:])
+        return _reshaped(fn(*local), out, lambda x: (1, *x.shape))
 
     def specs(kinds: Kinds) -> Any:
-        known = {"whole": P(), "device": P(axis), "batch": P(axis)}
+        spec_of_kind = {"whole": P(), "device": P(axis), "batch": P(axis)}
         return jax.tree.map(
-            lambda kind: kind if isinstance(kind, P) else known[kind], kinds, is_leaf=_is_kind
+            lambda kind: kind if isinstance(kind, P) else spec_of_kind[kind],
+            kinds,
+            is_leaf=_is_kind,
         )
 
     return jax.shard_map(on_one, in_specs=specs(kinds), out_specs=specs(out), axis_names={axis})(
@@ -71,7 +73,7 @@ def _is_kind(x: Any) -> bool:
 
 
 def _reshaped(tree: Any, kinds: Kinds, shape: Callable[[jax.Array], tuple[int, ...]]) -> Any:
-    """`tree`, whose arrays of the kind `"device"` have another shape."""
+    """Return `tree` with arrays of the kind `"device"` reshaped."""
 
     def change(kind: str | P, part: Any) -> Any:
         if kind != "device":
@@ -81,17 +83,17 @@ def _reshaped(tree: Any, kinds: Kinds, shape: Callable[[jax.Array], tuple[int, .
     return jax.tree.map(change, kinds, tree, is_leaf=_is_kind)
 
 
-def given_tables(
+def place_tables(
     stored: PyTree, embeddings: Embeddings, nested: str | None, mesh: AnyMesh, axis_name: AxisName
 ) -> PyTree:
-    """The same stored tables for all replicas: each device is given its own part alone.
+    """Return the same stored tables for all replicas; each device receives only its part.
 
     Args:
       stored: whole arrays by name, as `Embeddings.write` makes them.
-      embeddings: of the step.
-      nested: the axis between whose devices they are sharded, where there are several.
-      mesh: of the step.
-      axis_name: of its replicas.
+      embeddings: tables of the step.
+      nested: axis over which a replica's tables are sharded; None for tables on one device.
+      mesh: mesh of the step.
+      axis_name: name of the replica axis or axes.
 
     Raises:
       ValueError: arrays of other names or shapes.
@@ -99,31 +101,31 @@ def given_tables(
     Communication: none.
     """
     stores = embeddings.layout().stores
-    wanted = {name: (store.num_rows, store.dim) for name, store in stores.items()}
-    given = {name: jnp.shape(x) for name, x in stored.items()} if isinstance(stored, dict) else {}
-    if wanted != given:
+    shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}
+    actual = {name: jnp.shape(x) for name, x in stored.items()} if isinstance(stored, dict) else {}
+    if shapes != actual:
         raise ValueError(
-            f"`params` must hold stored tables of the shapes {wanted}, as step.embeddings.write("
-            f"tables) makes them, got {given or type(stored).__name__}."
+            f"`params` must hold stored tables of the shapes {shapes}, as step.embeddings.write("
+            f"tables) makes them, got {actual or type(stored).__name__}."
         )
-    typed = {name: jnp.dtype(store.dtype) for name, store in stores.items()}
+    dtypes = {name: jnp.dtype(store.dtype) for name, store in stores.items()}
     if nested is None:
-        own = {name: jnp.asarray(x, typed[name]) for name, x in stored.items()}
-        return replicate(own, mesh=mesh, axis_name=axis_name)
+        arrays = {name: jnp.asarray(x, dtypes[name]) for name, x in stored.items()}
+        return replicate(arrays, mesh=mesh, axis_name=axis_name)
     count = replica_count("init", mesh, axis_name)
-    lies = _shardings(embeddings, mesh, axis_name)
+    shardings = _shardings(embeddings, mesh, axis_name)
 
     def placed(name: str, whole: np.ndarray) -> jax.Array:
-        def of_device(where: Any) -> np.ndarray:
-            return whole[where[1:]][None].astype(typed[name])
+        def of_device(index: Any) -> np.ndarray:
+            return whole[index[1:]][None].astype(dtypes[name])
 
-        return jax.make_array_from_callback((count, *whole.shape), lies[name], of_device)
+        return jax.make_array_from_callback((count, *whole.shape), shardings[name], of_device)
 
     return {name: placed(name, np.asarray(x)) for name, x in stored.items()}
 
 
 def _shardings(embeddings: Embeddings, mesh: Any, axis_name: AxisName) -> dict[str, NamedSharding]:
-    """How the stored tables of all replicas lie."""
+    """Return the shardings of the stored tables of all replicas."""
     first = axis_names(axis_name)
     return {n: NamedSharding(mesh, P(first, *spec)) for n, spec in embeddings.specs.items()}
 
@@ -132,18 +134,18 @@ def _shardings(embeddings: Embeddings, mesh: Any, axis_name: AxisName) -> dict[s
 def table_maker(
     embeddings: Embeddings, nested: str | None, mesh: AnyMesh, axis_name: AxisName
 ) -> Callable[[jax.Array], PyTree]:
-    """A function of the data of a key: new tables of all replicas, equal on them.
+    """Return a function from key data to new tables of all replicas, equal on them.
 
-    Each device makes its own part.
+    Each device makes only its own part.
 
     Communication: none.
     """
 
     def per_replica(bits: jax.Array) -> PyTree:
-        def made(bits: jax.Array) -> PyTree:
+        def make(bits: jax.Array) -> PyTree:
             return embeddings.init_local(jax.random.wrap_key_data(bits))
 
-        local = on_shards(nested, made, bits, kinds=("whole",), out=embeddings.specs)
+        local = on_shards(nested, make, bits, kinds=("whole",), out=embeddings.specs)
         return vary_over(local, axis_names(axis_name))
 
     mapped = map_replicas(

@@ -1,4 +1,4 @@
-"""The protocol by which parameters that a batch looks up enter a training step."""
+"""The lookup of a training step: how embedding tables and their rows take part in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,29 +14,30 @@ from ..gradients.sparse import Rows
 from ..mesh import AnyMesh, replicate
 from ..tracing import FullLoss
 from ..transform import ParameterTransform, isolated, unless_idle
-from ._batch_rows import Ahead, Carry, Requested, WithVectors, after
+from ._batch_rows import Ahead, Carry, Requested, WithVectors, ordered_after
 from ._embeddings import Embeddings
 from ._requests import num_devices
-from ._shards import Kinds, given_tables, on_shards, table_maker
+from ._shards import Kinds, on_shards, place_tables, table_maker
 from ._table import WithTables
 from ._vectors import patched_rows, read_rows, send_rows, typed_as_equal
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A lookup gives a step the rows of embedding tables that its batches ask for.
+    """The part of a training step that looks up rows of embedding tables for its batches.
 
-    Parameters of a step are dense ones, which its optimizer knows, and stored ones, the tables, of
-    which a batch asks for some rows and which are updated where they lie: `WithTables(dense,
-    tables)`, and the states of the optimizers likewise. A step without tables has `NoTables` in the
-    place of a lookup, with the same methods. Methods that take values of one device are called
-    where `axis` is bound.
+    A step has dense parameters, which its optimizer updates, and stored parameters, the tables,
+    whose rows are requested by a batch and updated on the devices that hold them. Parameters are
+    `WithTables(dense, tables)`, and the states of the two optimizers are `WithTables`, too. A step
+    without tables has a `NoTables` with the same methods instead. Methods that take values of one
+    device are called with `axis` bound.
 
     Attributes:
-      embeddings: the tables.
-      axis: name of an axis of the mesh, between whose devices a replica's stored parameters are
-        sharded; None: they are not.
-      nested: the same where the compiler has it, and it is bound around what needs it.
+      embeddings: the embedding tables.
+      axis: name of the mesh axis over which a replica's stored parameters are sharded; None: they
+        are not sharded.
+      nested: the same name if the axis is automatic in the step (left to the compiler), so that
+        `on_devices` must bind it; else None.
     """
 
     embeddings: Embeddings
@@ -46,15 +47,15 @@ class Lookup:
     # Trees of parameters, of their specs, or of the states of their optimizers.
 
     def dense(self, tree: PyTree) -> PyTree:
-        """The part of the dense parameters; specs may be one for all."""
+        """Return the part of a tree for the dense parameters; other values are returned as is."""
         return tree.dense if isinstance(tree, WithTables) else tree
 
     def stored(self, tree: PyTree) -> PyTree:
-        """The part of the stored parameters."""
+        """Return the part of a tree for the stored parameters."""
         return tree.tables
 
     def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
-        """Both parts as one tree."""
+        """Return both parts as one tree."""
         return WithTables(dense, stored)
 
     @property
@@ -64,38 +65,38 @@ class Lookup:
 
     @property
     def optimizer_specs(self) -> Any:
-        """The kinds of the state of their optimizer."""
+        """The kinds of the state of the row-wise optimizer; see `on_shards`."""
         return self.embeddings.optimizer_specs
 
     def stacked(self, params: PyTree, seed: int, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
-        """Parameters of all replicas, equal on them.
+        """Return the parameters of all replicas, equal on them.
 
         Args:
-          params: of one; stored ones that are missing are made, others must have the names and
-            shapes of these tables.
-          seed: of those that are made.
-          mesh: of the step.
-          axis_name: of its replicas.
+          params: parameters of one replica. Without stored parameters, these are initialized;
+            otherwise they must have the names and shapes of these tables.
+          seed: seed of the initialization.
+          mesh: mesh of the step.
+          axis_name: name of the replica axis or axes.
 
         Communication: none.
         """
         dense = replicate(self.dense(params), mesh=mesh, axis_name=axis_name)
-        where = self.embeddings, self.nested, mesh, axis_name
+        args = self.embeddings, self.nested, mesh, axis_name
         if isinstance(params, WithTables):
-            return WithTables(dense, given_tables(params.tables, *where))
+            return WithTables(dense, place_tables(params.tables, *args))
         bits = jax.random.key_data(jax.random.key(seed))
-        return WithTables(dense, table_maker(*where)(bits))
+        return WithTables(dense, table_maker(*args)(bits))
 
     # The parts of a step.
 
     def of_sync(self, sync: ParameterTransform | None) -> ParameterTransform | None:
-        """A parameter transform that knows how stored parameters lie, for its state too."""
+        """Return a parameter transform with the specs of stored parameters, also for its state."""
         if sync is None or self.nested is None or not sync.shards_whole_leaves:
             return sync
         return sync.with_specs(WithTables(P(), self.specs), of_state=True)
 
     def of_loss(self, loss: FullLoss) -> FullLoss:
-        """A loss function of batches as `seen` makes them; it is given `embedded`."""
+        """Return a loss function of the batches that `seen` returns, which passes on `embedded`."""
 
         def full(params: PyTree, batch: WithVectors, **context: Any) -> Any:
             return loss(params, batch.batch, embedded=batch.embedded, **context)
@@ -105,7 +106,7 @@ class Lookup:
     def on_devices(
         self, fn: Callable[..., Any], *args: Any, kinds: tuple[Kinds, ...], out: Kinds
     ) -> Any:
-        """`fn` of each device's own parts; see `on_shards`."""
+        """Run `fn` on each device's parts, and return its results; see `on_shards`."""
         return on_shards(self.nested, fn, *args, kinds=kinds, out=out)
 
     # A batch.
@@ -118,17 +119,17 @@ class Lookup:
         weight: jax.Array | None,
         axes: tuple[str, ...],
     ) -> Requested:
-        """A batch, and what it asked for.
+        """Return a batch with the rows that it requests.
 
         Args:
-          stored: of this device.
-          batch: its part of one.
-          carry: what was asked for it before; None: nothing.
-          weight: () the replica's share; metrics are zeros for 0.
-          axes: inside a replica, over which its batch is split.
+          stored: this device's part of the stored parameters.
+          batch: this device's part of the batch.
+          carry: request that an earlier step made for the batch; None: no request yet.
+          weight: () weight of the replica; with 0 the counts are zeros.
+          axes: axes inside a replica over which its batch is split.
 
-        Communication: that of `Embeddings.exchange_ids` and `Embeddings.lookup`, as far as it was
-          not done before; one all-reduce of the counts over `axes`.
+        Communication: what `Embeddings.exchange_ids` and `Embeddings.lookup` communicate, unless
+          `carry` has it already; one all-reduce of the counts over `axes`.
         """
         embeddings = self.embeddings
         if carry is None:
@@ -143,18 +144,18 @@ class Lookup:
         return Requested(batch, requests, vectors, counts, embeddings.num_refused(counts))
 
     def seen(self, requested: Requested, params: PyTree) -> PyTree:
-        """The batch as the loss function sees it, with the dense parameters of this device.
+        """Return the batch as the loss function receives it; `params` are this device's dense ones.
 
         Communication: none.
         """
         return _pooled(self.embeddings, requested, params)[0]
 
     def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
-        """Types of the parameters and the batch that a loss function is given.
+        """Return the shapes and dtypes of the parameters and the batch of the loss function.
 
         Args:
-          params: types of those of one replica.
-          share: types of what one device has of a batch.
+          params: shapes and dtypes of the parameters of one replica.
+          share: shapes and dtypes of one device's part of a batch.
         """
         embeddings = self.embeddings
 
@@ -170,36 +171,37 @@ class Lookup:
         compute: Callable[..., tuple[Any, PyTree, PyTree]],
         *operands: PyTree,
     ) -> tuple[Any, PyTree, Rows, PyTree]:
-        """What a batch gives.
+        """Return results and gradients of a batch.
 
         Args:
-          requested: the batch.
-          params: the dense parameters; varying over the axes over which gradients are averaged
-            later.
-          compute: `compute(params, batch, *operands)`: results, gradients, and those of what was
-            looked up.
-          *operands: of `compute`.
+          requested: the batch with its rows.
+          params: dense parameters, varying over the axes over which gradients are averaged later.
+          compute: function `compute(params, batch, *operands)` that returns results, gradients of
+            `params`, and gradients of the embedded vectors of the batch.
+          *operands: further arguments of `compute`.
 
         Returns:
-          The results; gradients of the dense parameters, and of the rows that this device holds;
-          the batch as it was given to `compute`.
+          The results; gradients of the dense parameters; gradients of the rows that this device
+          holds; the batch that `compute` received.
 
-        Communication: per table one all-to-all of the rows that were asked for.
+        Communication: one all-to-all of the requested rows per table.
         """
         embeddings = self.embeddings
 
-        def own(
+        def compute_local(
             requested: Requested, params: PyTree, *operands: PyTree
         ) -> tuple[Any, PyTree, PyTree, WithVectors]:
             batch, pull = _pooled(embeddings, requested, params)
-            results, grads, of_found = compute(params, batch, *operands)
-            of_vectors, of_dense = pull(of_found)
-            # Weights by position are parameters, too, and are used before the loss.
+            results, grads, of_embedded = compute(params, batch, *operands)
+            of_vectors, of_dense = pull(of_embedded)
+            # Position weights are dense parameters that are used before the loss.
             grads = jax.tree.map(lambda g, more: g + more, grads, of_dense)
             return results, grads, of_vectors, batch
 
-        some = next(iter(requested.vectors.values()))
-        results, grads, of_vectors, batch = isolated(own, some, requested, params, *operands)
+        operand = next(iter(requested.vectors.values()))
+        results, grads, of_vectors, batch = isolated(
+            compute_local, operand, requested, params, *operands
+        )
         devices = num_devices(embeddings.axis_name)
         # The loss of a replica is the mean of its devices' losses.
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
@@ -208,40 +210,41 @@ class Lookup:
     def applied(
         self, stored: PyTree, state: PyTree, rows: Rows, active: jax.Array | None, read: PyTree
     ) -> tuple[PyTree, PyTree, Any]:
-        """Stored parameters and the state of their optimizer after an update, where they stand.
+        """Return stored parameters and optimizer state after an update of this device's part.
 
         Args:
-          stored: of this device.
-          state: of their optimizer.
-          rows: gradients of rows.
-          active: () bool, whether there is an update; None: always.
-          read: what was read of them, and must be so before they change.
+          stored: this device's part of the stored parameters.
+          state: this device's part of the row-wise optimizer's state.
+          rows: gradients of rows, by stored array.
+          active: () bool, whether to update; None: always.
+          read: values that were read from `stored`; the update is ordered after these reads.
 
         Returns:
-          Both, and the numbers of the rows that have changed, by table.
+          The stored parameters, the state, and the numbers of the changed rows by stored array.
         """
         embeddings = self.embeddings
-        numbers = after({name: own.rows for name, own in rows.items()}, read)
+        numbers = ordered_after({name: gradient.rows for name, gradient in rows.items()}, read)
         numbers = typed_as_equal(embeddings.layout(), numbers)
-        rows = {name: replace(own, rows=numbers[name]) for name, own in rows.items()}
+        rows = {name: replace(gradient, rows=numbers[name]) for name, gradient in rows.items()}
         with jax.named_scope("optimizer"):
             stored, state = embeddings.apply(stored, state, rows, active=active)
         return stored, state, numbers
 
-    # The batch after.
+    # The next batch.
 
     def following(
         self, stored: PyTree, upcoming: PyTree, ahead: Ahead, carry: Carry | None = None
     ) -> tuple[Carry | None, PyTree]:
-        """What a batch to come asks for, None without one, and what was read for it.
+        """Return the request of the next batch, None without one, and the rows read for it.
 
         Args:
-          stored: of this device.
-          upcoming: its part of the batch; None: there is none.
-          ahead: how much is done ahead.
-          carry: what was asked for the batch before, of which rows alone are read anew.
+          stored: this device's part of the stored parameters.
+          upcoming: this device's part of the next batch; None: there is none.
+          ahead: which exchanges run ahead.
+          carry: earlier request of that batch, for which only rows are read again; None: there is
+            none.
 
-        Communication: that of `Embeddings.exchange_ids`, and where rows are looked up ahead one
+        Communication: what `Embeddings.exchange_ids` does; if rows are looked up ahead, also one
           all-to-all of them per table.
         """
         embeddings = self.embeddings
@@ -260,32 +263,32 @@ class Lookup:
         stored: PyTree,
         carry: Carry,
         changed: Any,
-        moved_all: bool | jax.Array,
+        all_changed: bool | jax.Array,
         ahead: Ahead,
         axes: tuple[str, ...],
     ) -> tuple[Carry, dict[str, jax.Array]]:
-        """What was asked for a batch, with the rows that have changed since sent again.
+        """Return the request of a batch, with the rows that have changed since sent again.
 
         Args:
-          stored: of the replica.
-          carry: what was asked for the batch.
-          changed: numbers of the rows that have changed, by table.
-          moved_all: whether all have.
-          ahead: how much is done ahead.
-          axes: inside a replica, over which its batch is split.
+          stored: stored parameters of the replica.
+          carry: request of the batch.
+          changed: numbers of the changed rows, by stored array.
+          all_changed: whether all rows have changed.
+          ahead: which exchanges run ahead.
+          axes: axes inside a replica over which its batch is split.
 
         Returns:
-          That, and metrics of what was sent again.
+          The request, and metrics of the rows that were sent again.
 
         Communication: that of `patched_rows`, and one all-reduce of the counts.
         """
         embeddings = self.embeddings
         if not ahead.patches:
             return carry, {}
-        # What is known is no array: the program then holds one of the two ways.
-        known = isinstance(moved_all, bool)
+        # A static `all_changed` stays a bool, so that the program has one branch, not a `lax.cond`.
+        is_static = isinstance(all_changed, bool)
 
-        def inside(stored: PyTree, carry: Carry, changed: PyTree, due: Any) -> Any:
+        def inside(stored: PyTree, carry: Carry, changed: PyTree, flag: Any) -> Any:
             assert carry.vectors is not None, "they were looked up ahead"
             vectors, resent = patched_rows(
                 embeddings.layout(),
@@ -294,7 +297,7 @@ class Lookup:
                 carry.vectors,
                 changed,
                 room=ahead.room,
-                everything=moved_all if known else due,
+                everything=all_changed if is_static else flag,
             )
             counts = {f"embeddings/{name}/resent": n for name, n in resent.items()}
             return carry._replace(vectors=vectors), _summed(counts, axes)
@@ -304,7 +307,7 @@ class Lookup:
             stored,
             carry,
             changed,
-            None if known else moved_all,
+            None if is_static else all_changed,
             kinds=(self.specs, "device", "device", "whole"),
             out=("device", "whole"),
         )
@@ -312,44 +315,44 @@ class Lookup:
     # On the host.
 
     def check(self, batch: PyTree, num_parts: int) -> bool:
-        """Raise `ValueError` for a batch of the host that asks for what there is not.
+        """Raise `ValueError` for a host batch with ids that are not in their table or lack a slot.
 
         Args:
-          batch: as a step takes it.
-          num_parts: equal parts that it is split into, a device each.
+          batch: batch as the step takes it.
+          num_parts: number of equal parts of the batch, one per device.
 
         Returns:
-          Whether all that it asks for could be looked at: of arrays of the host `inputs` may make
-          ids of a device, which are not.
+          Whether all ids were checked. Ids on devices are not checked, and `inputs` may return such
+          ids even for NumPy arrays.
         """
         bags = self.embeddings.bags_of(batch)
         self.embeddings.check(bags, num_parts=num_parts)
-        return all(isinstance(each.ids, np.ndarray) for each in bags.values())
+        return all(isinstance(feature_bags.ids, np.ndarray) for feature_bags in bags.values())
 
     def refuse(self, metrics: dict[str, Any]) -> None:
-        """Raise `ValueError` where metrics tell of what was asked for, and there is not."""
+        """Raise `ValueError` if metrics count ids that are not in their table or lack a slot."""
         self.embeddings.refuse(metrics)
 
 
 def _pooled(
     embeddings: Embeddings, requested: Requested, params: PyTree
 ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
-    """A batch with what it looks up, from the rows that it asked for, and the way back.
+    """Return a batch with its pooled vectors, and the function that pulls back their gradients.
 
-    That leads from gradients of what was looked up to those of the rows and of `params`.
+    That function returns the gradients of the rows and of `params`.
 
     Communication: none.
     """
 
-    def of(vectors: PyTree, params: PyTree) -> PyTree:
+    def pool(vectors: PyTree, params: PyTree) -> PyTree:
         return embeddings.pooled(vectors, requested.requests, params)
 
-    embedded, pull = jax.vjp(of, requested.vectors, params)
+    embedded, pull = jax.vjp(pool, requested.vectors, params)
     return WithVectors(requested.batch, embedded), pull
 
 
 def _summed(counts: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Sums of counts over the devices of a replica.
+    """Return the sums of counts over the devices of a replica.
 
     Communication: one all-reduce of 4 bytes each over `axes`, which the compiler joins.
     """

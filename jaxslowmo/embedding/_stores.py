@@ -1,4 +1,4 @@
-"""Stored arrays: where the rows of every table lie in them, their first values, and back."""
+"""Stored arrays: the placement of table rows in them, initial values, and the way back."""
 
 import dataclasses
 import math
@@ -17,17 +17,17 @@ from ..mesh import vary_over, varying_axes
 from ._table import MOST_ROWS, OWNER, Table, Tables
 
 PARTS = 64
-"""Rows are dealt out to so many parts, so that 1, 2, 4, ... 64 devices store one array alike."""
+"""The number of parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays."""
 
 
 def part_of_residue(parts: int) -> np.ndarray:
-    """The part of the rows r, r + parts, r + 2 * parts, ... for each r < parts.
+    """Return the part that holds the rows r, r + parts, r + 2 * parts, ..., for each r < parts.
 
-    Devices hold neighbouring parts, and neighbouring rows shall lie on different devices, for every
-    number of them: so r is read backwards, in binary (of `parts` the odd factor comes first).
+    A device holds neighbouring parts, but neighbouring rows must be on different devices for every
+    number of devices. So the part is r with its bits reversed (after the odd factor of `parts`).
 
     Args:
-      parts: `PARTS` times an odd number.
+      parts: number of parts, `PARTS` times an odd number.
     """
     odd, bits = parts // PARTS, PARTS.bit_length() - 1
     residues = np.arange(parts)
@@ -42,12 +42,12 @@ class Store:
     """A stored array; static.
 
     Attributes:
-      name: of the table, or made of width and dtype where several share it.
-      kind: as `Table.shard`.
-      num_rows: of the whole array.
-      dim: of the whole array.
-      dtype: of the whole array.
-      num_shards: devices that hold it.
+      name: name of the table, or of the group of tables that share the array.
+      kind: how devices share the array, as `Table.shard`.
+      num_rows: number of rows of the whole array.
+      dim: number of columns of the whole array.
+      dtype: dtype of the array.
+      num_shards: number of devices that share the array.
     """
 
     name: str
@@ -59,32 +59,32 @@ class Store:
 
     @property
     def local_rows(self) -> int:
-        """Rows that a device holds."""
+        """The number of rows that a device holds."""
         return self.num_rows if self.kind == "column" else self.num_rows // self.num_shards
 
     @property
     def local_dim(self) -> int:
-        """Columns that a device holds."""
+        """The number of columns that a device holds."""
         return self.dim // self.num_shards if self.kind == "column" else self.dim
 
     @property
     def num_senders(self) -> int:
-        """Devices that send a requester rows of their own: all, or where columns are split none."""
+        """The number of devices with different rows; 1 if columns are split."""
         return 1 if self.kind == "column" else self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
 class TablePlace:
-    """Where one table lies in its stored array; static.
+    """The placement of one table in its stored array; static.
 
     Attributes:
-      store: name of the array.
-      num_rows: rows of the table; ids are below it.
-      owners: devices that its rows are dealt out to, in `parts` parts; 1: one holds all of them.
-      parts: a multiple of `owners`.
-      rows_per_owner: rows that an owner holds, padding included.
-      first_owner: number of the (first) owner.
-      first_row: where in the owner's block the table begins.
+      store: name of the stored array.
+      num_rows: number of rows of the table; ids are below it.
+      owners: number of devices over which the rows are spread; 1: each holder has all rows.
+      parts: number of parts of the rows, a multiple of `owners`.
+      rows_per_owner: number of rows that an owner holds, including padding.
+      first_owner: index of the first owner among the devices.
+      first_row: row of the owner's block at which the table begins.
     """
 
     store: str
@@ -97,7 +97,7 @@ class TablePlace:
 
     @property
     def num_positions(self) -> int:
-        """Positions of all owners; this number itself stands for no row."""
+        """The number of positions of all owners; as a position, it means no row."""
         return self.owners * self.rows_per_owner
 
     def first_in(self, store: Store) -> int:
@@ -105,10 +105,10 @@ class TablePlace:
         return self.first_owner * store.local_rows + self.first_row
 
     def positions(self, ids: jax.Array) -> jax.Array:
-        """The number of each row as it lies on the owners, one behind the other.
+        """Return the position of each row when the blocks of all owners are concatenated.
 
         Args:
-          ids: int32, of rows; `num_rows` stands for no row.
+          ids: int32 row numbers of the table; `num_rows` means no row.
         """
         positions = ids
         if self.parts > 1:
@@ -117,7 +117,7 @@ class TablePlace:
         return jnp.where(ids < self.num_rows, positions, jnp.int32(self.num_positions))
 
     def owners_of(self, ids: np.ndarray) -> np.ndarray:
-        """Which of the owners holds each row, for ids of the host that are in the table."""
+        """Return the index of the owner of each row, for NumPy ids that are in the table."""
         if self.owners == 1:
             return np.zeros(ids.shape, np.int64)
         return part_of_residue(self.parts)[ids % self.parts] // (self.parts // self.owners)
@@ -125,19 +125,19 @@ class TablePlace:
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """All stored arrays, where the tables lie in them, and the axis of the devices; static."""
+    """The stored arrays, the placement of tables in them, and the axis of the devices; static."""
 
     stores: Mapping[str, Store]
     places: Mapping[str, TablePlace]
     axis_name: str | None
 
     def is_split(self, store: str) -> bool:
-        """Whether the devices share the columns of a stored array, so that all have its rows."""
+        """Return whether columns of a stored array are split, so that each device has all rows."""
         return self.stores[store].kind == "column"
 
 
 def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> TableLayout:
-    """Return where the tables lie on so many devices along an axis.
+    """Return the placement of the tables on a number of devices along an axis.
 
     Raises:
       ValueError: columns that the devices cannot share evenly; more rows than int32 can number; two
@@ -148,8 +148,8 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
     groups: dict[str, dict[str, Table]] = {}
     for name, table in tables.items():
         if table.shard == "table":
-            # Arrays of one shape hold the tables in another order on another number of devices, and
-            # a checkpoint of these must not be taken for one of those.
+            # The number of devices is in the name: it changes the order of the tables, not always
+            # the shape, and a checkpoint must not be restored in another order.
             group = f"tables_{jnp.dtype(table.dtype).name}_{table.dim}_over_{num_shards}"
             groups.setdefault(group, {})[name] = table
             continue
@@ -167,9 +167,9 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
         if name in stores:
             raise ValueError(f"{OWNER}: {name!r} is the name of an array of several tables.")
         first = next(iter(members.values()))
-        own, rows = _spread(name, members, num_shards)
+        group_places, rows = _spread(name, members, num_shards)
         stores[name] = _store(name, first, rows * num_shards, num_shards)
-        places |= own
+        places |= group_places
     for store in stores.values():
         if store.num_rows > MOST_ROWS:
             raise ValueError(
@@ -184,24 +184,24 @@ def _store(name: str, table: Table, num_rows: int, num_shards: int) -> Store:
 
 
 def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, TablePlace], int]:
-    """The device of each table, and the rows that the fullest one holds.
+    """Return the placement of each table, and the number of rows of the fullest device.
 
-    Tables of one array have one width, so rows are bytes. The largest first, each to the device
-    that has the fewest rows.
+    Each table, the largest first, goes to the device with the fewest rows so far. (All tables of an
+    array have the same width, so rows measure bytes.)
     """
-    taken = [0] * num_shards
+    used_rows = [0] * num_shards
     places = {}
     for name in sorted(tables, key=lambda n: (-tables[n].num_rows, n)):
         rows = tables[name].num_rows
-        owner = taken.index(min(taken))
-        places[name] = TablePlace(store, rows, 1, 1, rows, owner, taken[owner])
-        taken[owner] += rows
-    return places, max(taken)
+        owner = used_rows.index(min(used_rows))
+        places[name] = TablePlace(store, rows, 1, 1, rows, owner, used_rows[owner])
+        used_rows[owner] += rows
+    return places, max(used_rows)
 
 
 def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The tables (num_rows, dim) by name out of whole stored arrays."""
-    found, stored = {}, whole_on_each(stored)
+    """Return the tables (num_rows, dim) by name from whole stored arrays."""
+    tables, stored = {}, whole_on_each(stored)
     for name, place in layout.places.items():
         store = layout.stores[place.store]
         whole = stored[place.store]
@@ -209,22 +209,22 @@ def read_tables(layout: TableLayout, stored: Mapping[str, jax.Array]) -> dict[st
             blocks = whole.reshape(place.parts, -1, store.dim)[part_of_residue(place.parts)]
             whole = blocks.transpose(1, 0, 2).reshape(-1, store.dim)
         first = place.first_in(store)
-        found[name] = whole[first : first + place.num_rows]
-    return found
+        tables[name] = whole[first : first + place.num_rows]
+    return tables
 
 
 def write_tables(layout: TableLayout, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Whole stored arrays that hold the tables; undoes `read_tables`. Padding is 0.
+    """Return whole stored arrays that hold the tables; undoes `read_tables`. Padding is 0.
 
     Raises:
       ValueError: a table that is missing, unknown or of another shape.
     """
     places = layout.places
-    wanted = {name: (p.num_rows, layout.stores[p.store].dim) for name, p in places.items()}
-    given = {name: tuple(jnp.shape(table)) for name, table in tables.items()}
+    shapes = {name: (p.num_rows, layout.stores[p.store].dim) for name, p in places.items()}
+    actual = {name: tuple(jnp.shape(table)) for name, table in tables.items()}
     tables = whole_on_each(tables)
-    if wanted != given:
-        raise ValueError(f"{OWNER}: `write` needs tables of the shapes {wanted}, got {given}.")
+    if shapes != actual:
+        raise ValueError(f"{OWNER}: `write` needs tables of the shapes {shapes}, got {actual}.")
     stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
     for name, place in places.items():
         store = layout.stores[place.store]
@@ -241,9 +241,9 @@ def write_tables(layout: TableLayout, tables: Mapping[str, Any]) -> dict[str, ja
 
 
 def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays whose layout over Explicit axes is part of their type, with all of them everywhere.
+    """Replicate arrays that are split over Explicit mesh axes, whose types hold the sharding.
 
-    Others are left to the compiler, which knows how to index what is split.
+    Other arrays stay as they are: the compiler can index arrays that are split.
     """
 
     def whole(x: Any) -> Any:
@@ -255,96 +255,96 @@ def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_key(key: Any, name: str) -> Any:
-    """The key of one table, which does not change with the other tables."""
+    """Return the key of one table, which does not depend on the other tables."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
-    """Rows `residue`, `residue + parts`, ... of a table, and zeros up to the size of all parts."""
+    """Return rows `residue`, `residue + parts`, ... of a table, padded with zeros."""
     per_part = -(-table.num_rows // parts)
     shape = (per_part, table.dim)
-    own = jax.random.fold_in(key, residue)
+    rows_key = jax.random.fold_in(key, residue)
     if table.init is None:
         bound = table.num_rows**-0.5
-        values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+        values = jax.random.uniform(rows_key, shape, jnp.float32, -bound, bound)
     else:
-        values = table.init(own, shape, table.dtype)
+        values = table.init(rows_key, shape, table.dtype)
         if jnp.shape(values) != shape:
             raise ValueError(
                 f"{OWNER}: `init` of a table of {table.num_rows} rows must return an array of the "
-                f"shape that it is given, here {shape}, got {jnp.shape(values)}."
+                f"shape that it receives, here {shape}, got {jnp.shape(values)}."
             )
     numbers = residue + parts * jnp.arange(per_part, dtype=jnp.int32)
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
 def first_values(tables: Tables, layout: TableLayout, key: Any) -> dict[str, jax.Array]:
-    """First values of all stored arrays, whole.
+    """Return the initial values of all stored arrays, whole.
 
     Communication: none.
     """
-    made = {}
+    arrays = {}
     for name, store in layout.stores.items():
         devices = range(store.num_shards)
         blocks = [_first_block(tables, layout, name, key, jnp.int32(device)) for device in devices]
-        made[name] = jnp.concatenate(blocks, axis=1 if store.kind == "column" else 0)
-    return made
+        arrays[name] = jnp.concatenate(blocks, axis=1 if store.kind == "column" else 0)
+    return arrays
 
 
 def first_local_values(tables: Tables, layout: TableLayout, key: Any) -> dict[str, jax.Array]:
-    """What this device holds at first of each stored array; it makes nothing else of them.
+    """Return the initial values of this device's part of each stored array, and make no others.
 
     Communication: none.
     """
     if layout.axis_name is None:
         return first_values(tables, layout, key)
     device = lax.axis_index(layout.axis_name)
-    made = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
-    return vary_over(made, (layout.axis_name,))
+    arrays = {name: _first_block(tables, layout, name, key, device) for name in layout.stores}
+    return vary_over(arrays, (layout.axis_name,))
 
 
 def _first_block(
     tables: Tables, layout: TableLayout, store_name: str, key: Any, device: jax.Array
 ) -> jax.Array:
-    """What a device holds of a stored array at first."""
+    """Return the initial values of a device's part of a stored array."""
     store = layout.stores[store_name]
     if store.kind == "table":
-        return _own_tables(tables, layout, store, key, device)
+        return _local_tables(tables, layout, store, key, device)
     table, place = tables[store_name], layout.places[store_name]
     key = table_key(key, store_name)
     if store.kind == "column":
-        return _own_columns(table, key, store.local_dim, device)
-    own_parts = place.parts // place.owners
-    numbers = device * own_parts + jnp.arange(own_parts, dtype=jnp.int32)
+        return _local_columns(table, key, store.local_dim, device)
+    num_parts = place.parts // place.owners
+    numbers = device * num_parts + jnp.arange(num_parts, dtype=jnp.int32)
     residues = jnp.asarray(np.argsort(part_of_residue(place.parts)).astype(np.int32))[numbers]
     blocks = lax.map(lambda residue: _first_rows(table, key, place.parts, residue), residues)
     return blocks.reshape(store.local_rows, store.dim)
 
 
-def _own_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
-    """All rows of a table, and of these the columns of a device; never all columns of all rows."""
+def _local_columns(table: Table, key: Any, num_columns: int, device: jax.Array) -> jax.Array:
+    """Return a device's columns of all rows, without ever making all columns of all rows."""
 
     def of_residue(residue: jax.Array) -> jax.Array:
         rows = _first_rows(table, key, PARTS, residue)
         return lax.dynamic_slice_in_dim(rows, device * num_columns, num_columns, 1)
 
-    dealt = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
-    return dealt.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
+    blocks = lax.map(of_residue, jnp.arange(PARTS, dtype=jnp.int32))
+    return blocks.transpose(1, 0, 2).reshape(-1, num_columns)[: table.num_rows]
 
 
-def _own_tables(
+def _local_tables(
     tables: Tables, layout: TableLayout, store: Store, key: Any, device: jax.Array
 ) -> jax.Array:
-    """The tables of a device, one behind the other; it makes no others."""
+    """Return the initial values of the tables of a device, concatenated, and make no others."""
     block = jnp.zeros((store.local_rows, store.dim), store.dtype)
     block = vary_over(block, varying_axes(device))
     for name, place in layout.places.items():
         if place.store != store.name:
             continue
-        table, own = tables[name], table_key(key, name)
+        table, init_key = tables[name], table_key(key, name)
 
-        def filled(block: jax.Array, table=table, own=own, place=place) -> jax.Array:
-            values = _own_columns(table, own, table.dim, jnp.int32(0))
+        def filled(block: jax.Array, table=table, init_key=init_key, place=place) -> jax.Array:
+            values = _local_columns(table, init_key, table.dim, jnp.int32(0))
             axes = varying_axes(block)
             return lax.dynamic_update_slice(block, vary_over(values, axes), (place.first_row, 0))
 

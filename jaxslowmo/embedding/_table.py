@@ -1,4 +1,4 @@
-"""What a user says about one table."""
+"""The description of one embedding table, `js.Table`, and checks of it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,33 +13,33 @@ from .._support.types import PyTree
 OWNER = "embeddings"
 SHARDS = ("row", "column", "table")
 POOLINGS = ("sum", "mean", None)
-# Numbers of stored rows are int32, and some beyond them mean that there is no row.
+# Row numbers are int32, and some numbers above the largest row mean that there is no row.
 MOST_ROWS = 2**31 - 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One embedding table of `js.embeddings`.
+    """The description of one embedding table for `js.embeddings`.
 
     Attributes:
-      num_rows: ids are 0 to num_rows - 1.
+      num_rows: number of rows; ids are 0 to num_rows - 1.
       dim: length of a vector.
-      shard: `"row"`: each device holds some rows, dealt out in turn so that frequent ids, which are
-        often the small ones, lie on all devices. `"column"`: each holds some columns of all rows;
-        the number of devices must divide `dim`. `"table"`: one device holds all of it; such tables
-        of one `dim` and `dtype` are spread over the devices so that all hold about as many rows,
-        in one array, in which each has room for the rows of the fullest: use it for many tables,
-        since of a lone one all devices have the room.
-      pooling: how the vectors of a bag become one: `"sum"`; `"mean"`, their sum divided by the
-        number of ids, whatever the weights; None, not at all. A bag without ids gives 0.
-      features: names of the inputs that look up this table; None: the one of the table's name.
+      shard: how the devices share the table. `"row"`: each device holds some rows, spread so that
+        neighbouring ids are on different devices, since frequent ids are often the small ones.
+        `"column"`: each device holds some columns of all rows; the number of devices must divide
+        `dim`. `"table"`: one device holds the whole table. Tables of one `dim` and `dtype` are then
+        spread over the devices in one array, so that each device has about the same number of rows.
+        Every device allocates the rows of the fullest one, so use it for many tables, not for one.
+      pooling: how the vectors of a bag are combined. `"sum"`; `"mean"`: their sum divided by the
+        number of ids, whatever the weights; None: not combined. A bag without ids gives 0.
+      features: names of the inputs that look up this table; None: only the table's name.
       position_weights: name of a leaf of the dense parameters, such as `"towers/position"`, of
-        shape (max_length,): the vector at place i of a bag is multiplied with entry i, before
-        pooling. Or a name per feature.
-      init: `init(key, shape, dtype)`, as those of `jax.nn.initializers`, called for blocks of rows,
-        so it must treat all rows alike. None: uniform between -1 and 1 over sqrt(num_rows).
-      dtype: of rows as they are stored and travel. Updates are computed in float32 and rounded to
-        the nearest: in bfloat16 those below about 1/256 of a weight are lost.
+        shape (max_length,): the vector at index i of a bag is multiplied by entry i before pooling.
+        Or a mapping from features to such names. None: no such weights.
+      init: function `init(key, shape, dtype)`, as in `jax.nn.initializers`. It is called for blocks
+        of rows, so it must treat all rows alike. None: uniform in +-1/sqrt(num_rows).
+      dtype: dtype in which rows are stored and sent. Updates are computed in float32 and rounded to
+        the nearest: in bfloat16 an update below about 1/256 of a weight is lost.
     """
 
     num_rows: int
@@ -52,33 +52,33 @@ class Table:
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        """Make plain ints of other integers; `js.embeddings` refuses what is none, by name."""
+        """Convert integers of other types to int; `js.embeddings` rejects other values."""
         for argument in ("num_rows", "dim"):
             number = as_int(getattr(self, argument))
             if number is not None:
                 object.__setattr__(self, argument, number)
 
     def features_of(self, name: str) -> tuple[str, ...]:
-        """The inputs that look up this table, whose name is `name`."""
+        """Return the names of the inputs that look up this table, whose name is `name`."""
         return (name,) if self.features is None else tuple(self.features)
 
     def position_weights_of(self, feature: str) -> str | None:
-        """The leaf that holds the weights of positions of one input."""
+        """Return the name of the leaf with the position weights of one input; None for none."""
         named = self.position_weights
         return named.get(feature) if isinstance(named, Mapping) else named
 
 
 Tables = Mapping[str, Table]
-"""Tables by name."""
+"""A mapping from names to tables."""
 Capacity = Mapping[str, int | None]
-"""The slots per owner of each table; None stands for as many as there can be distinct ids."""
+"""The slots per owner of each table; None means as many as there can be distinct ids."""
 
 
 class WithTables(NamedTuple):
-    """What belongs to the dense parameters beside what belongs to the tables.
+    """A pair of trees: one for the dense parameters, one for the embedding tables.
 
     Attributes:
-      dense: parameters, or the state of their optimizer.
+      dense: dense parameters, or the state of their optimizer.
       tables: stored tables, or the state of `js.embeddings`' row-wise optimizer.
     """
 
@@ -87,7 +87,7 @@ class WithTables(NamedTuple):
 
 
 def check_tables(tables: Any) -> dict[str, Table]:
-    """`tables` by name; `ValueError` naming the table and the argument that is wrong."""
+    """Return a copy of `tables`; raise `ValueError` that names the wrong table and argument."""
     if not isinstance(tables, Mapping) or not tables:
         raise ValueError(
             f"{OWNER}: `tables` must map names to js.Table, and not be empty, got {tables!r}."
@@ -143,9 +143,9 @@ def _check_table(name: str, table: Table) -> None:
 
 
 def _is_floating(dtype: Any) -> bool:
-    """Whether arrays of this floating type can be made."""
+    """Return whether `dtype` is a floating type that jax does not truncate."""
     try:
-        known = jnp.dtype(dtype)
+        parsed = jnp.dtype(dtype)
     except TypeError:
         return False
-    return jnp.issubdtype(known, jnp.floating) and jax.dtypes.canonicalize_dtype(known) == known
+    return jnp.issubdtype(parsed, jnp.floating) and jax.dtypes.canonicalize_dtype(parsed) == parsed

@@ -94,7 +94,7 @@ def test_an_initializer_of_another_shape_is_refused():
 
 def test_specs_say_how_arrays_lie():
     emb = mixed()
-    with pytest.raises(ValueError, match=r"shard=\"table\" lie depends on the number of devices"):
+    with pytest.raises(ValueError, match=r"shard=\"table\" depends on the number of devices"):
         emb.init(KEY)
     assert emb.over(2).specs == {
         "t0": P("shard", None),

@@ -1,4 +1,4 @@
-"""Which parts of a batch this process holds, and batches and weights on their devices."""
+"""Placement of batches and weights on devices, and which parts of a batch a process holds."""
 
 import functools
 import math
@@ -25,15 +25,15 @@ HostBatch = Literal["local", "global"]
 
 @functools.lru_cache(maxsize=64)
 def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Of a dimension that is split over `axes`, the parts that devices of this process hold.
+    """Return the parts of a dimension split over `axes` that devices of this process hold.
 
     Args:
-      mesh: in several processes or in one; a `VirtualMesh` has all parts.
-      axes: of the mesh, outermost first.
+      mesh: mesh of one process or of several; a `VirtualMesh` holds all parts.
+      axes: names of mesh axes, outermost first.
 
     Returns:
-      Numbers in 0 .. parts - 1, ascending. They need not follow each other, and where devices
-      differ along another axis several processes hold the same part.
+      Part numbers in 0 .. number of parts - 1, ascending. They need not be consecutive. Where
+      devices differ along another axis, several processes hold the same part.
 
     Communication: none.
     """
@@ -45,42 +45,42 @@ def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
-    """Into how many parts a dimension is split over `axes`."""
+    """Return the number of parts of a dimension that is split over `axes`."""
     return math.prod(mesh.shape[name] for name in axes)
 
 
 def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
-    """Whether devices of several processes form the mesh."""
+    """Return whether devices of several processes form the mesh."""
     return isinstance(mesh, Mesh) and mesh.is_multi_process
 
 
-def parts_given(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
-    """Of how many parts `x` holds the rows: of all, or of those of this process."""
+def num_parts_in(x: Any, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch) -> int:
+    """Return how many parts `x` holds the rows of: all parts, or those of this process."""
     if host_batch == "local" and is_of_processes(mesh) and is_of_host(x):
         return len(own_parts(mesh, axes))
     return num_parts(mesh, axes)
 
 
 def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """The array over all processes of which this one gives its own parts.
+    """Return an array over all processes, built from the parts that each process holds.
 
     Args:
-      x: NumPy or jax array (own parts * rows, ...): the rows of `own_parts`, one part after the
-        other; as many rows in every part, on every process. Processes that hold the same part
-        must give the same.
-      mesh: of several processes.
-      axes: over which the leading dimension is split.
+      x: NumPy or jax array (local parts * rows, ...): the rows of `own_parts`, one part after the
+        other. Every part has the same number of rows on every process. Processes that hold the
+        same part must pass the same values.
+      mesh: mesh whose devices belong to several processes.
+      axes: mesh axes over which the leading dimension is split.
 
     Communication: none.
     """
-    own = own_parts(mesh, axes)
-    rows = x.shape[0] // len(own)
+    local_parts = own_parts(mesh, axes)
+    rows = x.shape[0] // len(local_parts)
     whole = rows * num_parts(mesh, axes)
-    begins = {part: i * rows for i, part in enumerate(own)}
+    first_rows = {part: i * rows for i, part in enumerate(local_parts)}
     x = _cuttable(x)
 
-    def of_device(where: Any) -> Any:
-        begin = begins[where[0].indices(whole)[0] // rows]
+    def of_device(index: Any) -> Any:
+        begin = first_rows[index[0].indices(whole)[0] // rows]
         return x[begin : begin + rows]
 
     shape = (whole, *x.shape[1:])
@@ -88,16 +88,16 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
 
 def from_whole(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """The array over all processes of which each gives the same whole.
+    """Return an array over all processes from the same whole array on each of them.
 
-    Communication: none; nobody looks whether it is the same.
+    Communication: none; nothing checks that the arrays are the same.
     """
     x = _cuttable(x)
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), x.__getitem__)
 
 
 def _cuttable(x: Any) -> Any:
-    """`x` with rows that can be taken without a program over several devices."""
+    """Return `x` such that slicing its rows runs no program over several devices."""
     if not isinstance(x, jax.Array) or len(x.devices()) == 1:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -106,15 +106,15 @@ def _cuttable(x: Any) -> Any:
     return np.asarray(x)
 
 
-_MAX_NAMED = 8  # leaves in a message
+_MAX_NAMED = 8  # leaves that an error message lists
 
 
 def uneven(
     batch: PyTree, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch
 ) -> str | None:
-    """Which leading dimensions do not split evenly, in a sentence; None where all do."""
+    """Return a message that lists leading dimensions that do not split evenly; None for none."""
     leaves = jax.tree.leaves(batch)
-    parts = [parts_given(x, mesh, axes, host_batch) for x in leaves]
+    parts = [num_parts_in(x, mesh, axes, host_batch) for x in leaves]
     if all(map(_divides, parts, leaves)):
         return None
     named = zip(leaf_names(batch), parts, leaves, strict=True)
@@ -125,8 +125,8 @@ def uneven(
     every = num_parts(mesh, axes)
     size = f"{every}, the size of axes {axes} together"
     if any(count != every for count in parts):
-        own = len(own_parts(mesh, axes))
-        size = f'{own}, this process\' share of {size} (`host_batch`="local")'
+        num_local = len(own_parts(mesh, axes))
+        size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
     return (
         "`batch`: the leading dimension of every leaf must be a positive multiple of "
         f"{size}, got {', '.join(wrong[:_MAX_NAMED])}{more}."
@@ -141,48 +141,48 @@ def _divides(parts: int, x: Any) -> bool:
 def placed_weight(
     weight: Any, mesh: AnyMesh, axis_name: AxisName, host_batch: HostBatch = "local"
 ) -> jax.Array | None:
-    """A weight per replica, where the replicas are.
+    """Return one weight per replica, placed on the devices of the replicas.
 
     Args:
-      weight: one number per replica; in several processes those of the host are for the replicas of
-        which this process has devices with `"local"`, for all with `"global"`.
-      mesh: of the step.
-      axis_name: the replica axis.
-      host_batch: as said.
+      weight: one number per replica. In several processes a host array holds the weights of the
+        replicas that have devices in this process with `"local"`, those of all with `"global"`.
+      mesh: mesh of the step.
+      axis_name: name of the replica axis or axes.
+      host_batch: whether host arrays hold this process' part or the whole, see `weight`.
 
     Raises:
-      ValueError: another shape; where they are known, numbers below 0 or not finite.
+      ValueError: another shape; for host arrays also numbers below 0 or not finite.
 
     Communication: none.
     """
     if weight is None:
         return None
     axes = axis_names(axis_name)
-    given = weight if isinstance(weight, jax.Array) else np.asarray(weight, np.float32)
-    wanted, replicas = parts_given(given, mesh, axes, host_batch), num_parts(mesh, axes)
-    if given.shape != (wanted,):
-        whose = "" if wanted == replicas else f" of this process, which has {wanted} of {replicas}"
+    array = weight if isinstance(weight, jax.Array) else np.asarray(weight, np.float32)
+    held, replicas = num_parts_in(array, mesh, axes, host_batch), num_parts(mesh, axes)
+    if array.shape != (held,):
+        whose = "" if held == replicas else f" of this process, which has {held} of {replicas}"
         raise ValueError(
-            f"`weight` must hold one number per replica{whose}, shape ({wanted},), got shape "
-            f"{given.shape}."
+            f"`weight` must hold one number per replica{whose}, shape ({held},), got shape "
+            f"{array.shape}."
         )
-    if isinstance(given, np.ndarray) and not np.all((given >= 0) & np.isfinite(given)):
-        raise ValueError(f"`weight` must be >= 0 and finite, got {given.tolist()}.")
+    if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
+        raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
     if isinstance(mesh, VirtualMesh):
-        return jnp.asarray(given)
-    return _placed(given, mesh, axes, host_batch)
+        return jnp.asarray(array)
+    return _placed(array, mesh, axes, host_batch)
 
 
 def placed_batch(
     batch: PyTree, mesh: AnyMesh, axes: tuple[str, ...], host_batch: HostBatch = "local"
 ) -> PyTree:
-    """A batch whose leading dimensions are split over `axes`; arrays that are so stay.
+    """Return the batch with leading dimensions split over `axes`; keep arrays that already are.
 
     Args:
-      batch: leaves as `TrainStep` takes them.
-      mesh: of the step.
-      axes: over which the batch is split.
-      host_batch: whether leaves of the host are this process' parts, in several processes.
+      batch: tree of arrays, as `TrainStep` takes it.
+      mesh: mesh of the step.
+      axes: mesh axes over which the batch is split.
+      host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
 
     Raises:
       ValueError: a leading dimension that does not split evenly; all are listed.
@@ -207,7 +207,7 @@ def placed_batch(
 
 
 def as_arrays(batch: PyTree) -> PyTree:
-    """The batch with arrays of other libraries, such as torch's on CPU, as NumPy's."""
+    """Return the batch with arrays of other libraries, such as torch on CPU, as NumPy arrays."""
     if all(map(_is_array, jax.tree.leaves(batch))):
         return batch
     return jax.tree.map(_as_array, batch)
@@ -224,7 +224,8 @@ def _as_array(x: Any) -> Any:
 
 
 def _placed(x: Any, mesh: Mesh, axes: tuple[str, ...], host_batch: HostBatch) -> jax.Array:
-    # `device_put` of what the host holds gathers it from all processes, to see that they agree.
+    # In several processes, `device_put` of a host array with such a sharding gathers it from all
+    # processes to check that they agree: communication, and an error for different parts.
     if not mesh.is_multi_process or isinstance(x, Tracer) or not is_of_host(x):
         return jax.device_put(x, NamedSharding(mesh, P(axes)))
     if host_batch == "local":
@@ -232,8 +233,8 @@ def _placed(x: Any, mesh: Mesh, axes: tuple[str, ...], host_batch: HostBatch) ->
     return from_whole(x, mesh, axes)
 
 
-def lies_there(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether `x` is an array that was placed before: there is nothing to ask of it.
+def is_placed(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+    """Return whether `x` is a non-empty jax array that is already split over `axes` of `mesh`.
 
     Communication: none.
     """
@@ -241,7 +242,7 @@ def lies_there(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
 
 
 def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
-    """Whether the leading dimension of `x` is split over `axes` of `mesh`, or finer."""
+    """Return whether the leading dimension of `x` is split over at least `axes` of `mesh`."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh or not sharding.spec:
         return False
@@ -251,16 +252,16 @@ def _is_split(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> bool:
 
 
 class Placing:
-    """Puts batches where they belong.
+    """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
     Args:
-      mesh: of the step.
-      axis_name: of its replicas.
-      host_batch: what leaves of the host are.
-      lookup: the lookup of the step, by which ids of the host are checked before they are used;
-        None where the step has no tables.
-      compare: is called with every batch and its axes, where several processes give parts of it,
-        and raises `ValueError` where these do not fit together; None in one process.
+      mesh: mesh of the step.
+      axis_name: name of the replica axis or axes.
+      host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
+      lookup: lookup of the step, which checks ids in host arrays before they are used; None for a
+        step without embedding tables.
+      compare: function that is called with every batch and its axes, and raises `ValueError` where
+        the parts from several processes do not fit together; None in one process.
     """
 
     def __init__(
@@ -275,58 +276,60 @@ class Placing:
         self._host_batch: HostBatch = host_batch
         self._compare = compare
         self._lookup = lookup
-        self._looked_at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._counts: deque[dict[str, Any]] = deque()  # by program, of ids that only devices know
+        self._checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # For each program that ran, its counts of ids that were not checked on the host.
+        self._counts: deque[dict[str, Any]] = deque()
 
     def compared(
         self, batch: PyTree, weight: Any, layout: StateLayout, *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
-        """A batch that is to run, when processes have compared what they give, and its weight."""
+        """Return the placed batch and weight, after the processes have compared their batches."""
         if weight is None and self._lookup is None and isinstance(self._mesh, Mesh):
             leaves = jax.tree.leaves(batch)
-            if all(lies_there(x, self._mesh, layout.data_axes) for x in leaves):
+            if all(is_placed(x, self._mesh, layout.data_axes) for x in leaves):
                 return batch, None
         batch = as_arrays(batch)
         if self._compare is not None:
             self._compare(batch, layout.data_axes)
         if self._lookup is None or not check_ids:
             return self.placed(batch, weight, layout)
-        # All of them, if any: of arrays of the host `inputs` may make some of a device.
+        # `check` reports whether it saw the ids of all tables: `inputs` may make some
+        # on devices, from arrays of the host.
         host = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-        is_known = bool(host) and self._lookup.check(batch, self._parts(host[0], layout))
+        is_checked = bool(host) and self._lookup.check(batch, self._num_parts(host[0], layout))
         placed, weight = self.placed(batch, weight, layout)
-        self._note_known(batch, placed, of_host=is_known)
+        self._note_checked(batch, placed, of_host=is_checked)
         return placed, weight
 
     def copied(self, batch: PyTree) -> PyTree:
-        """A batch for virtual replicas, of which placing takes no note, on their one device."""
-        there = jax.device_put(batch)
-        self._note_known(batch, there, of_host=False)
-        return there
+        """Return a copy of a batch for virtual replicas on their one device."""
+        on_device = jax.device_put(batch)
+        self._note_checked(batch, on_device, of_host=False)
+        return on_device
 
-    def _note_known(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
-        """Leaves whose ids were looked at stay so where they are placed, as those of the host."""
-        for given, x in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
-            was_known = self._looked_at.get(id(given)) is given
-            if was_known or (of_host and isinstance(given, np.ndarray)):
-                self._looked_at[id(x)] = x
+    def _note_checked(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
+        """Mark placed leaves as checked if their source was, or if it is NumPy and `of_host`."""
+        for leaf, placed_leaf in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
+            was_checked = self._checked.get(id(leaf)) is leaf
+            if was_checked or (of_host and isinstance(leaf, np.ndarray)):
+                self._checked[id(placed_leaf)] = placed_leaf
 
     def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
-        """Take note of what a program counted in a batch; of ids that only devices have known.
+        """Keep a program's counts of wrong ids, unless all ids of its batch were checked before.
 
-        `refuse_counted` looks at that.
+        `refuse_counted` reads the counts.
         """
         if self._lookup is None:
             return
-        is_known = all(self._looked_at.get(id(x)) is x for x in jax.tree.leaves(batch))
+        is_checked = all(self._checked.get(id(x)) is x for x in jax.tree.leaves(batch))
         counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
-        self._counts.append({} if is_known else counts)
+        self._counts.append({} if is_checked else counts)
 
     def refuse_counted(self, num_running: int = 1) -> None:
-        """Raise `ValueError` where a program has counted ids that are in no table.
+        """Raise `ValueError` if a program counted ids that are in no table.
 
         Args:
-          num_running: the last programs, which may be at work still and are not waited for.
+          num_running: number of last programs to leave out, since they may still be running.
         """
         while self._lookup is not None and len(self._counts) > num_running:
             counts = self._counts.popleft()
@@ -335,30 +338,30 @@ class Placing:
     def placed(
         self, batch: PyTree, weight: Any, layout: StateLayout
     ) -> tuple[PyTree, jax.Array | None]:
-        """A batch and its weight on the devices; shapes alone stay shapes."""
+        """Return a batch and its weight on the devices; a `jax.ShapeDtypeStruct` stays one."""
         return (
             placed_batch(batch, self._mesh, layout.data_axes, self._host_batch),
             placed_weight(weight, self._mesh, self._axis_name, self._host_batch),
         )
 
     def share(self, batch: PyTree, layout: StateLayout) -> PyTree:
-        """Types of what one device has of a batch of arrays."""
+        """Return the shapes and dtypes of one device's part of a batch of arrays."""
 
         def share(x: Any) -> jax.ShapeDtypeStruct:
-            rows = x.shape[0] // self._parts(x, layout)
+            rows = x.shape[0] // self._num_parts(x, layout)
             return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jnp.result_type(x))
 
         return jax.tree.map(share, batch)
 
-    def _parts(self, x: Any, layout: StateLayout) -> int:
-        """Of how many devices an array of a batch holds the rows."""
-        return parts_given(x, self._mesh, layout.data_axes, self._host_batch)
+    def _num_parts(self, x: Any, layout: StateLayout) -> int:
+        """Return how many devices an array of a batch holds the rows of."""
+        return num_parts_in(x, self._mesh, layout.data_axes, self._host_batch)
 
 
 def count_here(count: Any) -> int:
-    """The sum of a count, (replicas,), over the replicas of this process; waits for it.
+    """Return the sum of a count, (replicas,), over the replicas of this process; wait for it.
 
-    0 while it is traced.
+    A traced count gives 0.
     """
     if isinstance(count, Tracer):
         return 0

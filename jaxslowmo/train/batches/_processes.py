@@ -1,4 +1,4 @@
-"""Whether what several processes give for one batch fits together."""
+"""Checks that the parts of a batch that several processes pass fit together."""
 
 import json
 import zlib
@@ -13,11 +13,11 @@ from ..._support.checks import warn_user
 from ..._support.coordinator import NoNoteError, forget, tell, wait_for
 from ..._support.types import PyTree
 from ...mesh import Description, describe, differences, digest, is_of_host, name_processes
-from ._placing import HostBatch, num_parts, own_parts, parts_given, uneven
+from ._placing import HostBatch, num_parts, num_parts_in, own_parts, uneven
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """Numbers of the processes whose devices form the mesh, ascending."""
+    """Return the indices of the processes whose devices form the mesh, ascending."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
@@ -25,32 +25,36 @@ _num_topics: Counter[str] = Counter()
 
 
 def topic_of(kind: str, mesh: Mesh) -> str:
-    """Where the processes of a mesh leave notes on one object, which all of them make in one order.
+    """Return a new key prefix for messages about one object between the processes of a mesh.
+
+    All processes must create such objects in the same order.
 
     Args:
-      kind: of the object.
-      mesh: of several processes.
+      kind: kind of the object, such as "batch".
+      mesh: mesh whose devices belong to several processes.
     """
     name = f"jaxslowmo/{kind}/{zlib.crc32(repr(processes_of(mesh)).encode()):08x}"
     _num_topics[name] += 1
     return f"{name}/{_num_topics[name]}"
 
 
-# A process may be late for good reason, and later exchanges wait for it anyway.
+# How long to wait for another process. It may be late for a good reason, and the exchanges of the
+# step wait for it anyway.
 PATIENCE_SECONDS = 120.0
-# Before the network gives up on those that wait in this step's exchange (30 s for gloo).
+# When to warn that another process may be stuck: before the network of its exchange gives up (gloo
+# after 30 s).
 HINT_SECONDS = 15.0
 _MAX_DIFFERENCES = 3
 
 
 class Note(NamedTuple):
-    """What a process tells the others of its batch.
+    """A description of one process' batch that it sends to the others.
 
     Attributes:
-      call: of the step with a batch of the host, from 1.
-      problem: what is wrong with the batch of this process alone, if anything.
-      leaves: of the whole batch, as this process counts it.
-      digests: by part; at the first step only.
+      call: number of the call with a batch in host arrays, from 1.
+      problem: error message if the batch of this process is wrong by itself, else None.
+      leaves: names, shapes and dtypes of the whole batch, as this process infers it.
+      digests: checksum of the data of each part, at the first step only.
     """
 
     call: int
@@ -60,18 +64,18 @@ class Note(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one process found, for all: at most one of the two."""
+    """The result of a comparison, the same for all processes; at most one text is set."""
 
     error: str | None = None
     warning: str | None = None
 
 
 class Comparison:
-    """Compares what the processes give one step, whenever it has another shape.
+    """A check that compares the batches of all processes whenever their shapes are new.
 
     Args:
-      mesh: the mesh of the step, whose devices several processes have.
-      host_batch: what leaves of the host are.
+      mesh: mesh of the step, whose devices belong to several processes.
+      host_batch: whether host arrays hold this process' parts ("local") or the whole ("global").
     """
 
     def __init__(self, mesh: Mesh, host_batch: HostBatch) -> None:
@@ -82,27 +86,27 @@ class Comparison:
         self._topic: str | None = None
 
     def __call__(self, batch: PyTree, axes: tuple[str, ...]) -> None:
-        """To be called for every batch, with arrays.
+        """Compare a batch of arrays with those of the other processes; call it for every batch.
 
         Raises:
-          ValueError: on every process: shapes that do not fit together, or values that should be
-            the same and are not.
+          ValueError: raised on every process: the shapes do not fit together, or values that must
+            be equal differ.
 
-        Communication: none for shapes that were there before; else a note of each process to the
-          coordinator, and one back.
+        Communication: none for shapes that were compared before; else one message of each process
+          to the coordinator, and one back.
         """
         leaves, treedef = jax.tree.flatten(batch)
-        own = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
-        self._calls += bool(own)  # what was placed before was compared then
-        if not own or (treedef, *own) in self._seen:
+        types = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
+        self._calls += bool(types)  # arrays on devices were compared when placed
+        if not types or (treedef, *types) in self._seen:
             return
         is_first = not self._seen
-        self._seen.add((treedef, *own))
-        found = self._agree(self._note(batch, axes, is_first))
-        if found.error:
-            raise ValueError(found.error)
-        if found.warning:
-            warn_user(found.warning)
+        self._seen.add((treedef, *types))
+        verdict = self._agree(self._note(batch, axes, is_first))
+        if verdict.error:
+            raise ValueError(verdict.error)
+        if verdict.warning:
+            warn_user(verdict.warning)
 
     def _note(self, batch: PyTree, axes: tuple[str, ...], is_first: bool) -> Note:
         problem = uneven(batch, self._mesh, axes, self._host_batch)
@@ -111,8 +115,8 @@ class Comparison:
         count = num_parts(self._mesh, axes)
 
         def whole(x: Any) -> jax.ShapeDtypeStruct:
-            given = parts_given(x, self._mesh, axes, self._host_batch)
-            shape = (x.shape[0] // given * count, *x.shape[1:])
+            num_held = num_parts_in(x, self._mesh, axes, self._host_batch)
+            shape = (x.shape[0] // num_held * count, *x.shape[1:])
             return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
 
         digests = self._digests(batch, axes) if is_first else {}
@@ -122,58 +126,58 @@ class Comparison:
         arrays = [x for x in jax.tree.leaves(batch) if is_of_host(x)]
         if self._host_batch == "global":
             return {"whole": digest(arrays)}
-        own = own_parts(self._mesh, axes)
+        parts = own_parts(self._mesh, axes)
 
         def rows(x: Any, i: int) -> Any:
-            size = x.shape[0] // len(own)
+            size = x.shape[0] // len(parts)
             return x[i * size : (i + 1) * size]
 
-        return {str(part): digest([rows(x, i) for x in arrays]) for i, part in enumerate(own)}
+        return {str(part): digest([rows(x, i) for x in arrays]) for i, part in enumerate(parts)}
 
-    def _agree(self, own: Note) -> Verdict:
-        """The first process reads what all tell, and tells them what it found."""
+    def _agree(self, local_note: Note) -> Verdict:
+        """Send all notes to the first process, which compares them and sends back the verdict."""
         first, *others = processes_of(self._mesh)
         self._topic = self._topic or topic_of("batch", self._mesh)
         key = f"{self._topic}/{len(self._seen)}"
-        here = jax.process_index()
-        if here != first:
-            tell(f"{key}/notes/{here}", json.dumps(own))
-            if own.problem:  # no need to hear it from the others
-                return Verdict(error=own.problem)
+        rank = jax.process_index()
+        if rank != first:
+            tell(f"{key}/notes/{rank}", json.dumps(local_note))
+            if local_note.problem:  # its error is known without the others
+                return Verdict(error=local_note.problem)
             try:
-                return Verdict(*json.loads(self._heard(f"{key}/found", first)))
+                return Verdict(*json.loads(self._received(f"{key}/found", first)))
             except NoNoteError:
-                return Verdict(warning=_unheard([first]))
-        notes, late = {first: own}, []
-        for process in [] if own.problem else others:
+                return Verdict(warning=_silent_warning([first]))
+        notes, silent = {first: local_note}, []
+        for process in [] if local_note.problem else others:
             try:
-                # Those that come in time have come when the first of them is given up.
+                # After one timeout the other notes are either there or late, so don't wait again.
                 name = f"{key}/notes/{process}"
-                text = wait_for(name, 0) if late else self._heard(name, process)
+                text = wait_for(name, 0) if silent else self._received(name, process)
                 call, problem, leaves, digests = json.loads(text)
                 notes[process] = Note(call, problem, [(n, what) for n, what in leaves], digests)
             except NoNoteError:
-                late.append(process)
-        found = compared(notes, self._host_batch)
-        if late and not found.error:
-            found = Verdict(warning=_unheard(late))
-        tell(f"{key}/found", json.dumps(found))
+                silent.append(process)
+        verdict = compared(notes, self._host_batch)
+        if silent and not verdict.error:
+            verdict = Verdict(warning=_silent_warning(silent))
+        tell(f"{key}/found", json.dumps(verdict))
         forget(f"{key}/notes")
-        return found
+        return verdict
 
-    def _heard(self, key: str, process: int) -> str:
-        """The note of a process; of a shape that may be new here alone, a warning meanwhile."""
+    def _received(self, key: str, process: int) -> str:
+        """Wait for a message; after the first shape also warn early that it may never come."""
         soon = 0.0 if len(self._seen) == 1 else min(HINT_SECONDS, PATIENCE_SECONDS)
         if soon:
             try:
                 return wait_for(key, soon)
             except NoNoteError:
-                warn_user(_alone(self._calls, process))
+                warn_user(_shape_warning(self._calls, process))
         return wait_for(key, PATIENCE_SECONDS - soon)
 
 
 def compared(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
-    """What is wrong with batches of which processes tell this."""
+    """Return what is wrong with the batches that the notes of the processes describe."""
     for process, note in notes.items():
         if note.problem:
             return Verdict(error=f"process {process}: {note.problem}")
@@ -184,12 +188,12 @@ def compared(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
             + ", ".join(f"process {process} in step {call}" for process, call in calls.items())
             + "."
         )
-    found = differences([note.leaves for note in notes.values()], list(notes))
-    if found:
-        more = len(found) - _MAX_DIFFERENCES
+    differs = differences([note.leaves for note in notes.values()], list(notes))
+    if differs:
+        more = len(differs) - _MAX_DIFFERENCES
         return Verdict(
             error="`batch`: what processes give does not make one batch; its shape would be "
-            f"{'; '.join(found[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
+            f"{'; '.join(differs[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
             "Each must give as many rows for each of its parts: pad or drop the last batch, or see "
             "js.uneven_batches."
         )
@@ -197,11 +201,13 @@ def compared(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
 
 
 def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
-    holders: dict[str, dict[str, list[int]]] = {}  # by part and digest
+    holders: dict[str, dict[str, list[int]]] = {}  # part -> digest -> processes
     for process, note in notes.items():
         for part, value in note.digests.items():
             holders.setdefault(part, {}).setdefault(value, []).append(process)
-    differ = next((list(found.values()) for found in holders.values() if len(found) > 1), None)
+    differ = next(
+        (list(digests.values()) for digests in holders.values() if len(digests) > 1), None
+    )
     if differ:
         one, other = differ[0][0], differ[1][0]
         if host_batch == "global":
@@ -214,34 +220,34 @@ def _same_values(notes: Mapping[int, Note], host_batch: HostBatch) -> Verdict:
             error=f"`batch`: processes {one} and {other} hold the same part of the batch, since "
             "their devices differ along axes over which it is not split, and give different data."
         )
-    alike: dict[tuple[str, ...], list[int]] = {}
+    by_data: dict[tuple[str, ...], list[int]] = {}
     for process, note in notes.items():
-        alike.setdefault(tuple(note.digests.values()), []).append(process)
-    for values, which in alike.items():
+        by_data.setdefault(tuple(note.digests.values()), []).append(process)
+    for values, which in by_data.items():
         if values and len({tuple(notes[process].digests) for process in which}) > 1:
             return Verdict(
                 warning=f"`batch`: {name_processes(which)} give the same data as different parts "
                 "of the first batch. Where each process loads the whole batch, pass "
                 '`host_batch`="global" to js.make_train_step; where each loads a part, shard the '
-                "data by jax.process_index(). If it is alike for good reason, such as zeros in a "
+                "data by jax.process_index(). If it is equal for a good reason, such as zeros in a "
                 "test, nothing is wrong."
             )
     return Verdict()
 
 
-def _alone(call: int, process: int) -> str:
+def _shape_warning(call: int, process: int) -> str:
     return (
         f"`batch`: in step {call} this process gives a batch of another shape than before, and "
-        f"process {process} has told of none within {HINT_SECONDS:g} s. If it went on with a shape "
+        f"process {process} has sent none within {HINT_SECONDS:g} s. If it went on with a shape "
         "that it gave before, the exchange of this step hangs or ends in an error of the network: "
         "each process must give as many rows in every step. Pad or drop the last batch, or see "
         "js.uneven_batches. If it is only late, nothing is wrong."
     )
 
 
-def _unheard(which: list[int]) -> str:
+def _silent_warning(which: list[int]) -> str:
     return (
-        f"`batch`: {name_processes(which)} did not tell within {PATIENCE_SECONDS:g} s what they "
+        f"`batch`: {name_processes(which)} did not report within {PATIENCE_SECONDS:g} s what they "
         "give, so it was not compared, and training goes on. Either they are late, or they give a "
         "batch of a shape that they gave before while this process has one of another shape."
     )

@@ -1,4 +1,4 @@
-"""Arrays that their iterator fills again while a batch waits for its turn."""
+"""Detection of iterators that overwrite the arrays of a batch while it waits for its turn."""
 
 import array
 import zlib
@@ -11,15 +11,15 @@ import numpy as np
 from ..._support.types import PyTree
 
 _WHOLE_BYTES = 1 << 22  # arrays of at most so many bytes are compared whole: about 1 ms
-_PIECES = 1024  # of a larger one
+_PIECES = 1024  # that are read of a larger array
 _PIECE_BYTES = 1 << 12
-# What shares its memory with the array that NumPy makes of it, so that two looks see a change.
+# Attributes and types of objects whose memory `np.asarray` shares, so that a change is visible.
 _INTERFACES = ("__array_interface__", "__dlpack__")
 _BUFFERS = (array.array, bytearray, memoryview)
 
 
 class Sample(NamedTuple):
-    """The content of the arrays of a batch, as short as it can be compared.
+    """Checksums of the arrays of a batch, to detect changes.
 
     Attributes:
       seed: the seed that decides which places of arrays larger than 4 MB are read.
@@ -36,32 +36,32 @@ def sample_of(batch: PyTree, seed: int | None = None) -> Sample:
     """Return checksums of the arrays of the host in a batch.
 
     An array of up to 4 MB is read whole. Of a larger one 1024 pieces of 4 kB are read, one at a
-    random place in each of 1024 equal parts. A change is missed only if it spares them all, which
+    random place in each of 1024 equal parts. A change is missed only if it touches no piece, which
     a change of a whole part cannot, or if two CRC-32 are equal (once in 4e9).
 
     Args:
-      batch: any tree. Arrays of NumPy are read, whatever their layout and dtype, and those of other
-        libraries that share their memory with NumPy, such as torch's on the CPU (but for bfloat16
-        and tensors that require gradients). Arrays of objects are compared by which objects they
-        hold, masks of masked arrays not at all. Arrays of jax cannot change.
+      batch: any tree. NumPy arrays of any layout and dtype are read, and arrays of other libraries
+        that share their memory with NumPy, such as torch tensors on the CPU (except bfloat16 and
+        tensors that require gradients). Arrays of objects are compared by the identity of the
+        objects; masks of masked arrays are not compared. Arrays of jax cannot change.
       seed: the seed of an earlier sample, for a comparison with it; None draws one.
     """
     seed = int(np.random.default_rng().integers(1 << 32)) if seed is None else seed
     random = np.random.default_rng(seed)
-    found, kept = [], []
+    prints, kept = [], []
     for leaf in jax.tree.leaves(batch):
         x = _memory_of(leaf)
         if x is not None:
-            found.append(tuple(_prints(x, random, kept)))
-    return Sample(seed, tuple(found), tuple(kept))
+            prints.append(tuple(_prints(x, random, kept)))
+    return Sample(seed, tuple(prints), tuple(kept))
 
 
 def refuse_changed(batch: PyTree, sample: Sample) -> None:
-    """Raise `ValueError` where arrays of a batch hold something else by now.
+    """Raise `ValueError` if arrays of a batch have changed since the sample was taken.
 
     Args:
-      batch: that was loaded.
-      sample: of it, right after.
+      batch: batch that waited for its turn.
+      sample: checksums of the batch, taken right after it was loaded.
     """
     if sample.prints != sample_of(batch, sample.seed).prints:
         raise ValueError(
@@ -72,13 +72,13 @@ def refuse_changed(batch: PyTree, sample: Sample) -> None:
 
 
 def _memory_of(leaf: Any) -> np.ndarray | None:
-    """Return a NumPy array that shares the memory of a leaf; None where there is none to share."""
+    """Return a NumPy array that shares the memory of a leaf; None if there is none to share."""
     shares = isinstance(leaf, _BUFFERS) or any(hasattr(leaf, name) for name in _INTERFACES)
     if not shares or isinstance(leaf, jax.Array | np.generic):
         return None
     try:
         return np.asarray(leaf)
-    except Exception:  # such as torch's on a GPU: whoever uses the batch will say so
+    except Exception:  # such as a torch tensor on a GPU; the code that uses the batch raises
         return None
 
 
@@ -106,11 +106,11 @@ def _pieces(x: np.ndarray, random: np.random.Generator) -> Iterator[np.ndarray]:
         return
     is_large = x.nbytes > _WHOLE_BYTES
     if x.flags.f_contiguous:
-        x = x.T  # so that nothing is copied
+        x = x.T  # C-contiguous, so that `reshape` copies nothing
     if not is_large:
         yield x.reshape(-1)
         return
-    # A copy would be as large; `flat` takes pieces of any layout.
+    # `reshape` would copy a large array of another layout; slices of `flat` copy only a piece.
     flat: Any = x.reshape(-1) if x.flags.c_contiguous else x.flat
     bounds = np.linspace(0, x.size, min(_PIECES, x.size) + 1).astype(np.int64)
     length = max(1, _PIECE_BYTES // x.itemsize)

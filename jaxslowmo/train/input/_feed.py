@@ -22,10 +22,10 @@ class Prepared(NamedTuple):
     """A batch that is ready for the step.
 
     Attributes:
-      batch: as the last stage left it.
-      weight: of the replicas; None: all alike.
-      position: of its iterator right after it.
-      loaded: what it was made of.
+      batch: output of the last stage.
+      weight: weights of the replicas; None: all equal.
+      position: position of the iterator right after this batch.
+      loaded: the batch before the stages.
     """
 
     batch: PyTree
@@ -35,30 +35,30 @@ class Prepared(NamedTuple):
 
 
 class InputStages:
-    """Everything that happens to a batch between its iterator and the step, in order.
+    """The functions that a batch goes through between its iterator and the step, in order.
 
     Args:
-      step: whose `place(batch, weight, state=...)` comes first, where it has one.
-      stages: functions `batch -> batch` that come after it; None: none, and for a step without
-        `place` arrays are put on the default device.
+      step: the step; if it has `place(batch, weight, state=...)`, that is the first stage.
+      stages: functions `batch -> batch` that follow it. None: no function, but for a step without
+        `place` in one process arrays are put on the default device.
     """
 
     def __init__(self, step: Any, stages: Sequence[Stage] | None) -> None:
-        self._place = of_step(step, "place")
+        self._place = step_method(step, "place")
         if stages is None:
             stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
         self._stages = [bounded(stage) for stage in stages]
-        # InputStages may make the ids: the step looks at what they return.
+        # Stages may make the ids of tables, so ids are checked after the last stage.
         self._options = {"check_ids": False} if stages else {}
         names = ["place"] if self._place else []
         self.clocks = [Clock(name) for name in [*names, *_names(stages)]]
 
     def __call__(self, loaded: Loaded, state: PyTree) -> Prepared:
-        """Starts all of it; what devices do for it need not have ended.
+        """Run all stages on a batch without waiting for the devices, and return the result.
 
         Args:
           loaded: the batch.
-          state: one as the step is given, which says how batches lie.
+          state: a state of the step, which determines how batches are placed.
         """
         batch, weight, clocks = loaded.batch, None, iter(self.clocks)
         if isinstance(batch, WeightedBatch):
@@ -69,18 +69,18 @@ class InputStages:
         for stage, clock in zip(self._stages, clocks, strict=True):
             batch = clock(stage, batch)
         if self._place and self._stages:
-            # What a stage has made must not be refused first where another batch has its turn.
+            # Check the output of the stages now: later the error would come with another batch.
             batch, weight = self._place(batch, weight, state=state)
         return Prepared(batch, weight, loaded.position, loaded)
 
 
-def of_step(step: Any, name: str) -> Any:
-    """Return a method of a step, or of the owner of one such as `step.evaluate`; None without."""
+def step_method(step: Any, name: str) -> Any:
+    """Return a method of a step, or of the object whose method the step is; None if missing."""
     return getattr(step, name, None) or getattr(getattr(step, "__self__", None), name, None)
 
 
 def put_arrays(batch: PyTree) -> PyTree:
-    """The batch with arrays of numbers on the default device; all else stays."""
+    """Return the batch with numeric arrays on the default device; other leaves stay."""
 
     def put(x: Any) -> Any:
         is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
@@ -97,19 +97,20 @@ def _names(stages: Sequence[Stage]) -> list[str]:
 
 
 class Feed:
-    """Prepares up to `depth` batches ahead of the one whose turn it is.
+    """A queue that prepares up to `depth` batches ahead of the one that is returned next.
 
-    What is loaded or prepared when another iterator comes is handed out first: nothing is lost.
-    Batches are prepared in the calling thread, so what stages exchange has one order on all
-    processes.
+    If another iterator is passed, batches that are loaded or prepared are returned first, so none
+    is lost. Batches are prepared in the calling thread, so that the communication of stages has
+    the same order on all processes.
 
     Args:
-      stages: what is done with a batch.
-      depth: batches ahead; 0 loads each when it is its turn, without a thread.
-      drain: hand out the last `depth` batches of an iterator, too.
-      timeout: seconds that a call waits for a batch; None: for ever.
-      state: returns the state that stages look at.
-      looks_ahead: hand out a batch when the one behind it is there, too, or will not come: `peek`.
+      stages: stages that prepare a batch.
+      depth: number of batches to prepare ahead; 0 loads each when it is needed, without a thread.
+      drain: whether to return the last `depth` batches of an iterator, too.
+      timeout: seconds that a call waits for a batch; None waits without a limit.
+      state: function that returns the state for the stages.
+      looks_ahead: whether to return a batch only once the next one is prepared, or known not to
+        come, so that `peek` can return it.
     """
 
     def __init__(
@@ -127,38 +128,38 @@ class Feed:
         # Several processes must prepare the same batches between the same two steps.
         self._waits = jax.process_count() > 1
         self._ahead = min(depth, 1) if self._waits else depth
-        self._held: deque[Prepared | EndOfBatches] = deque()  # errors stand where a batch would
-        self._given: SharedIterator | None = None
-        self._is_open = False  # nobody was told yet that the iterator given has ended
-        self._loaders: deque[Loader | Direct] = deque()  # those before the last only end
+        self._held: deque[Prepared | EndOfBatches] = deque()  # errors take the place of a batch
+        self._source: SharedIterator | None = None
+        self._is_open = False  # a loader takes from `_source`, whose end was not reported
+        self._loaders: deque[Loader | Direct] = deque()  # all but the last only finish
         self.load_clock, self.wait_clock = Clock("load"), Clock("wait")
 
     @property
     def num_held(self) -> int:
-        """Batches that are prepared."""
+        """The number of batches that are prepared."""
         return len(self._held)
 
     def give(self, iterator: Iterator[PyTree]) -> SharedIterator:
-        """Go on with this iterator, unless it is the present one."""
-        if self._given is None or self._given.iterator is not iterator:
+        """Take batches from this iterator from now on, and return its `SharedIterator`."""
+        if self._source is None or self._source.iterator is not iterator:
             for loader in self._loaders:
                 loader.finish()
-            self._given, self._is_open = shared(iterator), False
-        return self._given
+            self._source, self._is_open = shared(iterator), False
+        return self._source
 
     def next(self) -> Prepared | None:
-        """The batch whose turn it is; None where there is no more.
+        """Return the next batch, or None after the last one.
 
         Raises:
-          TimeoutError: it was not there in time; the next call waits for it again.
-          BaseException: what the iterator or a stage raised instead of it.
+          TimeoutError: the batch did not come in time; the next call waits for it again.
+          BaseException: what the iterator or a stage raised instead of the batch.
         """
-        if not self._is_open and self._given is not None:
+        if not self._is_open and self._source is not None:
             kind = Loader if self._depth else Direct
-            self._loaders.append(kind(self._given, self.load_clock))
+            self._loaders.append(kind(self._source, self.load_clock))
             self._is_open = True
-        behind = 0 if self._drain else self._depth
-        while len(self._held) <= behind and not self._has_failed:
+        num_kept = 0 if self._drain else self._depth
+        while len(self._held) <= num_kept and not self._has_failed:
             if not self._pull(self._depth + 1, wait=True):
                 self._is_open = False
                 return None
@@ -166,84 +167,83 @@ class Feed:
             self._hold_another()
         first = self._held.popleft()
         if isinstance(first, Prepared):
-            # Not before: arrays on CPU devices may be those of the iterator, without a copy.
+            # Check as late as possible: CPU devices may use the memory of the iterator's arrays.
             if first.loaded.sample is not None:
                 refuse_changed(first.loaded.batch, first.loaded.sample)
             return first
         if not self._loaders:
             self._is_open = False
-        assert first.error is not None, "it stands where a batch would"
+        assert first.error is not None, "only an end with an error is held"
         raise first.error.with_traceback(first.traceback)
 
     def peek(self) -> Prepared | None:
-        """The batch after the one that was handed out last, where it `looks_ahead`.
+        """Return the batch after the one that was returned last, with `looks_ahead`.
 
-        None where there is none, and where it failed or did not come in time: whoever is to use it
-        will hear of that.
+        None if there is none, or if it failed or did not come in time; `next` raises in that case.
         """
         first = self._held[0] if self._held else None
         return first if isinstance(first, Prepared) else None
 
     def prepare(self) -> None:
-        """Prepare batches ahead: those that are loaded, in several processes the next one."""
+        """Prepare the batches that are loaded, or in several processes wait for the next one."""
         while len(self._held) < self._ahead and not self._has_failed:
             try:
                 if not self._pull(self._depth, wait=self._waits):
                     break
-            except TimeoutError:  # is raised again where the batch is needed
+            except TimeoutError:  # raised again when the batch is needed
                 break
         if self._loaders:
             self._loaders[0].allow(self._depth - len(self._held))
 
     def close(self) -> None:
-        """End the threads and let go of all batches."""
+        """End the threads and drop all batches."""
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
         self._held.clear()
 
     def _hold_another(self) -> None:
-        """Wait for the batch behind the first, which is held meanwhile: Ctrl-C loses neither."""
+        """Wait until a second batch is held; the first stays held, so that Ctrl-C loses neither."""
         try:
             while len(self._held) < 2 and not self._has_failed:
                 if not self._pull(self._depth + 1, wait=True):
                     break
         except TimeoutError:
-            if self._waits:  # the others run a program that asks for that batch
+            if self._waits:  # the other processes run a program that needs that batch
                 raise
 
     @property
     def _has_failed(self) -> bool:
         return bool(self._held) and isinstance(self._held[-1], EndOfBatches)
 
-    def _pull(self, most: int, *, wait: bool) -> bool:
-        """Prepare one more batch, of at most so many; False where there is none, or none yet."""
+    def _pull(self, limit: int, *, wait: bool) -> bool:
+        """Hold one more batch, at most `limit`; return False if there is none (yet)."""
         while self._loaders:
             loader = self._loaders[0]
-            loader.allow(most - len(self._held))
-            found = self._taken(loader) if wait else loader.take(wait=False)
-            if found is None:
+            loader.allow(limit - len(self._held))
+            item = self._taken(loader) if wait else loader.take(wait=False)
+            if item is None:
                 return False
-            if not isinstance(found, EndOfBatches):
-                self._held.append(self._prepared(found))
+            if not isinstance(item, EndOfBatches):
+                self._held.append(self._prepared(item))
                 return True
             self._loaders.popleft()
-            if found.error is not None:
-                self._held.append(found)
+            if item.error is not None:
+                self._held.append(item)
                 return True
         return False
 
     def _taken(self, loader: Loader | Direct) -> Loaded | EndOfBatches:
-        found = self.wait_clock(lambda: loader.take(timeout=self._timeout))
-        if found is None:
+        item = self.wait_clock(lambda: loader.take(timeout=self._timeout))
+        if item is None:
             raise TimeoutError(
                 f"`batches` gave none within `timeout`={self._timeout:g} s; the loader goes on, "
                 "and the next call waits for the same batch."
             )
-        return found
+        return item
 
     def _prepared(self, loaded: Loaded) -> Prepared | EndOfBatches:
         try:
             return self._stages(loaded, self._state())
-        except Exception as error:  # in the turn of this batch: those before it can be used
+        except Exception as error:  # raised later, in the turn of this batch
             return EndOfBatches(error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""What the stages of an input pipeline took."""
+"""Clocks of the stages of an input pipeline, and a report of the time that each took."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import jax
 
 
 class Clock:
-    """Counts and times calls; in a trace of the jax profiler they are `jaxslowmo.input/NAME`.
+    """A counter and timer of calls, which a jax profiler trace shows as `jaxslowmo.input/NAME`.
 
     Args:
-      name: of the stage.
+      name: name of the stage.
 
     Attributes:
-      name: of the stage.
-      count: calls that returned.
-      seconds: of all calls together.
+      name: name of the stage.
+      count: number of calls that returned.
+      seconds: total time of all calls.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,33 +26,33 @@ class Clock:
         self.seconds = 0.0
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)`, timed.
+        """Return `fn(*args)` and add the time of the call.
 
         Raises:
-          RuntimeError: for a StopIteration, which would look like the end of the batches.
+          RuntimeError: `fn` raised StopIteration, which would look like the end of the batches.
         """
         began = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(f"jaxslowmo.input/{self.name}"):
-                found = fn(*args)
+                result = fn(*args)
         except StopIteration as error:
             raise RuntimeError(f"{self.name} of a pipeline raised StopIteration") from error
         finally:
             self.seconds += time.perf_counter() - began
         self.count += 1
-        return found
+        return result
 
 
 @dataclass(frozen=True)
 class InputStageTimes:
-    """One stage of a pipeline, in seconds of the host.
+    """The times of one stage of a pipeline, in seconds of host time.
 
     Attributes:
-      name: "load", "place", the name of a stage of the user's, or "step".
-      batches: that went through it.
-      busy_seconds: in the iterator for "load"; for the others in the call, which starts the work on
-        the devices and need not wait for it.
-      idle_seconds: the rest of the time since the pipeline began.
+      name: "load", "place", the name of a function in `stages`, or "step".
+      batches: number of batches that went through the stage.
+      busy_seconds: time in the iterator for "load"; for other stages time in the call, which starts
+        the work on the devices and need not wait for it.
+      idle_seconds: the rest of the time since the first call of the pipeline.
     """
 
     name: str
@@ -63,19 +63,21 @@ class InputStageTimes:
 
 @dataclass(frozen=True)
 class InputPipelineReport:
-    """What a pipeline did since its first call, in seconds of the host.
+    """The times of a pipeline since its first call, in seconds of host time.
 
-    The thread that trains is in the stages (but for "load"), waits for a batch, or is the caller's.
+    The thread that trains spends its time in the stages except "load", waiting for a batch, or in
+    the caller's code.
 
     Attributes:
-      stages: in their order, "load" first and "step" last.
-      batches: that came out of it.
-      held: that are prepared and wait for their turn.
-      seconds: from the first call to the end of the last.
-      waiting_seconds: calls waited for a batch to be loaded.
-      caller_seconds: between calls. Where the caller reads a result, that waits for the devices.
-      resent_share: with `mode="patched"`, of the rows that batches asked the tables for the part
-        that was sent again, since the step before has changed them; None without.
+      stages: times of the stages in order, "load" first and "step" last.
+      batches: number of batches that were used.
+      held: number of batches that are prepared and wait for their turn.
+      seconds: time from the first call to the end of the last call.
+      waiting_seconds: time that calls waited for a batch to be loaded.
+      caller_seconds: time between calls. If the caller reads a result, this includes waiting for
+        the devices.
+      resent_share: fraction of the requested table rows that were sent again because the previous
+        step changed them, for `mode="patched"`; None for other modes.
     """
 
     stages: tuple[InputStageTimes, ...]
@@ -88,13 +90,13 @@ class InputPipelineReport:
 
     @property
     def slowest(self) -> str:
-        """What most of the time went to: "load", the name of a later stage, or "caller"."""
+        """The name of what took most time: "load", a later stage, or "caller"."""
         spent = {s.name: s.busy_seconds for s in self.stages if s.name != "load"}
         spent |= {"load": self.waiting_seconds, "caller": self.caller_seconds}
         return max(spent, key=lambda name: spent[name])
 
     def __str__(self) -> str:
-        """As a table."""
+        """Return the report as a table of text."""
         lines = [
             f"{self.batches} batches in {self.seconds:.3f} s, {self.held} held; waited "
             f"{self.waiting_seconds:.3f} s for batches, {self.caller_seconds:.3f} s between calls",

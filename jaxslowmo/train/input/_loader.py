@@ -1,4 +1,4 @@
-"""Batches from an iterator, also in a thread that takes them before they are asked for."""
+"""Loaders that take batches from an iterator, on request or ahead in a thread."""
 
 import atexit
 import contextvars
@@ -24,12 +24,12 @@ _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueD
 
 
 class Loaded(NamedTuple):
-    """A batch as its iterator gave it.
+    """A batch as its iterator returned it.
 
     Attributes:
       batch: a `WeightedBatch`, or whatever the step takes.
-      position: what the iterator's `get_state()` said right after; None without one.
-      sample: checksums of its arrays, which tell whether they change; None where the batch does not
+      position: what the iterator's `get_state()` returned right after the batch; None without one.
+      sample: checksums of the arrays of the batch, to detect changes; None if the batch does not
         wait for its turn.
     """
 
@@ -47,7 +47,7 @@ class SharedIterator:
         self._last: Any = None
 
     def take(self, *, waits: bool = False) -> Loaded | None:
-        """Return the next batch, None after the last; raise what the iterator does.
+        """Return the next batch, or None after the last; raise what the iterator raises.
 
         Args:
           waits: whether the batch will wait for its turn, so that its arrays may change meanwhile.
@@ -58,14 +58,14 @@ class SharedIterator:
             except StopIteration:
                 return None
             self._last = self._position()
-            # Containers of its own: an iterator may put other arrays into the same dict each time.
+            # New containers: an iterator may put new arrays into the same dict each time.
             batch = jax.tree.map(lambda leaf: leaf, batch)
             return Loaded(batch, self._last, sample_of(batch) if waits else None)
 
     def position(self) -> Any:
-        """What `get_state()` says now; None for iterators without one.
+        """Return what `get_state()` returns now; None for iterators without one.
 
-        While another thread waits for a batch, what it said before.
+        While another thread takes a batch, this returns the position before that batch.
         """
         if not self._lock.acquire(blocking=False):
             return self._last
@@ -79,23 +79,23 @@ class SharedIterator:
         if get_state is None:
             return None
         position = get_state()
-        # Some iterators hand out what they then go on to change.
+        # Some iterators return a container that they change later.
         return copy.deepcopy(position) if isinstance(position, dict | list) else position
 
 
 def shared(iterator: Iterator[PyTree]) -> SharedIterator:
-    """The one `SharedIterator` of an iterator: a generator that two threads enter is an error."""
+    """Return the one `SharedIterator` of an iterator; two threads must not enter a generator."""
     with _LOCK:
-        found = _SHARED.get(id(iterator))
-        if found is None:  # which holds the iterator, so that its id stays its own
-            found = _SHARED[id(iterator)] = SharedIterator(iterator)
-        return found
+        source = _SHARED.get(id(iterator))
+        if source is None:  # the new one holds the iterator, so that its id is not used again
+            source = _SHARED[id(iterator)] = SharedIterator(iterator)
+        return source
 
 
 def at_most(
     iterator: Iterator[PyTree], num_steps: int | None, per_step: int = 1
 ) -> Iterator[PyTree]:
-    """The batches of the first steps, or all: no more are taken from it."""
+    """Return an iterator over the batches of the first `num_steps` steps; None: all batches."""
     return iterator if num_steps is None else _AtMost(iterator, num_steps * per_step)
 
 
@@ -105,20 +105,20 @@ class _AtMost(Iterator[PyTree]):
         self._position = self._source.position()
 
     def __next__(self) -> PyTree:
-        found = self._source.take() if self._left > 0 else None
-        if found is None:
+        loaded = self._source.take() if self._left > 0 else None
+        if loaded is None:
             raise StopIteration
         self._left -= 1
-        self._position = found.position
-        return found.batch
+        self._position = loaded.position
+        return loaded.batch
 
     def get_state(self) -> Any:
         return self._position
 
 
-# How long the end of a loader, or of the process, waits for a batch that is being loaded.
+# How long closing a loader, or the exit of the process, waits for a batch that is being loaded.
 ENDING_SECONDS = 1.0
-# How often a call that waits looks whether there is still a thread to wait for.
+# How often a call that waits checks that the thread of the loader is alive.
 _LOOK_SECONDS = 1.0
 
 
@@ -126,8 +126,8 @@ class EndOfBatches(NamedTuple):
     """The end of an iterator.
 
     Attributes:
-      error: that it raised; None where there was no more.
-      traceback: of the error, as the iterator left it.
+      error: exception that the iterator raised; None if there was no further batch.
+      traceback: traceback of the error from within the iterator.
     """
 
     error: BaseException | None = None
@@ -135,11 +135,11 @@ class EndOfBatches(NamedTuple):
 
 
 class Direct:
-    """Takes each batch of an iterator when it is asked for, in the thread that asks.
+    """A loader that takes each batch when it is requested, in the calling thread.
 
     Args:
-      source: of the batches.
-      clock: of the time that the iterator takes.
+      source: iterator of the batches.
+      clock: timer of the calls of the iterator.
     """
 
     def __init__(self, source: SharedIterator, clock: Clock) -> None:
@@ -147,13 +147,13 @@ class Direct:
         self._is_finished = False
 
     def allow(self, count: int) -> None:
-        """Nothing is loaded that was not asked for."""
+        """Do nothing: no batch is loaded ahead."""
 
     def take(
         self, *, wait: bool = True, timeout: float | None = None
     ) -> Loaded | EndOfBatches | None:
-        """The next batch, or the end; None where nobody wants to wait for one."""
-        del timeout  # nothing can interrupt an iterator
+        """Return the next batch, or the end; None with `wait=False`."""
+        del timeout  # an iterator cannot be interrupted
         if self._is_finished:
             return EndOfBatches()
         return _taken(self._source.take, self._clock) if wait else None
@@ -166,19 +166,20 @@ class Direct:
 
 
 class Loader:
-    """Takes batches of an iterator in a thread of its own, up to a number that is allowed.
+    """A loader that takes batches ahead in its own thread, up to a number that is allowed.
 
-    The thread ends with the iterator, with `finish` or `close`, or when nothing holds the loader.
+    The thread ends with the iterator, with `finish` or `close`, or when nothing references the
+    loader.
 
     Args:
-      source: of the batches.
-      clock: of the time that the iterator takes.
+      source: iterator of the batches.
+      clock: timer of the calls of the iterator.
     """
 
     def __init__(self, source: SharedIterator, clock: Clock) -> None:
         self._queue = _Queue()
         self._thread = threading.Thread(
-            target=contextvars.copy_context().run,  # with what holds here, such as numpy.errstate
+            target=contextvars.copy_context().run,  # keep settings such as numpy.errstate
             args=(_load, source, self._queue, clock),
             name="jaxslowmo-loader",
             daemon=True,
@@ -188,27 +189,27 @@ class Loader:
         self._thread.start()
 
     def allow(self, count: int) -> None:
-        """Let the thread load until `count` batches are there that nobody has taken."""
+        """Let the thread load until `count` batches are loaded and not taken yet."""
         self._queue.allow(count)
 
     def take(
         self, *, wait: bool = True, timeout: float | None = None
     ) -> Loaded | EndOfBatches | None:
-        """The next batch; after the last one the end, again and again.
+        """Return the next batch; after the last batch return the end at every call.
 
         Args:
-          wait: for it; else None where there is none yet.
-          timeout: seconds after which to wait no longer, and return None.
+          wait: whether to wait for the batch; if False, return None if none is loaded yet.
+          timeout: seconds after which to return None; None waits without a limit.
 
         Raises:
-          RuntimeError: the thread is gone, as it is in a process that was forked.
+          RuntimeError: the thread no longer exists, as in a forked process.
         """
         limit = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            left = min(limit - time.monotonic(), _LOOK_SECONDS) if wait else 0.0
-            found = self._queue.take(left)
-            if found is not None or left <= 0:
-                return found
+            seconds = min(limit - time.monotonic(), _LOOK_SECONDS) if wait else 0.0
+            item = self._queue.take(seconds)
+            if item is not None or seconds <= 0:
+                return item
             if not self._thread.is_alive() and not self._queue.is_ready:
                 raise RuntimeError(
                     "the thread that loads batches is gone, as in a process that was forked: make "
@@ -216,29 +217,29 @@ class Loader:
                 )
 
     def finish(self) -> None:
-        """Load no further batch; those that are there, and one that is being loaded, stay."""
+        """Load no further batch; those loaded, or being loaded, can still be taken."""
         self._queue.finish()
 
     def close(self) -> None:
-        """End the thread; waits a second for a batch that is being loaded, and no longer."""
+        """End the thread; wait at most a second for a batch that is being loaded."""
         self._queue.close()
         if self._thread is not threading.current_thread():
             self._thread.join(ENDING_SECONDS)
 
 
 class _Queue:
-    """What the thread and its loader share: the thread must not keep the loader alive."""
+    """The state that a thread shares with its loader; the thread must not keep that alive."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._found: deque[Loaded | EndOfBatches] = deque()
+        self._items: deque[Loaded | EndOfBatches] = deque()
         self._allowed = 0
         self._is_finished = False
         self._is_closed = False
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._found)
+        return bool(self._items)
 
     def allow(self, count: int) -> None:
         with self._changed:
@@ -246,25 +247,25 @@ class _Queue:
             self._changed.notify_all()
 
     def wait_for_room(self) -> bool:
-        """Whether another batch is wanted; waits until that is known."""
+        """Wait for permission to load a batch; return False if `finish` was called."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_finished or len(self._found) < self._allowed)
+            self._changed.wait_for(lambda: self._is_finished or len(self._items) < self._allowed)
             return not self._is_finished
 
     def put(self, item: Loaded | EndOfBatches) -> None:
         with self._changed:
             if not self._is_closed:
-                self._found.append(item)
+                self._items.append(item)
             self._changed.notify_all()
 
     def take(self, seconds: float) -> Loaded | EndOfBatches | None:
         with self._changed:
             if seconds > 0:
-                self._changed.wait_for(lambda: self._found, seconds)
-            if not self._found or isinstance(self._found[0], EndOfBatches):
-                return self._found[0] if self._found else None
-            self._allowed -= 1  # what was taken is held by whoever has taken it
-            return self._found.popleft()
+                self._changed.wait_for(lambda: self._items, seconds)
+            if not self._items or isinstance(self._items[0], EndOfBatches):
+                return self._items[0] if self._items else None
+            self._allowed -= 1  # the caller counts the batches that it has taken
+            return self._items.popleft()
 
     def finish(self) -> None:
         with self._changed:
@@ -274,29 +275,29 @@ class _Queue:
     def close(self) -> None:
         with self._changed:
             self._is_finished = self._is_closed = True
-            self._found.clear()
+            self._items.clear()
             self._changed.notify_all()
 
 
 def _load(source: SharedIterator, queue: _Queue, clock: Clock) -> None:
     while queue.wait_for_room():
-        found = _taken(partial(source.take, waits=True), clock)
-        queue.put(found)
-        if isinstance(found, EndOfBatches):
+        item = _taken(partial(source.take, waits=True), clock)
+        queue.put(item)
+        if isinstance(item, EndOfBatches):
             return
-        del found  # or it would be kept until the next one is there
+        del item  # else the batch would stay in memory until the next one is loaded
     queue.put(EndOfBatches())
 
 
 def _taken(take: Callable[[], Loaded | None], clock: Clock) -> Loaded | EndOfBatches:
     try:
-        found = clock(take)
-    except BaseException as error:  # for the call that needs this batch
+        loaded = clock(take)
+    except BaseException as error:  # raised by the call that needs this batch
         return EndOfBatches(error, error.__traceback__)
-    if found is None:
-        clock.count -= 1  # of batches
+    if loaded is None:
+        clock.count -= 1  # it counts batches, and this call returned none
         return EndOfBatches()
-    return found
+    return loaded
 
 
 _RUNNING: "weakref.WeakSet[Loader]" = weakref.WeakSet()
@@ -304,6 +305,6 @@ _RUNNING: "weakref.WeakSet[Loader]" = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside of a library while Python ends may abort the process."""
+    """Close all loaders: a thread inside a library while Python exits may abort the process."""
     for loader in list(_RUNNING):
         loader.close()

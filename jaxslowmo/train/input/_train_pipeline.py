@@ -1,4 +1,4 @@
-"""An iterator of results whose batches are loaded and put on the devices ahead of their steps."""
+"""A pipeline that loads batches and puts them on the devices ahead of the steps that use them."""
 
 import time
 import weakref
@@ -12,66 +12,65 @@ from ..._support.checks import as_int, check_choice
 from ..._support.types import PyTree
 from .._train_state import TrainState
 from ..step import AheadMode
-from ._feed import Feed, InputStages, Prepared, Stage, of_step
+from ._feed import Feed, InputStages, Prepared, Stage, step_method
 from ._input_report import Clock, InputPipelineReport, InputStageTimes
-from ._updates import Beside, Evaluation, Partial, StepResult, Training
+from ._updates import Evaluation, LookaheadStep, Partial, StepResult, Training
 
 
 class TrainPipeline(Iterator[Any]):
-    """Trains, or evaluates, with batches that are ready before their turn.
+    """An iterator of step results that prepares batches ahead, to train or to evaluate.
 
-    A thread takes batches from their iterator while steps run; each is put on the devices, and goes
-    through `stages`, right after an earlier step was started:
+    A thread takes batches from their iterator while steps run. Each batch is put on the devices,
+    and goes through `stages`, right after an earlier step was started:
 
         pipeline = js.TrainPipeline(step, state, batches)
         for result in pipeline: ...
         state = pipeline.state
 
-    Results are those of a plain loop over the same batches, bit for bit. It is itself an iterator,
-    and `progress` one of its steps. In a `with` statement its thread ends with the block; it ends
-    also with the iterator, by `close`, and when nothing holds the pipeline any more.
+    Results equal those of a plain loop over the same batches, bit for bit. `progress` runs one
+    step of the iteration. In a `with` statement the thread ends with the block; it also ends with
+    the iterator, by `close`, and when nothing references the pipeline any more.
 
     Args:
-      step: of `js.make_train_step`, such a one in `js.measured`, or a function
+      step: step of `js.make_train_step`, also wrapped by `js.measured`, or a function
         `step(state, batch) -> (state, metrics)`, with a third argument for the weights of
-        `js.WeightedBatch`. To evaluate, one that returns anything: `step.evaluate`.
-      state: a state to train. Or another pipeline, or a function that returns a state: then `step`
-        is called with that state as it is at each call, and what it returns are the results.
-      batches: of anything that `step` takes; `js.uneven_batches`, a generator, grain, torch's
-        DataLoader. It may be left out where `progress` is given iterators.
-      stages: functions `batch -> batch`, best made by `jax.jit`, which come after `step.place`, in
-        the calling thread; on a weighted batch without its weights. They may make the ids of
-        tables, which are looked at behind them. None: none, and for a function as `step` arrays are
-        put on the default device.
-      depth: how many batches may be loaded beyond the one that is used. 0: none, and no thread.
-      drain: train the batches that are held when an iterator ends. False keeps them for the next
-        iterator that `progress` is given, as torchrec does: of the first one all but `depth`.
-      accumulate: A batches of the iterator make one update, of the mean of their gradients: batch
-        c = 0, 1, 2, ... begins with none where c % A == 0 and makes the update where
-        (c + 1) % A == 0. Those before it are only collected (`step.collect`): their results have
-        the metrics of their batch, the state as it was, and `is_update` False. Needs a step of
-        `js.make_train_step`, whose own `accumulate` splits each batch besides.
-      partial: what becomes of fewer than A batches when `StopIteration` is raised: `"step"`, an
-        update of their mean in that call; `"discard"`, nothing, their positions included;
-        `"error"`, a ValueError in its place, and they wait for the batches of another iterator.
-        With drain=False they always wait.
-      timeout: seconds that a call may wait for a batch; None: any. Not with depth 0.
-      mode: for a step with `embeddings`, what is done for the next batch beside a step. `"exact"`:
-        row numbers are exchanged; `"stale"`: rows are looked up and sent, too, as they were before
-        that step, so a batch trains with rows that are one update old (of several that make one
-        update the first one: no update comes between the others); `"patched"`: likewise, and the
-        rows that the step has changed are sent again, so that nothing is stale.
-      num_exact: batches of `"stale"` that begin as `"exact"`.
-      room: of `"patched"`: the part of the slots in which rows can be sent again; where more have
-        changed, all are.
+        `js.WeightedBatch`. To evaluate, a function that returns anything, such as `step.evaluate`.
+      state: initial state to train. To evaluate, another pipeline, or a function that returns a
+        state: `step` is called with its current state, and the results are what `step` returns.
+      batches: iterable of what `step` takes, such as `js.uneven_batches`, a generator, grain or a
+        torch DataLoader. None if `progress` receives iterators.
+      stages: functions `batch -> batch`, best made by `jax.jit`, that run after `step.place` in the
+        calling thread; they receive a weighted batch without its weights. They may make the ids of
+        tables, which are checked afterwards. None: no function, but for a function as `step` arrays
+        are put on the default device.
+      depth: number of batches to load beyond the one in use. 0 loads none ahead, without a thread.
+      drain: whether to train the batches that are held when an iterator ends. False keeps `depth`
+        of them for the next iterator that `progress` receives, as torchrec does.
+      accumulate: A, the number of batches that make one update, of the mean of their gradients.
+        Batch c = 0, 1, 2, ... begins a window where c % A == 0 and makes the update where
+        (c + 1) % A == 0. The batches before it are only collected (`step.collect`): their results
+        have the metrics of their batch, the unchanged state, and `is_update` False. Needs a step of
+        `js.make_train_step`; the step's own `accumulate` splits each batch in addition.
+      partial: what to do with fewer than A batches when `StopIteration` is raised. `"step"`: an
+        update of their mean in that call. `"discard"`: drop them, with their positions. `"error"`:
+        raise ValueError instead, and keep them for the batches of another iterator. With
+        drain=False they are always kept.
+      timeout: seconds that a call may wait for a batch; None: no limit. Needs depth > 0.
+      mode: what a step with `embeddings` exchanges for the next batch while it runs. `"exact"`:
+        row numbers are exchanged. `"stale"`: rows are looked up and sent, too, as they were before
+        the step, so a batch trains with rows that are one update old (with `accumulate` only the
+        first batch of an update does). `"patched"`: as `"stale"`, and the rows that the step has
+        changed are sent again, so that no row is stale.
+      num_exact: number of first batches for which `"stale"` acts as `"exact"`.
+      room: fraction of the slots in which `"patched"` can send rows again; if more rows have
+        changed, all are sent.
 
     Attributes:
-      state: as it is after the last result; may be set between calls, and gradients that wait for
-        others of their update go on waiting. Read it at each use: steps reuse its buffers.
-      position: what the `get_state()` of the iterator said right after the last batch that is in
-        the state; before the first one, as it was. None where it has no `get_state`. To be saved
-        with the state: batches that are loaded ahead are not in it, nor those that wait for the
-        others of an update.
+      state: state after the last result. It may be set between calls; gradients that wait for the
+        rest of their update keep waiting. Read it at each use: steps reuse its buffers.
+      position: what `get_state()` of the iterator returned right after the last batch that is in
+        the state, or before the first batch; None without `get_state`. Save it with the state: it
+        does not include batches that are loaded ahead, or that wait for the rest of an update.
       partial_update: the `js.StepResult` of the update that `partial="step"` made when the batches
         ended, whose metrics are means over its batches; None at any other time.
 
@@ -80,8 +79,8 @@ class TrainPipeline(Iterator[Any]):
         another partial; depth < 0, a timeout that is not positive or has no thread to wait for,
         stages that are not functions, batches without an iterator.
 
-    Communication: the step's and the stages'. In several processes batches are placed in the same
-      order between the same steps on all of them, so each call waits until the next batch is there.
+    Communication: that of the step and the stages. All processes place batches in the same order
+      between the same steps, so in several processes each call waits for the next batch.
 
     Source: torchrec, `TrainPipelineBase` and `TrainPipelineSparseDist`.
     """
@@ -104,12 +103,12 @@ class TrainPipeline(Iterator[Any]):
     ) -> None:
         _check(step, stages, depth, timeout)
         check_accumulation(accumulate, partial)
-        depth, accumulate = int(depth), int(accumulate)  # whatever integers they are
-        self._refuse_ids = of_step(step, "refuse_ids")
+        depth, accumulate = int(depth), int(accumulate)  # such as NumPy integers
+        self._refuse_ids = step_method(step, "refuse_ids")
         prepare = InputStages(step, stages)
-        read = _reads(state)
-        knows_next = depth > 0 and read is None
-        step = self._beside(step, knows_next, mode, num_exact=num_exact, room=room)
+        read = _state_reader(state)
+        has_next = depth > 0 and read is None
+        step = self._with_lookahead(step, has_next, mode, num_exact=num_exact, room=room)
         runner: Training | Evaluation
         if read is None:
             runner = Training(step, state, accumulate, partial)
@@ -120,7 +119,8 @@ class TrainPipeline(Iterator[Any]):
             )
         else:
             runner = Evaluation(step, read)
-        self._runner = runner  # whose own state the feed reads: what is left alone should end
+        # The feed reads the state of `runner`: a reference to `self` would keep the thread alive.
+        self._runner = runner
         self._feed = Feed(
             prepare,
             depth=depth,
@@ -132,8 +132,8 @@ class TrainPipeline(Iterator[Any]):
         if batches is not None:
             runner.position = self._feed.give(_iterator_of(batches)).position()
         self._clocks = [self._feed.load_clock, *prepare.clocks, Clock("step")]
-        self._began: float | None = None
-        self._ended = self._inside = 0.0
+        self._start: float | None = None
+        self._end = self._inside = 0.0
         self._has_batches = batches is not None
         self._drain, self._is_closed = drain, False
 
@@ -141,32 +141,33 @@ class TrainPipeline(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        """The next result; `StopIteration` where there is no more."""
+        """Return the next result; raise `StopIteration` after the last one."""
         return self.progress()
 
     def progress(self, iterator: Iterator[PyTree] | None = None) -> Any:
-        """One batch: used, and the next ones prepared beside it.
+        """Run the step on one batch, and prepare the next ones meanwhile.
 
         Args:
-          iterator: of the batches from now on; those of an earlier one that are held come first.
-            None, or the same as before, goes on with it.
+          iterator: iterator of the batches from now on; batches of an earlier one that are held
+            come first. None, or the same iterator as before, continues with that.
 
         Returns:
           A `js.StepResult`, or what `step` returns where the pipeline evaluates.
 
         Raises:
-          StopIteration: there is no batch left. An iterator that ended is asked again at the next
-            call, as a loop would.
-          ValueError: likewise, with `partial="error"` in the middle of an update.
-          TimeoutError: none came within `timeout`; the next call waits for the same.
+          StopIteration: there is no batch left. The next call tries the ended iterator again, as a
+            loop would.
+          ValueError: there is no batch left, in the middle of an update with `partial="error"`.
+          TimeoutError: no batch came within `timeout`; the next call waits for the same batch.
           ValueError: there is no iterator, or the pipeline was closed.
-          ValueError: a batch but the last one had ids that are in no table, as devices have found;
-            its update was skipped, and no batch is lost. At the end also for the last one.
+          ValueError: a batch before the last one had ids that are in no table, as counted on
+            devices; its update was skipped, and no batch is lost. After the end of the batches also
+            for the last one.
           Exception: what the iterator or a stage raised in place of this batch, with its traceback;
-            the batches before it were used, or wait for the others of an update. The next call goes
-            on behind it.
+            the batches before it were used, or wait for the rest of an update. The next call
+            continues after this batch.
 
-        Communication: the step's and the stages'.
+        Communication: that of the step and the stages.
         """
         if self._is_closed:
             raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
@@ -180,10 +181,10 @@ class TrainPipeline(Iterator[Any]):
             self._has_batches = True
         if not self._has_batches:
             raise ValueError("progress: `iterator` must be given where there were no `batches`.")
-        began = time.perf_counter()
-        self._began = began if self._began is None else self._began
+        start = time.perf_counter()
+        self._start = start if self._start is None else self._start
         try:
-            self.refuse_ids(num_running=1)  # before a batch is taken, which would be lost
+            self.refuse_ids(num_running=1)  # before a batch is taken, since that would be lost
             batch = self._feed.next()
             if batch is None:
                 self.refuse_ids()
@@ -194,29 +195,29 @@ class TrainPipeline(Iterator[Any]):
             self._feed.prepare()
             return result
         finally:
-            self._ended = time.perf_counter()
-            self._inside += self._ended - began
+            self._end = time.perf_counter()
+            self._inside += self._end - start
 
     def refuse_ids(self, num_running: int = 0) -> None:
-        """Raise `ValueError` where a batch that was used had ids that are in no table.
+        """Raise `ValueError` if a batch that was used had ids that are in no table.
 
-        `TrainStep.refuse_ids` of the step, where it has one: to be called where one leaves before
-        the batches end. At their end the pipeline does it by itself.
+        This calls `TrainStep.refuse_ids` of the step, if it has one. Call it if you stop before the
+        batches end; at their end the pipeline calls it.
 
         Args:
-          num_running: how many of the last batches are not asked and not waited for.
+          num_running: number of last batches that are not checked and not waited for.
         """
         if self._refuse_ids is not None:
             self._refuse_ids(num_running)
 
     @property
     def trains(self) -> bool:
-        """Whether it has a state of its own; else it evaluates that of another."""
+        """True if the pipeline trains its own state, False if it evaluates that of another."""
         return isinstance(self._runner, Training)
 
     @property
     def state(self) -> Any:
-        """As it is after the last result."""
+        """The state after the last result."""
         return self._runner.state
 
     @state.setter
@@ -229,49 +230,51 @@ class TrainPipeline(Iterator[Any]):
 
     @property
     def position(self) -> Any:
-        """Of the iterator, right after the last batch that is in the state."""
+        """The position of the iterator right after the last batch that is in the state."""
         return self._runner.position
 
     @property
     def partial_update(self) -> StepResult | None:
-        """Of the batches that were left when their iterator ended."""
+        """The result of the update of the batches that were left when their iterator ended."""
         return self._runner.partial_update if isinstance(self._runner, Training) else None
 
-    def _beside(self, step: Any, knows_next: bool, mode: Any, **options: Any) -> Any:
-        """The step with the next batch's tables asked beside it, where there are any."""
-        self._tables: Beside | None = None
-        asked_for = mode != "exact" or bool(options["num_exact"])
-        if asked_for and not knows_next:
+    def _with_lookahead(self, step: Any, has_next: bool, mode: Any, **options: Any) -> Any:
+        """Return a step that also does the table exchange of the next batch, if it has tables."""
+        self._tables: LookaheadStep | None = None
+        needs_next = mode != "exact" or bool(options["num_exact"])
+        if needs_next and not has_next:
             raise ValueError(
-                f"`mode`={mode!r} and its {options} are of a pipeline that trains with "
-                "`depth` > 0: without a batch ahead there is nothing to ask the tables for."
+                f"`mode`={mode!r} and its {options} need a pipeline that trains with "
+                "`depth` > 0: without a batch ahead no rows can be requested from the tables."
             )
-        if not asked_for and not (knows_next and getattr(step, "embeddings", None) is not None):
+        if not needs_next and not (has_next and getattr(step, "embeddings", None) is not None):
             return step
         if not hasattr(step, "ahead"):
             raise ValueError(f"`mode`={mode!r} needs a step of js.make_train_step with tables.")
-        mine = weakref.ref(self)  # a pipeline that nobody holds ends at once
+        self_ref = weakref.ref(self)  # a strong reference would keep the thread alive
 
         def upcoming() -> Prepared | None:
-            pipeline = mine()
+            pipeline = self_ref()
             return None if pipeline is None else pipeline._feed.peek()
 
-        self._tables = Beside(step.ahead(mode, **options), step, upcoming)
+        self._tables = LookaheadStep(step.ahead(mode, **options), step, upcoming)
         return self._tables
 
     def report(self) -> InputPipelineReport:
-        """What the stages took so far.
+        """Return the times of the stages so far.
 
         Returns:
           A `js.InputPipelineReport`.
 
         Communication: none.
         """
-        seconds = 0.0 if self._began is None else self._ended - self._began
+        seconds = 0.0 if self._start is None else self._end - self._start
         return InputPipelineReport(
             stages=tuple(
-                InputStageTimes(c.name, c.count, c.seconds, max(0.0, seconds - c.seconds))
-                for c in self._clocks
+                InputStageTimes(
+                    clock.name, clock.count, clock.seconds, max(0.0, seconds - clock.seconds)
+                )
+                for clock in self._clocks
             ),
             batches=self._clocks[-1].count,
             held=self._feed.num_held,
@@ -282,7 +285,7 @@ class TrainPipeline(Iterator[Any]):
         )
 
     def close(self) -> None:
-        """Ends the thread and lets go of the batches that are held; state and position stay."""
+        """End the thread and drop the batches that are held; state and position stay."""
         self._is_closed = True
         self._feed.close()
 
@@ -298,8 +301,8 @@ class TrainPipeline(Iterator[Any]):
         self.close()
 
 
-def _reads(state: Any) -> Callable[[], Any] | None:
-    """What returns the state of a pipeline that evaluates; None for one that trains."""
+def _state_reader(state: Any) -> Callable[[], Any] | None:
+    """Return a function that returns the state to evaluate; None for a state to train."""
     if isinstance(state, TrainPipeline):
         return lambda: state.state
     # A model that is a tree of arrays may be callable as well.
@@ -316,7 +319,7 @@ def _iterator_of(batches: Iterable[PyTree]) -> Iterator[PyTree]:
 
 
 def check_accumulation(accumulate: Any, partial: Any) -> None:
-    """Raise `ValueError` for what is no number of batches, or no way to end."""
+    """Raise `ValueError` for a wrong number of batches per update, or a wrong `partial`."""
     if as_int(accumulate, 1) is None:
         raise ValueError(
             f"`accumulate` counts batches per update and must be an int >= 1, got {accumulate!r}."

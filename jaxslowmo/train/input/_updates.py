@@ -1,4 +1,4 @@
-"""What a pipeline does with a batch whose turn it is: an update, or an evaluation."""
+"""The use of a batch by a pipeline: as an update of the state, or as an evaluation."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,25 +11,25 @@ from ..._support.types import Phase, PyTree
 from .._train_state import TrainState
 from ..batches import count_here
 from ..step import bounded
-from ._feed import Prepared, of_step
+from ._feed import Prepared, step_method
 
 Partial = Literal["step", "discard", "error"]
 
 
 @dataclass
 class StepResult:
-    """What one step left.
+    """The result of one step.
 
     Attributes:
       step: number of this step in the loop, from 1.
-      state: the state after it. The next step donates its buffers: read it before going on.
-      metrics: stacked per replica, on the devices; reading them waits for the step.
-      phase: what was exchanged, `()` for a local step; see `js.phase_name`.
-      reports: what hooks returned, merged in their order.
-      position: what the `get_state()` of the batches said right after the batch of this step, None
-        where they have none: batches that were loaded ahead are not in it, nor those of an update
-        that is not complete. Save it with the state.
-      is_update: False for a batch whose gradients wait for those of the batches that follow, with
+      state: state after the step. The next step donates its buffers, so read it before that.
+      metrics: arrays on the devices, stacked per replica; reading them waits for the step.
+      phase: what the step exchanged, `()` for a local step; see `js.phase_name`.
+      reports: what the hooks returned, merged in their order.
+      position: what `get_state()` of the batches returned right after the batch of this step; None
+        if they have no `get_state`. It does not include batches that were loaded ahead, or those
+        of an incomplete update. Save it with the state.
+      is_update: False for a batch whose gradients wait for those of the following batches, with
         `js.TrainPipeline(accumulate=...)`; `step` is then the number of the last update.
     """
 
@@ -43,19 +43,20 @@ class StepResult:
 
 
 class Training:
-    """One update per batch, or per `accumulate` of them.
+    """A training run: one update per batch, or per `accumulate` batches.
 
     Batch c = 0, 1, 2, ... begins a window of gradients where c % A == 0 and ends it with an update
     where (c + 1) % A == 0.
 
     Args:
       step: `step(state, batch) -> (state, metrics)`, with a third argument for weights.
-      state: where to start.
-      accumulate: A.
-      partial: what becomes of a window that the batches leave open.
+      state: initial state.
+      accumulate: A, the number of batches per update.
+      partial: what to do with a window that is incomplete when the batches end.
 
     Attributes:
-      partial_update: the update of such a window, since the last batch; None where there was none.
+      partial_update: result of the update that `end` made of an incomplete window, until the next
+        batch; None otherwise.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Training:
     ) -> None:
         self.state, self.position = state, None
         self.partial_update: StepResult | None = None
-        self._step: Any = _of_few(step)
-        self._done = 0
+        self._step: Any = _bounded(step)
+        self._num_updates = 0
         self._next_phase = getattr(step, "next_phase", None)
         self._accumulate, self._partial = accumulate, partial
         self._window: Any = None
         self._collected = 0
-        self._position: Any = None  # of the last batch in the window
+        self._position: Any = None  # the iterator's, after the last batch in the window
         if accumulate > 1 and not (hasattr(step, "collect") and hasattr(step, "apply")):
             raise ValueError(
                 f"`accumulate`={accumulate} needs a step of js.make_train_step, got "
@@ -81,26 +82,26 @@ class Training:
             )
 
     def __call__(self, batch: Prepared) -> StepResult:
-        """The batch into its window, and the update where it is the last one there."""
+        """Add a batch to the window, and update the state if the window is complete."""
         self.partial_update = None
         if self._collected + 1 < self._accumulate:
             return self._collect(batch)
         windowed = {"window": self._window} if self._accumulate > 1 else {}
         phase = self._phase()
-        found = self._step(self.state, *_arguments(batch), **windowed)
-        if not isinstance(found, tuple) or len(found) != 2:
+        result = self._step(self.state, *_arguments(batch), **windowed)
+        if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
                 "`step` must return `(state, metrics)` where `state` is one to train, got "
-                f"{type(found).__name__}; to evaluate, give a pipeline or a function that returns "
+                f"{type(result).__name__}; to evaluate, give a pipeline or a function that returns "
                 "the state."
             )
-        return self._updated(found, phase, batch.position)
+        return self._updated(result, phase, batch.position)
 
     def end(self) -> None:
-        """As `partial` says, of the window that is open.
+        """Treat an incomplete window as `partial` says.
 
         Raises:
-          ValueError: "error" and some batches wait in a window, where they stay.
+          ValueError: `partial="error"` and the window is incomplete; its batches stay in it.
         """
         self.partial_update = None
         if not self._collected:
@@ -112,11 +113,11 @@ class Training:
                 "complete the update."
             )
         if self._partial == "discard":
-            self._forget()
+            self._reset_window()
             return
         phase = self._phase()
-        found = self._step.apply(self.state, self._window)
-        self.partial_update = self._updated(found, phase, self._position)
+        result = self._step.apply(self.state, self._window)
+        self.partial_update = self._updated(result, phase, self._position)
 
     def _collect(self, batch: Prepared) -> StepResult:
         collect: Any = self._step.collect
@@ -129,17 +130,17 @@ class Training:
         self._collected += 1
         self._position = batch.position
         return StepResult(
-            self._done, self.state, metrics, (), position=self.position, is_update=False
+            self._num_updates, self.state, metrics, (), position=self.position, is_update=False
         )
 
-    def _updated(self, found: tuple[PyTree, Any], phase: Phase, position: Any) -> StepResult:
-        self.state, metrics = found
+    def _updated(self, result: tuple[PyTree, Any], phase: Phase, position: Any) -> StepResult:
+        self.state, metrics = result
         self.position = position
-        self._done += 1
-        self._forget()
-        return StepResult(self._done, self.state, metrics, phase, position=position)
+        self._num_updates += 1
+        self._reset_window()
+        return StepResult(self._num_updates, self.state, metrics, phase, position=position)
 
-    def _forget(self) -> None:
+    def _reset_window(self) -> None:
         self._window, self._collected, self._position = None, 0, None
 
     def _phase(self) -> Phase:
@@ -147,58 +148,58 @@ class Training:
 
 
 class Evaluation:
-    """`step` of each batch, with the state of another pipeline as it is then.
+    """An evaluation of each batch with the current state of another pipeline.
 
     Args:
       step: `step(state, batch) -> anything`, with a third argument for weights.
-      read: returns the state.
+      read: function that returns the current state.
     """
 
     def __init__(self, step: Callable[..., Any], read: Callable[[], PyTree]) -> None:
-        self._step, self._read, self.position = _of_few(step), read, None
+        self._step, self._read, self.position = _bounded(step), read, None
 
     @property
     def state(self) -> PyTree:
-        """As it is now."""
+        """The current state."""
         return self._read()
 
     def __call__(self, batch: Prepared) -> Any:
-        """What the step returns."""
-        found = self._step(self.state, *_arguments(batch))
+        """Return the step's result for a batch."""
+        result = self._step(self.state, *_arguments(batch))
         self.position = batch.position
-        return found
+        return result
 
     def end(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: an evaluation has no window."""
 
 
 def _arguments(batch: Prepared) -> tuple[Any, ...]:
     return (batch.batch,) if batch.weight is None else (batch.batch, batch.weight)
 
 
-def _of_few(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of which few are unfinished at once: those of `make_train_step` see to it."""
-    return step if of_step(step, "place") else bounded(step)
+def _bounded(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that limits how many calls run at once; a `TrainStep` does so by itself."""
+    return step if step_method(step, "place") else bounded(step)
 
 
-_KEPT = 32  # counts of so many steps are left on the devices
+_MAX_COUNTS = 32  # steps whose counts stay on the devices, so that reading them does not wait
 
 
-class Beside:
-    """Calls a step and hands it the batch that comes next; has the step's attributes.
+class LookaheadStep:
+    """A step that also does the table exchange of the next batch; has the step's attributes.
 
     Args:
-      ahead: `step.ahead(...)`.
-      step: of `js.make_train_step`, with tables.
-      upcoming: returns the batch after the one that is used, None where there is none.
+      ahead: what `step.ahead(...)` returned.
+      step: step of `js.make_train_step`, with embedding tables.
+      upcoming: function that returns the batch after the one in use; None if there is none.
     """
 
     def __init__(self, ahead: Any, step: Any, upcoming: Callable[[], Prepared | None]) -> None:
         self._ahead, self._step, self._upcoming = ahead, step, upcoming
-        self._asked: Any = None
-        self._asked_for: PyTree = None
+        self._requested: Any = None
+        self._requested_batch: PyTree = None
         self._counts: deque[dict[str, Any]] = deque()
-        self._resent = self._needed = 0
+        self._num_resent = self._num_requested = 0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_step" not in self.__dict__:
@@ -208,33 +209,37 @@ class Beside:
     def __call__(
         self, state: PyTree, batch: PyTree, weight: Any = None, **options: Any
     ) -> tuple[PyTree, Any]:
-        """`step`, and beside it what the next batch asks for."""
-        asked = self._asked if self._asked_for is batch else self._ahead.prime(state, batch)
-        found = self._upcoming()
-        upcoming = None if found is None else found.batch
-        done, metrics, self._asked = self._ahead(state, batch, asked, upcoming, weight, **options)
-        self._asked_for = upcoming
+        """Run `step`, and at the same time the table requests of the next batch."""
+        requested = (
+            self._requested if self._requested_batch is batch else self._ahead.prime(state, batch)
+        )
+        prepared = self._upcoming()
+        upcoming = None if prepared is None else prepared.batch
+        new_state, metrics, self._requested = self._ahead(
+            state, batch, requested, upcoming, weight, **options
+        )
+        self._requested_batch = upcoming
         self._counts.append({n: x for n, x in metrics.items() if n.startswith("embeddings/")})
-        self._read(_KEPT)
-        return done, metrics
+        self._read(_MAX_COUNTS)
+        return new_state, metrics
 
     def collect(self, *args: Any, **options: Any) -> tuple[PyTree, Any]:
-        """`step.collect`, likewise."""
+        """Run `step.collect`, and at the same time the table requests of the next batch."""
         return self(*args, collect=True, **options)
 
     @property
     def resent_share(self) -> float | None:
-        """Of the rows that were asked for, the part that was sent again; None where none can be."""
+        """The fraction of the requested rows that were sent again; None unless `mode="patched"`."""
         self._read(0)
-        if self._ahead.mode != "patched" or not self._needed:
+        if self._ahead.mode != "patched" or not self._num_requested:
             return None
-        return self._resent / self._needed
+        return self._num_resent / self._num_requested
 
-    def _read(self, kept: int) -> None:
-        """Add up the counts of the oldest steps, which have ended or are waited for."""
-        while len(self._counts) > kept:
+    def _read(self, num_kept: int) -> None:
+        """Add up the counts of all but the last `num_kept` steps, and wait for those."""
+        while len(self._counts) > num_kept:
             for name, count in self._counts.popleft().items():
                 if name.endswith("/resent"):
-                    self._resent += count_here(count)
+                    self._num_resent += count_here(count)
                 elif name.endswith("/asked"):
-                    self._needed += count_here(count)
+                    self._num_requested += count_here(count)

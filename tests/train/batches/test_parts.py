@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.batches._placing import own_parts, parts_given
+from jaxslowmo.train.batches._placing import num_parts_in, own_parts
 from support.pairs import two_processes
 
 pytestmark = pytest.mark.xdist_group("parts")  # they share two processes
@@ -18,7 +18,7 @@ def test_one_process_has_all_parts(mesh_of):
         assert own_parts(where, ("replica", "device")) == (0, 1, 2, 3)
         assert own_parts(where, ("replica",)) == (0, 1)
         for host_batch in ("local", "global"):
-            assert parts_given(np.ones(8), where, ("replica", "device"), host_batch) == 4
+            assert num_parts_in(np.ones(8), where, ("replica", "device"), host_batch) == 4
 
 
 # Two processes with two devices each: 0 and 1 are the first's.

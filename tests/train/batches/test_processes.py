@@ -152,12 +152,12 @@ def test_both_say_the_same_line(said, name, wanted):
 def test_one_that_is_late_is_not_waited_for_without_end(said):
     (of_first,), (of_late,) = (process["late"] for process in said)
     assert of_first == of_late
-    assert of_first.startswith("`batch`: process 1 did not tell within 0.5 s")
+    assert of_first.startswith("`batch`: process 1 did not report within 0.5 s")
 
 
 def test_a_shape_that_only_one_has_is_told(said):
     first, second = (process["one has that shape"] for process in said)
     early, late = first
     assert re.match("`batch`: in step 2 .* another shape .* process 1 .* none within 0.1 s", early)
-    assert "process 1 did not tell within 0.5 s" in late
+    assert "process 1 did not report within 0.5 s" in late
     assert second == []
