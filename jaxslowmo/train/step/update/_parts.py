@@ -132,7 +132,7 @@ class StepParts:
         independent = self._is_independent(state, reduced)
         updates, optimizer_state, rate = self._optimized(state, reduced, gathered, independent)
         check_reduced(updates, self.inner_axes)
-        # An idle replica does not update its tables: it gets the others' by their exchange.
+        # An idle replica does not update its tables: if there is an exchange, it brings them.
         active = (
             weight > 0 if weight is not None and (self.sync is not None or independent) else None
         )
