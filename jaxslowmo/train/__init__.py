@@ -1,4 +1,4 @@
-"""The training system around the transforms: state, step, loop, hooks."""
+"""Training with the transforms of this library: state, step, loop and hooks."""
 
 from ._hyperparams import set_hyperparams as set_hyperparams
 from ._loop import Evaluate as Evaluate

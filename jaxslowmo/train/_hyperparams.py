@@ -1,4 +1,4 @@
-"""Rates and other hyperparameters that are changed from outside, between steps."""
+"""Set learning rates and other hyperparameters of a state between steps."""
 
 from typing import Any, TypeVar
 
@@ -13,28 +13,31 @@ _State = TypeVar("_State")
 
 
 def set_hyperparams(state: _State, **values: Any) -> _State:
-    """A state with other hyperparameters, such as the learning rate, from the next update on.
+    """Return the state with other hyperparameters, such as the learning rate.
 
-    They stand in the state of an `optax.inject_hyperparams` optimizer, one per replica:
+    They apply from the next update on. They must be in the state of an
+    `optax.inject_hyperparams` optimizer, one per replica:
 
         optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
         ...
         state = js.set_hyperparams(state, learning_rate=0.01)
 
-    `js.slowmo(learning_rate="optimizer")` follows. No program is compiled again.
+    `js.slowmo(learning_rate="optimizer")` uses the new rate, too. No program is compiled again.
 
     Args:
-      state: a `TrainState`, or the stacked state of a chain in a loop of one's own.
-      **values: by name: a number, for all replicas, or an array (replicas,). For a hyperparameter
-        that is an array, one of its shape, for all or with a leading axis of replicas.
+      state: a `TrainState`, or the stacked state of a chain in your own loop.
+      **values: the new value of each hyperparameter, by name: a number for all replicas, or an
+        array (replicas,). A hyperparameter that is an array takes an array of its shape, for all
+        replicas, or one with a leading axis of replicas.
 
     Returns:
-      The state with these values, in the dtype that they had and where they were; all else is as in
-      `state`, not copied.
+      The state with these values, in the dtype and placement of the old ones; everything else is as
+      in `state` and not copied.
 
     Raises:
-      ValueError: a name that no `optax.inject_hyperparams` state has, or several; one that was
-        given as a schedule, which decides in every update; no number, or an array of another shape.
+      ValueError: no `optax.inject_hyperparams` state has the name, or several have it; it is a
+        schedule, which computes the value in every update; the value is no number, or an array of
+        another shape.
 
     Communication: none.
     """
@@ -44,13 +47,13 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
     def changed(x: Any) -> Any:
         if not is_injected(x):
             return x
-        given = {
+        new_values = {
             name: spread(value, jnp.result_type(old), x.count, _shape(x, old))
             for name, value in values.items()
             if (old := x.hyperparams.get(name)) is not None
         }
         return x._replace(
-            hyperparams={**x.hyperparams, **given}, inner_state=everywhere(x.inner_state)
+            hyperparams={**x.hyperparams, **new_values}, inner_state=everywhere(x.inner_state)
         )
 
     def everywhere(tree: PyTree) -> Any:
@@ -60,7 +63,7 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
 
 
 def is_injected(x: Any) -> bool:
-    """Whether this is a state of `optax.inject_hyperparams`."""
+    """Return whether `x` is a state of `optax.inject_hyperparams`."""
     fields = getattr(type(x), "_fields", ())
     return {"count", "hyperparams", "inner_state"} <= set(fields)
 
@@ -69,24 +72,24 @@ _Path = tuple[Any, ...]
 
 
 def _places(tree: PyTree) -> list[tuple[_Path, Any]]:
-    """All such states with the keys that lead to them, those inside of others too."""
-    found: list[tuple[_Path, Any]] = []
+    """Return the path and the state of each `optax.inject_hyperparams`, nested ones included."""
+    states: list[tuple[_Path, Any]] = []
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_injected)[0]:
         if is_injected(x):
             inner = jax.tree_util.GetAttrKey("inner_state")
-            found.append((path, x))
-            found.extend(((*path, inner, *more), y) for more, y in _places(x.inner_state))
-    return found
+            states.append((path, x))
+            states.extend(((*path, inner, *more), y) for more, y in _places(x.inner_state))
+    return states
 
 
 def _check(state: PyTree, name: str, value: Any) -> None:
     every = [x for _, x in _places(state)]
     owners = [x for x in every if name in x.hyperparams]
     if len(owners) != 1:
-        known = sorted({n for x in every for n in x.hyperparams})
-        has = f"they have {', '.join(known)}" if known else "there is none"
+        names = sorted({n for x in every for n in x.hyperparams})
+        has = f"they have {', '.join(names)}" if names else "there is none"
         raise ValueError(
-            f"set_hyperparams: `{name}` must stand in the state of one `optax.inject_hyperparams` "
+            f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams` "
             f"optimizer, found in {len(owners) or 'none'}; {has}. Of several, assign to the one "
             f'that is meant: `state.opt_state[...].hyperparams["{name}"] = value`.'
         )
@@ -97,8 +100,8 @@ def _check(state: PyTree, name: str, value: Any) -> None:
             "make the optimizer with a number, and set it between steps."
         )
     if not isinstance(value, Tracer):
-        given = np.asarray(value).dtype  # of None it is object, which would become NaN
-        if not (jnp.issubdtype(given, jnp.number) or given == np.bool_):
+        dtype = np.asarray(value).dtype  # None has dtype object, and would become NaN
+        if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
             raise ValueError(f"set_hyperparams: `{name}` must be a number, got {value!r}.")
     whole, one = _shape(owner, owner.hyperparams[name]), np.ndim(owner.count)
     if np.shape(value) not in {(), whole, whole[one:]}:
@@ -110,38 +113,39 @@ def _check(state: PyTree, name: str, value: Any) -> None:
 
 
 def _shape(owner: Any, old: Any) -> tuple[int, ...]:
-    """Of a hyperparameter of all replicas; `old` may be a number that was assigned."""
+    """Return the stacked shape of a hyperparameter; `old` may be a number that was assigned."""
     return max(np.shape(old), np.shape(owner.count), key=len)
 
 
 def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A hyperparameter of all replicas, placed like their counters.
+    """Return a hyperparameter for all replicas, placed like their counters.
 
     Args:
       value: a number or an array, for all replicas or one for each.
-      dtype: of the result.
-      count: () in an unstacked state, or (replicas,).
-      shape: of the result, that of `count` and more.
+      dtype: dtype of the result.
+      count: the counter of the same state: () if unstacked, else (replicas,).
+      shape: shape of the result; begins with that of `count`.
 
     Communication: none.
     """
     if isinstance(value, Tracer) or isinstance(count, Tracer):
         return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
     full = np.broadcast_to(np.asarray(value, dtype), shape)
-    if not count.committed:  # what is would be another type of argument to the step
+    # To jit, a committed array is another type of argument: the step would compile again.
+    if not count.committed:
         return jax.device_put(full)
-    # Each process makes its own part: others are not asked whether theirs is equal.
+    # Each process makes its own part. `device_put` would compare the values between processes.
     return jax.make_array_from_callback(shape, count.sharding, lambda index: full[index])
 
 
 NumberPlaces = list[tuple[_Path, dict[str, Any]]]
-"""Where hyperparameters stand in a state, with their dtypes by name."""
+"""Paths of the `optax.inject_hyperparams` states, with their hyperparameters' dtypes by name."""
 
 
 def number_places(state: PyTree) -> NumberPlaces:
-    """Return where someone may assign plain numbers to hyperparameters of a state.
+    """Return the places in a state where a user may assign plain numbers to hyperparameters.
 
-    A step notes that once, and then looks at these places alone.
+    A step computes them once, and later looks at these places only.
     """
     return [
         (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
@@ -150,7 +154,7 @@ def number_places(state: PyTree) -> NumberPlaces:
 
 
 def replace_numbers(state: PyTree, places: NumberPlaces) -> None:
-    """Spread plain numbers in `state` over the replicas, where they stand."""
+    """Replace plain numbers in `state` by arrays over the replicas, in place."""
     for path, dtypes in places:
         owner = _at(state, path)
         for name, value in owner.hyperparams.items():

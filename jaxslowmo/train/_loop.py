@@ -20,7 +20,7 @@ from .input import Partial, StepResult, TrainPipeline, at_most, check_accumulati
 
 
 class Hook(Protocol):
-    """Something that happens every few steps.
+    """A callable that the loop calls after some of its steps.
 
     Attributes:
       every: an int k (steps k, 2k, ...) or a `js.every` schedule.
@@ -28,75 +28,77 @@ class Hook(Protocol):
 
     @property
     def every(self) -> int | Every:
-        """When it is due."""
+        """The steps after which the hook is called."""
         ...
 
     def __call__(self, result: StepResult) -> Mapping[str, Any] | None:
-        """Called after a due step; a returned mapping is merged into `result.reports`."""
+        """Act on a step's result; a returned mapping is merged into `result.reports`."""
         ...
 
 
 def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]:
-    """Metrics averaged over replicas on the host; waits for them.
+    """Wait for a step's metrics and return their means over the replicas.
 
-    Where the step was given weights, they are in the metrics and the averages are weighted;
+    If the metrics hold "weight", since the step was called with weights, the means are weighted;
     replicas of weight 0 are left out.
 
     Args:
       metrics: arrays `(replicas, *s)` of floats, integers or booleans, as a step returns them.
 
     Returns:
-      The mean over this process's replicas of each metric: a float where s is (), else a NumPy
-      array of shape s, float64.
+      The mean of each metric over the replicas of this process: a float if s is (), else a float64
+      NumPy array of shape s.
 
     Raises:
-      ValueError: a metric of which other processes hold a part of every replica.
+      ValueError: a metric is split inside replicas over several processes.
 
     Communication: none between replicas; device to host.
     """
     weights = metrics.get("weight")
-    given = None if weights is None or weights.ndim != 1 else _of_replicas("weight", weights)
+    local_weights = None
+    if weights is not None and weights.ndim == 1:
+        local_weights = _local_replicas("weight", weights)
     means: dict[str, float | np.ndarray] = {}
     for name, value in metrics.items():
-        each = _of_replicas(name, value)
+        each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
-        # A replica without data reports zeros; if all here have none, so does the mean.
-        if name != "weight" and given is not None and given.any():
-            used = given > 0
-            mean = np.tensordot(given[used] / given.sum(), each[used], axes=1)
+        # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
+        if name != "weight" and local_weights is not None and local_weights.any():
+            used = local_weights > 0
+            mean = np.tensordot(local_weights[used] / local_weights.sum(), each[used], axes=1)
         means[name] = mean if mean.ndim else float(mean)
     return means
 
 
-def _of_replicas(name: str, value: jax.Array) -> np.ndarray:
-    """What the replicas of this process hold, in their order: `(replicas here, *s)`."""
-    # Without copies of one block on several devices.
+def _local_replicas(name: str, value: jax.Array) -> np.ndarray:
+    """Return the values of this process's replicas, in their order: `(local replicas, *s)`."""
+    # One shard per block: several devices may hold copies of it.
     shards = list({str(shard.index): shard for shard in value.addressable_shards}.values())
     blocks = [s.index[0].indices(value.shape[0]) for s in shards]
-    here = sorted({row for block in blocks for row in range(*block)})
-    found = np.empty((len(here), *value.shape[1:]), np.float64)
+    replicas = sorted({row for block in blocks for row in range(*block)})
+    values = np.empty((len(replicas), *value.shape[1:]), np.float64)
     for shard, block in zip(shards, blocks, strict=True):
-        rows = slice(here.index(block[0]), here.index(block[0]) + len(range(*block)))
-        found[rows, *shard.index[1:]] = shard.data
-    if found.size != sum(shard.data.size for shard in shards):
+        first = replicas.index(block[0])
+        values[first : first + len(range(*block)), *shard.index[1:]] = shard.data
+    if values.size != sum(shard.data.size for shard in shards):
         raise ValueError(
             f"host_mean: `metrics` must hold whole replicas on each process, and {name!r} is split "
             f"inside them, {value.sharding}."
         )
-    return found
+    return values
 
 
 class Log:
-    """Hook that writes the step's metrics, averaged over replicas, and earlier hooks' reports.
+    """A hook that writes the step's metrics, averaged over replicas, and earlier hooks' reports.
 
     Args:
-      write: called with one flat dict: step, metrics as of `js.host_mean`, reports. So metrics of
-        one number per replica are floats and others NumPy arrays.
+      write: function called with one flat dict: step, metrics as `js.host_mean` returns them, and
+        reports. A metric of one number per replica is a float, others are NumPy arrays.
       every: period in steps, or a schedule.
     """
 
     def __init__(self, write: Callable[[dict[str, Any]], None], *, every: int | Every = 10) -> None:
-        as_schedule(every, "every")  # refuses what is no period
+        as_schedule(every, "every")  # raises unless it is a period
         self.every = every
         self._write = write
 
@@ -106,20 +108,20 @@ class Log:
 
 
 class Evaluate:
-    """Hook that evaluates the consensus model: the mean of the replicas.
+    """A hook that evaluates the consensus model: the mean of the replicas.
 
     Args:
-      evaluate: `evaluate(params, model_state) -> dict`, given one averaged copy of each.
+      evaluate: `evaluate(params, model_state) -> dict`, called with one averaged copy of each.
       mesh: the step's mesh.
       axis_name: the replica axis.
       every: period in steps, or a schedule.
-      sync: the step's transform, `step.sync`, where it is one of your own whose `shares` say how
-        replicas count. None: gossip of ours weighs its replicas and counts what is in flight, as
-        `step.consensus` does; of all else it is the plain mean.
-      whole: as `js.consensus` takes it.
+      sync: the step's transform, `step.sync`, needed if it is your own and its `shares` define the
+        weights of replicas. With None, the gossip algorithms of this library weight replicas and
+        count parameters in flight, as `step.consensus` does; for all others it is the plain mean.
+      whole: the argument `whole` of `js.consensus`.
 
     Communication: one all-reduce of parameters and model state over `axis_name` per evaluation,
-      where replicas weigh one of 4 bytes besides (not counted in the step's report).
+      and one of 4 bytes if replicas are weighted (not counted in the step's report).
     """
 
     def __init__(
@@ -132,13 +134,13 @@ class Evaluate:
         sync: ParameterTransform | None = None,
         whole: bool = True,
     ) -> None:
-        as_schedule(every, "every")  # refuses what is no period
+        as_schedule(every, "every")  # raises unless it is a period
         self.every = every
         self._evaluate, self._mesh, self._axis_name = evaluate, mesh, axis_name
         self._sync, self._whole = sync, whole
 
     def __call__(self, result: StepResult) -> Mapping[str, Any]:
-        """Evaluate the consensus of the state after this step."""
+        """Return the evaluation of the consensus of the state after this step."""
         state = result.state
         mean = functools.partial(
             consensus, mesh=self._mesh, axis_name=self._axis_name, whole=self._whole
@@ -150,20 +152,20 @@ class Evaluate:
         return self._evaluate(mean(state.params, shares=shares), mean(state.model_state))
 
 
-_PREFETCH = 2  # where nobody can tell
+_PREFETCH = 2  # default for iterables that only the loop iterates over
 
 
 class LoopStep(Protocol):
-    """What the loop needs of a step: a `TrainStep`, or what stands in its place."""
+    """A `TrainStep`, or another object with the methods that the loop calls."""
 
     def next_phase(self, state: TrainState) -> Phase:
-        """What the next update exchanges beside gradients."""
+        """Return the phase of the next update: the exchanges due in it, other than of gradients."""
         ...
 
     def __call__(
         self, state: TrainState, batch: PyTree, weight: Any = None
     ) -> tuple[TrainState, Any]:
-        """One update: the new state and metrics."""
+        """Run one update; return the new state and metrics."""
         ...
 
 
@@ -179,36 +181,37 @@ def train_loop(
     accumulate: int = 1,
     partial: Partial = "step",
 ) -> Iterator[StepResult]:
-    """Run steps and yield after each; hooks run first.
+    """Yield the result of each training step, after the hooks have run.
 
     Args:
-      step: made by `js.make_train_step`, or such a one in `js.measured`. Or a `js.TrainPipeline`
-        that trains, which has state and batches and goes on from where it is.
-      state: where to start; its buffers are donated if the step does so.
+      step: a step of `js.make_train_step`, also wrapped by `js.measured`; or a `js.TrainPipeline`
+        that trains. A pipeline has its own state and batches, and continues from its position.
+      state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.uneven_batches(...)`.
-      num_steps: at which step to end; None goes on until `batches` ends.
-      hooks: each is called with the `StepResult` when its `every` is due, in order; a dict that it
+      num_steps: the number of the last step; None continues until `batches` ends.
+      hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
-      start: steps that were done before, where a run is resumed: the next is `start + 1`.
-      prefetch: batches that a thread loads, and that are put on the devices, ahead of their steps
-        (`js.TrainPipeline`); never more than `num_steps` needs. 0: each is loaded when its step is
-        next. None: 0 for an iterator, such as a generator, since the caller may read its position
-        (`get_state()`) or go on with it; 2 for what the loop makes an iterator of, such as a list
-        or a loader, of which nobody else takes batches. With `result.position` in place of
-        `get_state()` an iterator can be given 2, too.
-      accumulate: so many batches make one step, of the mean of their gradients, and its metrics are
-        their means; see `js.TrainPipeline`. (`js.make_train_step(accumulate=)` splits each batch.)
-      partial: what becomes of fewer batches at the end: `"step"`, `"discard"` or `"error"`.
+      start: number of steps done before, in a run that is resumed: the next is `start + 1`.
+      prefetch: number of batches that a thread loads and places on the devices ahead of their steps
+        (`js.TrainPipeline`); never more than `num_steps` needs. 0 loads each batch when its step is
+        next. None (the default) means 0 for an iterator, such as a generator, since the caller may
+        read its position (`get_state()`) or continue to use it; and 2 for other iterables, such as
+        a list or a loader, whose iterator only the loop uses. 2 is safe for an iterator, too, if
+        you read `result.position` in place of `get_state()`.
+      accumulate: number of batches per step. The step uses the mean of their gradients, and its
+        metrics are their means; see `js.TrainPipeline`. (`js.make_train_step(accumulate=)` splits
+        each batch.)
+      partial: treatment of fewer batches at the end: `"step"`, `"discard"` or `"error"`.
 
     Yields:
       A `StepResult` per step, also of a pipeline that accumulates. Stopping early (`break`) is safe
-      at any step; batches that were loaded ahead are dropped then, but for those of a pipeline.
+      at any step; it drops batches that were loaded ahead, except those of a pipeline.
 
     Raises:
-      ValueError: num_steps < 0, start < 0, prefetch < 0, a hook without `every`, a pipeline that
-        evaluates, or beside a state, batches, prefetch or accumulate; no state or batches;
+      ValueError: num_steps < 0, start < 0, prefetch < 0; a hook without `every`; a pipeline that
+        evaluates, or one together with state, batches, prefetch or accumulate; no state or batches;
         `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step; ids
-        that are in no table, by `step.refuse_ids`, also behind the last step.
+        that are in no table, by `step.refuse_ids`, also after the last step.
 
     Communication: the step's; hooks state their own.
 
@@ -226,8 +229,8 @@ def train_loop(
                 f"every=10), got {what} without one: give it one, or call it in the loop's body."
             )
     if isinstance(step, TrainPipeline):
-        given = any(x is not None for x in (state, batches, prefetch)) or accumulate != 1
-        if given or partial != "step":
+        has_others = any(x is not None for x in (state, batches, prefetch)) or accumulate != 1
+        if has_others or partial != "step":
             raise ValueError(
                 "`step` is a js.TrainPipeline, which has a state, batches, a depth and how many "
                 "batches it accumulates: leave `state`, `batches`, `prefetch`, `accumulate` and "
@@ -289,23 +292,23 @@ def _run(
 
 
 def _next_update(pipeline: TrainPipeline) -> StepResult | None:
-    """The result of the next update, with the means of metrics over its batches."""
-    seen: list[dict[str, jax.Array]] = []
+    """Return the result of the next update, with the means of metrics over its batches."""
+    metrics: list[dict[str, jax.Array]] = []
     for result in pipeline:
-        seen.append(result.metrics)
+        metrics.append(result.metrics)
         if result.is_update:
-            result.metrics = seen[0] if len(seen) == 1 else _means(seen)
+            result.metrics = metrics[0] if len(metrics) == 1 else _means(metrics)
             return result
     return pipeline.partial_update
 
 
 @jax.jit
 def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Return each replica's means of the metrics of batches, weighted where these have weights.
+    """Return each replica's mean of the metrics over batches, weighted if batches have weights.
 
     They are in at least float32; "weight" is the sum of the weights, and a replica that was idle in
-    all has zeros. What the last batch alone tells is of the update that it made, such as the loss
-    scale, and stays as it is.
+    all batches has zeros. Metrics that only the last batch has, such as the loss scale, describe
+    the update and are returned unchanged.
     """
     count = len(batches)
     weights = [batch["weight"] for batch in batches] if "weight" in batches[0] else None
@@ -314,7 +317,7 @@ def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         values = [batch[name].astype(at_least_float32(batch[name].dtype)) for batch in batches]
         if weights is None:
             return sum(values[1:], values[0]) / count
-        # An idle replica's metrics are zeros.
+        # An idle replica's metrics are zeros, so it adds nothing.
         shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
         total, *rest = (w * x for w, x in zip(shares, values, strict=True))
         whole = sum(shares[1:], shares[0])

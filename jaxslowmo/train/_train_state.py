@@ -1,8 +1,8 @@
-"""Everything that a run is, and PRNG keys that a model keeps as pairs of uint32.
+"""The state of a run, and the conversion of raw PRNG keys (uint32 pairs) to typed ones.
 
-Keras and `jax.random.PRNGKey` make such pairs. In a state they are typed keys: the type tells that
-each replica and device must have its own, that none is averaged, and what a checkpoint hands to
-other replicas.
+Keras and `jax.random.PRNGKey` make raw keys. A state holds typed keys instead. By their type the
+step knows that each replica and device needs a key of its own and that keys are never averaged,
+and a checkpoint knows what to give to other replicas.
 """
 
 import functools
@@ -21,11 +21,11 @@ from ..tracing import FullLoss
 from ..transform import init
 from ..tree import leaf_names
 
-_IMPL = "threefry2x32"  # the one whose keys are two numbers, whatever the default is
+_IMPL = "threefry2x32"  # its keys are two numbers, whatever jax's default implementation is
 
 
 def looks_like_raw_key(x: Any) -> bool:
-    """Return whether `x` has the dtype and the shape, one replica's, of a key without a type."""
+    """Return whether one replica's `x` has the dtype and shape of a raw key: uint32, (2,)."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
@@ -45,18 +45,18 @@ def refuse_raw_keys(model_state: PyTree) -> None:
     if names := stacked_raw_keys(model_state):
         raise ValueError(
             "`state`: with `raw_keys`=True keys in its `model_state` must be typed, and "
-            f"{names[0]} is uint32[2] for each replica, with which all replicas draw alike: make "
+            f"{names[0]} is uint32[2] for each replica, so all replicas draw the same: make "
             "the state with step.init of this step."
         )
 
 
 def with_raw_keys(loss: FullLoss) -> FullLoss:
-    """Return a loss function of typed keys in its model state, from one of pairs of uint32."""
+    """Return a loss function with typed keys in its model state, from one that uses raw keys."""
 
     def typed_loss(params: PyTree, batch: PyTree, *, model_state: PyTree, **extra: Any) -> Any:
         raw = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, model_state)
         value, (metrics, new) = loss(params, batch, model_state=raw, **extra)
-        if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step says what is wrong
+        if jax.tree.structure(new) == jax.tree.structure(raw):  # else the step raises an error
             leaves = zip(leaf_names(new), *map(jax.tree.leaves, (new, model_state)), strict=True)
             new = jax.tree.structure(new).unflatten([_as_before(*leaf) for leaf in leaves])
         return value, (metrics, new)
@@ -65,7 +65,7 @@ def with_raw_keys(loss: FullLoss) -> FullLoss:
 
 
 def _as_before(name: str, x: Any, old: Any) -> Any:
-    """Return `x`, as a typed key where `old` is one; raise `ValueError` where it is none."""
+    """Return `x`, as a typed key if `old` is one; raise `ValueError` if `x` cannot be one."""
     if not _is_key(old) or (isinstance(x, jax.Array) and _is_key(x)):
         return x
     if not looks_like_raw_key(x):
@@ -86,14 +86,14 @@ def _is_key(x: Any) -> bool:
 
 
 class StateLayout(NamedTuple):
-    """How parameters lie inside a replica.
+    """The layout of the parameters inside a replica: how leaves are sharded over its axes.
 
     Attributes:
-      axes: those over which some leaf is sharded; the compiler handles them.
-      specs: a `PartitionSpec` per leaf over these axes; None where there are none.
-      key: what tells layouts apart.
-      inner_axes: axes inside a replica between whose devices its batch is split.
-      data_axes: all axes over which a batch is split, replicas first.
+      axes: the axes over which some leaf is sharded; the compiler handles them.
+      specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
+      key: a hashable form of `specs`; two layouts with equal keys are equal.
+      inner_axes: axes inside a replica over which its batch is split.
+      data_axes: all axes over which a batch is split, replica axes first.
     """
 
     axes: frozenset[str]
@@ -104,14 +104,14 @@ class StateLayout(NamedTuple):
 
 
 class KnownLayout(NamedTuple):
-    """Where the state that a step returned lies, so that the next step need not look at its leaves.
+    """The layout of a state that a step returned; with it the next step need not read the leaves.
 
     Attributes:
-      mesh: of the step.
-      axis_name: of the step.
-      layout: of the parameters.
+      mesh: the step's mesh.
+      axis_name: the step's replica axis.
+      layout: layout of the parameters.
       shards: a `PartitionSpec` per leaf of the parameters (or a prefix of the tree), by which
-        `sync` has cut what it keeps in shards; None: it has not.
+        `sync` has sharded its own state; None if it is not sharded.
     """
 
     mesh: AnyMesh
@@ -141,12 +141,12 @@ class TrainState(_Fields):
       rng: (replicas,) PRNG keys, different on every replica.
     """
 
-    # Known of this very state, of no copy with other fields: `_replace` makes one without.
+    # Both hold for this object only: a copy by `_replace` may have other fields, and lacks them.
     known_layout: KnownLayout | None = None
-    made_by: Any = None  # a reference to the runner of the step that returned it
+    made_by: Any = None  # a weak reference to the runner of the step that returned this state
 
     def __getstate__(self) -> None:
-        """Copies and pickles hold the fields alone."""
+        """Return None, so that copies and pickles hold the fields alone."""
         return None
 
     @classmethod
@@ -167,10 +167,10 @@ class TrainState(_Fields):
           tx: the whole chain, `step.tx` of a step made by `make_train_step`.
           mesh: mesh with `axis_name`, or a `VirtualMesh`.
           axis_name: the replica axis.
-          model_state: one copy of the model state; None is {}. Typed PRNG keys in it, such as those
-            of nnx.Dropout, become each replica's own; replica 0 keeps those given. Of keys without
-            a type (`jax.random.PRNGKey`) it warns.
-          seed: of the replicas' PRNG keys.
+          model_state: one copy of the model state; None means {}. Typed PRNG keys in it, such as
+            those of nnx.Dropout, are made different on every replica; replica 0 keeps the values
+            passed here. Raw keys (`jax.random.PRNGKey`) cause a warning.
+          seed: seed of the replicas' PRNG keys.
 
         Returns:
           A `TrainState` on the devices of `mesh`; none of its arrays is an alias of `params`.
@@ -195,7 +195,7 @@ def started(
     model_state: PyTree | None,
     seed: int,
 ) -> TrainState:
-    """A state before its first update, of parameters that are stacked already.
+    """Return a state before its first update, from parameters that are stacked already.
 
     Communication: none between replicas.
     """
@@ -212,33 +212,33 @@ def started(
 
 
 def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
-    """Keys in stacked model state as each replica's own: else all would drop the same units."""
+    """Return stacked model state with different keys per replica, else all drop the same units."""
     leaves, structure = jax.tree.flatten(stacked)
-    # What `jax.random.PRNGKey` makes has no type that tells.
+    # A raw key of `jax.random.PRNGKey` cannot be distinguished from other uint32 data: warn only.
     raw = stacked_raw_keys(stacked)
     if raw and leaves[0].shape[0] > 1:
         warn_user(
             f"`model_state`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw alike. With "
+            "the same on all replicas, so that all draw the same. With "
             "js.make_train_step(raw_keys=True), or as keys of jax.random.key or "
             "jax.random.wrap_key_data, they become each replica's own. If it is none, nothing is "
             "wrong."
         )
     places = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if places:
-        own = map_replicas(
+        split_keys = map_replicas(
             lambda keys: own_keys(keys, axis_name),
             mesh=mesh,
             axis_name=axis_name,
             in_roles=("stacked",),
         )
-        for i, keys in zip(places, jax.jit(own)([leaves[i] for i in places]), strict=True):
+        for i, keys in zip(places, jax.jit(split_keys)([leaves[i] for i in places]), strict=True):
             leaves[i] = keys
     return structure.unflatten(leaves)
 
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
-    """A key per replica: the seed's key with the replica's index folded in."""
+    """Return a key per replica: the seed's key with the replica's index folded in."""
     bits = jax.random.key_data(jax.random.key(seed))
     return _keys_fn(mesh, axis_name)(replicate(bits, mesh=mesh, axis_name=axis_name))
 

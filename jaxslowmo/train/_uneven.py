@@ -1,4 +1,4 @@
-"""Batches of replicas that have different amounts of data."""
+"""Batches for replicas that have different amounts of data."""
 
 import contextlib
 import json
@@ -19,17 +19,17 @@ from .batches import from_parts, is_of_processes, own_parts, processes_of, topic
 
 OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
-# A loader may take its time before a first batch.
+# Loading a first batch may take minutes.
 PATIENCE_SECONDS = 1800.0
-_ELSEWHERE = -1  # what a process gathers for replicas of which it has no device
+_ELSEWHERE = -1  # entry for a replica of which this process has no device
 
 
 class WeightedBatch(NamedTuple):
-    """A batch with each replica's weight in it; `js.train_loop` hands both to the step.
+    """A batch and the weights of the replicas; `js.train_loop` passes both to the step.
 
     Attributes:
-      batch: leaves with leading dimension replicas * local batch, replica-major; of all replicas,
-        in several processes as arrays over all of them.
+      batch: leaves with leading dimension replicas * local batch, replica-major, for all replicas;
+        with several processes they are arrays over all processes.
       weight: (replicas,) float32, samples of each replica; 0 for one that has run out.
     """
 
@@ -38,13 +38,14 @@ class WeightedBatch(NamedTuple):
 
 
 class Others:
-    """The processes of a mesh, asked before every batch.
+    """The processes of a mesh, which exchange notes before every batch.
 
-    By notes: an exchange of devices would wait for all steps that were started before.
+    The notes go over the coordinator: an exchange between devices would wait for all steps that
+    were started before.
 
     Args:
-      mesh: of several processes, which make these objects in one order.
-      axes: those of the replicas.
+      mesh: a mesh over several processes. All make these objects in the same order.
+      axes: the replica axes of the mesh.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -52,15 +53,15 @@ class Others:
         self._topic = topic_of("uneven", mesh)
         self._batches = 0
 
-    def known(self, own: np.ndarray) -> np.ndarray:
-        """(processes, *s) int32: what each process knows of its batch, (*s).
+    def gathered(self, local: np.ndarray) -> np.ndarray:
+        """Return the int32 arrays (*s) of all processes, stacked: (processes, *s).
 
         Raises:
-          RuntimeError: another process could not give its batch, or does not answer.
+          RuntimeError: another process could not load its batch, or does not answer.
 
         Communication: that of `gather_notes`.
         """
-        notes = [json.loads(note) for note in self._gather(json.dumps(own.tolist()))]
+        notes = [json.loads(note) for note in self._gather(json.dumps(local.tolist()))]
         for process, note in zip(self._processes, notes, strict=True):
             if isinstance(note, str):
                 raise RuntimeError(
@@ -69,15 +70,15 @@ class Others:
         return np.array(notes, np.int32)
 
     def placed(self, x: Any) -> jax.Array:
-        """The array over all processes of which this one gives its replicas' part."""
+        """Return the array over all processes; `x` is the part of this process's replicas."""
         return from_parts(x, self._mesh, self._axes)
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the others that this process has no batch to give, as soon as they ask.
+        """Tell the other processes that this one failed to load its batch.
 
         Communication: that of `gather_notes`.
         """
-        with contextlib.suppress(RuntimeError):  # `error` is what will be raised
+        with contextlib.suppress(RuntimeError):  # the caller raises `error`, which matters more
             self._gather(json.dumps(f"{type(error).__name__}: {error}"[:300]))
 
     def _gather(self, text: str) -> list[str]:
@@ -91,7 +92,7 @@ class Others:
                 f"{PATIENCE_SECONDS:g} s."
             ) from error
         if jax.process_index() == self._processes[0]:
-            # Who has told of this batch has read what was told of the last one.
+            # Processes that sent a note for this batch have read the notes for the one before.
             forget(f"{self._topic}/{self._batches - 1}")
         return notes
 
@@ -103,55 +104,58 @@ def uneven_batches(
     axis_name: AxisName = "replica",
     on_exhausted: OnExhausted = "follow",
 ) -> Iterator[WeightedBatch]:
-    """Join the batches of replicas of which some have fewer than others.
+    """Join the batches of replicas, of which some have fewer batches than others.
 
-    Goes on until the last replica has run out. One that has run out earlier repeats its last batch
-    with weight 0, so it computes along, adds nothing and ends with the same parameters (torch's
-    `Join`):
+    The iterator ends when all replicas have run out. A replica that runs out earlier repeats its
+    last batch with weight 0: it computes along, contributes nothing and ends with the same
+    parameters as the others (like torch's `Join`):
 
         for result in js.train_loop(step, state, js.uneven_batches(shares, mesh=mesh)): ...
 
     Args:
-      shares: for each replica of which this process has devices, its batches: trees of arrays
-        (samples, ...) of the same shapes throughout. One may be empty, if another of this process
-        is not. Processes that share a replica give the same batches for it, all of its samples.
+      shares: the batches of each replica of which this process has devices: trees of arrays
+        (samples, ...), all of the same shapes. One share may be empty, if another of this process
+        is not. Processes that share a replica pass the same batches for it, with all its samples.
       mesh: the step's mesh.
       axis_name: the replica axis.
-      on_exhausted: `"follow"`, or `"raise"` when one replica runs out before another.
+      on_exhausted: `"follow"` (the default) as above; `"raise"` raises an error when one replica
+        runs out before another.
 
     Yields:
-      A `WeightedBatch`: weight is the number of samples of each replica. In several processes both
-      are arrays over all of them, which a step takes as they are, whatever its `host_batch`.
+      A `WeightedBatch`: weight is the number of samples of each replica. With several processes
+      both are arrays over all processes, which any step accepts, whatever its `host_batch`.
 
     Raises:
-      ValueError: another number of shares than replicas here, another `on_exhausted`; on all
-        processes: shapes or structures that differ between batches, no batch at all, a replica for
-        which the processes that share it give different numbers of samples.
-      RuntimeError: `on_exhausted="raise"` and some replicas have run out; says which. On the other
-        processes, where the shares of one raise an error: says which and what; or where one has not
-        given its batch for half an hour.
+      ValueError: the number of shares differs from the number of replicas in this process, or
+        another `on_exhausted`; on all processes: shapes or structures that differ between batches,
+        no batch at all, different numbers of samples from processes that share a replica.
+      RuntimeError: `on_exhausted="raise"` and some replicas have run out; names them. On the other
+        processes, if the shares of one raise an error: names process and error; or if one has not
+        loaded its batch for half an hour.
 
-    Communication: with several processes, before each batch two messages of each to the
-      coordinator, of some bytes per replica, and the answer; devices are not waited for. None with
-      one process.
+    Communication: with several processes, each sends two messages to the coordinator before each
+      batch, of some bytes per replica, and receives the answer; nothing waits for devices. None
+      with one process.
 
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replicas = replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
-    here = list(own_parts(mesh, axes))
-    if len(shares) != len(here):
+    local_replicas = list(own_parts(mesh, axes))
+    if len(shares) != len(local_replicas):
         raise ValueError(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
-            f"{len(here)} of {replicas}, got {len(shares)} shares."
+            f"{len(local_replicas)} of {replicas}, got {len(shares)} shares."
         )
     others = Others(mesh, axes) if is_of_processes(mesh) else None
-    return _joined([iter(share) for share in shares], here, replicas, others, on_exhausted)
+    return _joined(
+        [iter(share) for share in shares], local_replicas, replicas, others, on_exhausted
+    )
 
 
 def _next(shares: list[Iterator[PyTree]], others: Others | None) -> list[PyTree | None]:
-    """The next batch of each share, None where there is no more."""
+    """Return the next batch of each share, None for a share that has ended."""
     try:
         return [next(share, None) for share in shares]
     except Exception as error:
@@ -162,7 +166,7 @@ def _next(shares: list[Iterator[PyTree]], others: Others | None) -> list[PyTree 
 
 def _joined(
     shares: list[Iterator[PyTree]],
-    here: list[int],
+    local_replicas: list[int],
     replicas: int,
     others: Others | None,
     on_exhausted: str,
@@ -173,17 +177,17 @@ def _joined(
         fresh = _next(shares, others)
         last = [old if new is None else new for new, old in zip(fresh, last, strict=True)]
         reference = reference or _describe(next((b for b in last if b is not None), {}))
-        problem = _problem(last, here, reference)
+        problem = _problem(last, local_replicas, reference)
         samples, marks = np.full((2, replicas), _ELSEWHERE, np.int32)
-        samples[here] = [
+        samples[local_replicas] = [
             0 if batch is None or problem else np.shape(jax.tree.leaves(batch)[0])[0]
             for batch in fresh
         ]
-        marks[here] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
-        own = np.stack([samples, marks])
-        known = own[None] if others is None else others.known(own)
-        samples, marks = known.max(axis=0)
-        problem = problem or _problem_between(known)
+        marks[local_replicas] = 0 if problem else 1 + zlib.crc32(repr(reference).encode()) % 2**30
+        local = np.stack([samples, marks])
+        notes = local[None] if others is None else others.gathered(local)
+        samples, marks = notes.max(axis=0)
+        problem = problem or _problem_between(notes)
         if problem:
             raise ValueError(f"{_OWNER}: `shares`: {problem}.")
         if not samples.any():
@@ -201,15 +205,17 @@ def _joined(
         if others is None:
             yield WeightedBatch(batch, weight)
         else:
-            yield WeightedBatch(jax.tree.map(others.placed, batch), others.placed(weight[here]))
+            yield WeightedBatch(
+                jax.tree.map(others.placed, batch), others.placed(weight[local_replicas])
+            )
 
 
-def _problem_between(known: np.ndarray) -> str | None:
-    """What is wrong with what processes tell, (processes, 2, replicas): samples and marks."""
-    held = known != _ELSEWHERE
-    samples, marks = np.moveaxis(known, 1, 0)
-    found = sorted(set(marks[held[:, 1]].tolist()))
-    if found[0] == 0 or len(found) > 1:
+def _problem_between(notes: np.ndarray) -> str | None:
+    """Return how the processes' (processes, 2, replicas) samples and marks disagree, if they do."""
+    held = notes != _ELSEWHERE
+    samples, marks = np.moveaxis(notes, 1, 0)
+    distinct = sorted(set(marks[held[:, 1]].tolist()))
+    if distinct[0] == 0 or len(distinct) > 1:
         by_replica = marks.max(axis=0).tolist()
         return (
             "batches have other shapes on another process "
@@ -225,11 +231,15 @@ def _problem_between(known: np.ndarray) -> str | None:
     return None
 
 
-def _problem(batches: list[PyTree | None], here: list[int], reference: list[str]) -> str | None:
-    """What is wrong with the batches of this process, if anything."""
+def _problem(
+    batches: list[PyTree | None], local_replicas: list[int], reference: list[str]
+) -> str | None:
+    """Return what is wrong with the batches of this process; None if nothing is."""
     if not reference:
-        return f"replicas {here} of this process have no batch at all, or one without arrays"
-    for replica, batch in zip(here, batches, strict=True):
+        return (
+            f"replicas {local_replicas} of this process have no batch at all, or one without arrays"
+        )
+    for replica, batch in zip(local_replicas, batches, strict=True):
         if batch is not None and _describe(batch) != reference:
             return (
                 f"batches must have the same leaves and shapes throughout, got {reference} first "

@@ -175,7 +175,7 @@ BOTH = {"a": SGD, "b": SGD}
     ("optimizer", "values", "said"),
     [
         (optax.sgd(0.1), {"learning_rate": 1.0}, r"found in none; there is none"),
-        (SGD, {"lr": 1.0}, r"`lr` must stand.*found in none; they have learning_rate"),
+        (SGD, {"lr": 1.0}, r"`lr` must be in.*found in none; they have learning_rate"),
         (optax.partition(BOTH, {"w": "a", "v": "b"}), {"learning_rate": 1.0}, r"found in 2; they"),
         (
             optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(1.0, 0.0, 9)),

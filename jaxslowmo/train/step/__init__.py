@@ -1,4 +1,4 @@
-"""One update of all replicas: what it consists of, and the program that runs it."""
+"""The training step: one update of all replicas, and the programs that run it."""
 
 from ._ahead import AheadMode as AheadMode
 from ._ahead import AheadStep as AheadStep

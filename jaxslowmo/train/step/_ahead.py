@@ -1,4 +1,4 @@
-"""A step that asks the tables for the next batch beside its own work."""
+"""A training step that also starts the table lookups of the next batch."""
 
 import weakref
 from typing import Any, Literal, NamedTuple
@@ -11,20 +11,20 @@ from ..._support.checks import as_int, check_choice
 from ..._support.types import PyTree
 from ...embedding import Ahead, Carry, Embeddings
 from .._train_state import TrainState
-from ._step_programs import Task, ask
+from ._step_programs import Task, request_rows
 from ._step_runner import Runner
-from .update import AnyLookup, Given, GradientWindow, Metrics
+from .update import AnyLookup, GradientWindow, Metrics, StepInputs
 
 AheadMode = Literal["exact", "stale", "patched"]
 
 
-class Asked(NamedTuple):
-    """What was asked of the tables for one batch, before its own step.
+class PendingLookup(NamedTuple):
+    """A table lookup that was started for a batch before its own step.
 
     Attributes:
-      carry: on the devices.
-      batch: the one that was asked for, as it was placed.
-      tables: the arrays of the state that the rows are for; () where there are none yet.
+      carry: the requests and, but in mode `"exact"`, the rows; arrays on the devices.
+      batch: the batch of the lookup, placed on the devices.
+      tables: references to the arrays of the state that the rows were read from; () without rows.
     """
 
     carry: Carry
@@ -32,33 +32,33 @@ class Asked(NamedTuple):
     tables: tuple[weakref.ref[Any], ...]
 
     def is_of(self, state: TrainState, lookup: AnyLookup) -> bool:
-        """Whether the rows are those of this very state, no older or newer one."""
+        """Return whether the rows were read from this very state; True without rows."""
         if self.carry.vectors is None:
             return True
-        own = jax.tree.leaves(lookup.stored(state.params))
-        return all(ref() is x for ref, x in zip(self.tables, own, strict=True))
+        current = jax.tree.leaves(lookup.stored(state.params))
+        return all(ref() is x for ref, x in zip(self.tables, current, strict=True))
 
 
 class AheadStep:
-    """A training step beside which the next batch's tables are asked; made by `step.ahead`.
+    """A training step that also looks up the rows of the next batch; made by `step.ahead`.
 
         asked = ahead.prime(state, first)
         state, metrics, asked = ahead(state, first, asked, second)
         state, metrics, asked = ahead(state, second, asked, None)
 
     Args:
-      runner: of the step.
-      mode: `"exact"`: row numbers are exchanged beside the step before, rows looked up and sent in
-        the batch's own. `"stale"`: rows, too, as they were before that step: one update stale.
-        `"patched"`: likewise, and those that the step changes are sent again: as exact, bit for bit
-        on CPU.
-      num_exact: batches of `"stale"` that begin exactly.
-      room: of `"patched"`: the part of the slots for rows that can be sent again; where they do not
-        fit, all are looked up again.
+      runner: the runner of the step.
+      mode: what the step before a batch does for it. `"exact"` exchanges row numbers; the batch's
+        own step looks up the rows and sends them. `"stale"` also looks up and sends the rows, as
+        they are before that step, so they are one update stale. `"patched"` does the same, and then
+        sends the rows again that the step has changed: results equal `"exact"`, bit for bit on CPU.
+      num_exact: number of first batches for which `"stale"` acts like `"exact"`; default 0.
+      room: fraction of the slots whose rows `"patched"` can send again, default 0.25; if more rows
+        have changed, all are looked up again.
 
     Raises:
-      ValueError: a step without `embeddings`; another mode; num_exact < 0, or for another mode than
-        `"stale"`; room outside of 0 to 1.
+      ValueError: a step without `embeddings`; another mode; num_exact < 0, or not 0 in another mode
+        than `"stale"`; room not above 0 and at most 1.
     """
 
     def __init__(
@@ -69,56 +69,56 @@ class AheadStep:
         self._vectors = Ahead(mode != "exact", mode == "patched", room)
         self._count = 0
 
-    def prime(self, state: TrainState, batch: PyTree) -> Asked:
-        """Asks for a batch whose turn it is, beside nothing.
+    def prime(self, state: TrainState, batch: PyTree) -> PendingLookup:
+        """Start the lookup of the first batch, without running a step.
 
-        Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` where this
-          batch is one that is looked up ahead.
+        Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` if the rows of
+          this batch are looked up ahead.
         """
         self._runner.refuse(state)
-        given = Given(*self._runner.place(state, batch))
-        carry = self._ask(ask(self.asks_for(given.batch)), state, given)
+        inputs = StepInputs(*self._runner.place(state, batch))
+        carry = self._request(request_rows(self.asks_for(inputs.batch)), state, inputs)
         self._count += 1
-        return self._asked(carry, given.batch, state)
+        return self._as_pending(carry, inputs.batch, state)
 
     def __call__(
         self,
         state: TrainState,
         batch: PyTree,
-        asked: Asked,
+        asked: PendingLookup,
         next_batch: PyTree | None,
         weight: Any = None,
         window: GradientWindow | None = None,
         collect: bool = False,
         num_batches: int = 0,
-    ) -> tuple[Any, Metrics, Asked | None]:
-        """`step` of a batch, or `step.collect`, and beside it what the next one asks for.
+    ) -> tuple[Any, Metrics, PendingLookup | None]:
+        """Run `step` or `step.collect` on a batch, and start the lookup of the next one.
 
         Args:
-          state: as the step takes it. If its tables are not those that the step before has left,
-            such as after a rollback, rows are looked up in them first.
-          batch: the one that was asked for.
-          asked: what `prime` or the call before returned for this batch.
-          next_batch: None: nothing is asked for.
-          weight: of `batch`.
-          window: as the step takes it.
-          collect: gather gradients alone.
-          num_batches: as `step.collect` takes it.
+          state: the state that the step takes. If its tables are not those that the last step
+            returned, such as after a rollback, the rows of `batch` are looked up again first.
+          batch: the batch for which `asked` was returned.
+          asked: the lookup that `prime` or the call before returned for this batch.
+          next_batch: the batch of the next call; None starts no lookup.
+          weight: weight of `batch`.
+          window: the window that the step takes.
+          collect: whether to call `step.collect`: gradients go into a window, with no update.
+          num_batches: the argument `num_batches` of `step.collect`.
 
         Returns:
           `(state, metrics, asked)`, or with `collect` `(window, metrics, asked)`. With
-          `"patched"` metrics hold `embeddings/NAME/resent` besides.
+          `"patched"` metrics also hold `embeddings/NAME/resent`.
 
         Raises:
-          ValueError: as the step; what was asked for a batch with other ids or weights of bags.
-            Arrays of jax that are the same objects need no look; others are compared on the host,
-            before anything runs. Inside of jax.jit nothing is compared.
+          ValueError: any error of the step; `asked` is for a batch with other ids or weights of
+            bags. Arrays of jax that are the same objects are not compared; others are compared on
+            the host, before anything runs. Inside of jax.jit nothing is compared.
 
         Communication: the step's, that of `Embeddings.exchange_ids` and, but in `"exact"`, of
           `Embeddings.lookup` for the next batch, in place of its own; with `"patched"`, per table,
           two all-to-alls of the row numbers and rows that are sent again.
         """
-        if not isinstance(asked, Asked):
+        if not isinstance(asked, PendingLookup):
             raise ValueError(
                 "`asked` must be what `prime(state, batch)` or the call before returned for this "
                 f"batch, got {type(asked).__name__}."
@@ -132,50 +132,51 @@ class AheadStep:
             next_batch, _ = runner.place(state, next_batch)
         ahead = self.asks_for(next_batch)
         self._count += next_batch is not None
+        carry = asked.carry
         if not asked.is_of(state, runner.parts.lookup):
-            anew = self._ask(ask(Ahead(vectors=True)), state, Given(carry=asked.carry))
-            asked = self._asked(anew, batch, state)
-        given = Given(batch, weight, window, asked.carry, next_batch)
+            task = request_rows(Ahead(vectors=True))
+            carry = self._request(task, state, StepInputs(carry=carry))
+        inputs = StepInputs(batch, weight, window, carry, next_batch)
         if collect:
-            done, metrics, carry = runner.collect(state, given, num_batches, ahead)
-            return done, metrics, self._asked(carry, next_batch, state)
-        done, metrics, carry = runner.update(state, given, ahead)
-        return done, metrics, self._asked(carry, next_batch, done)
+            new, metrics, carry = runner.collect(state, inputs, num_batches, ahead)
+            return new, metrics, self._as_pending(carry, next_batch, state)
+        new, metrics, carry = runner.update(state, inputs, ahead)
+        return new, metrics, self._as_pending(carry, next_batch, new)
 
     def compiled(
         self,
         state: TrainState,
         batch: PyTree,
-        asked: Asked,
+        asked: PendingLookup,
         next_batch: PyTree | None,
         weight: Any = None,
         window: GradientWindow | None = None,
     ) -> jax.stages.Compiled:
-        """What such a call runs for an update, compiled now if it was not; nothing runs."""
-        given = Given(batch, weight, window, asked.carry, next_batch)
-        return self._runner.compiled(state, given, self.asks_for(next_batch))
+        """Return the compiled program of such an update, compiling it if needed; nothing runs."""
+        inputs = StepInputs(batch, weight, window, asked.carry, next_batch)
+        return self._runner.compiled(state, inputs, self.asks_for(next_batch))
 
     def asks_for(self, next_batch: PyTree | None) -> Ahead:
-        """How much the next call does for the batch after its own."""
+        """Return how much of the lookup of `next_batch` the next call does."""
         is_exact = next_batch is None or self._count < self._num_exact
         return Ahead() if is_exact else self._vectors
 
-    def _ask(self, task: Task, state: TrainState, given: Given) -> Carry:
+    def _request(self, task: Task, state: TrainState, inputs: StepInputs) -> Carry:
         layout = self._runner.layouts.of(state)
-        return self._runner.run(task, layout, state._replace(opt_state=()), given)
+        return self._runner.run(task, layout, state._replace(opt_state=()), inputs)
 
-    def _asked(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
+    def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
         if carry is None:
             return None
         stored = self._runner.parts.lookup.stored(state.params)
         tables = () if carry.vectors is None else jax.tree.leaves(stored)
-        return Asked(carry, batch, tuple(map(weakref.ref, tables)))
+        return PendingLookup(carry, batch, tuple(map(weakref.ref, tables)))
 
 
 def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) -> None:
-    """Raise `ValueError` unless both batches look up the same; what is traced is not compared.
+    """Raise `ValueError` unless both batches look up the same rows; tracers are not compared.
 
-    Communication: none; device to host where they are not the same arrays.
+    Communication: none; device to host if they are not the same arrays.
     """
     before, now = jax.tree.leaves(asked_for), jax.tree.leaves(batch)
     if len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True)):
@@ -194,7 +195,7 @@ def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) 
 
 
 def _content(tree: PyTree) -> list[Any]:
-    """Return the values that this process holds of each array, whatever their dtypes."""
+    """Return the values that this process holds of each array, in a form without their dtypes."""
 
     def values(x: Any) -> bytes:
         x = np.asarray(x)
@@ -211,7 +212,7 @@ def _content(tree: PyTree) -> list[Any]:
 
 
 def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
-    """The tables of a step that asks ahead of it; `ValueError` for arguments that cannot be."""
+    """Return the tables of the step; raise `ValueError` for invalid arguments of `AheadStep`."""
     check_choice("mode", mode, AheadMode)
     if runner.embeddings is None:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Whether an optimizer takes back what a synchronisation does, tried out on a few numbers.
+"""A trial on a few numbers that shows whether an optimizer undoes what an exchange does.
 
-Which optimizers of optax remember parameters is known by the classes of their states. Of one that
-somebody wrote nothing is known, so it is asked: it takes some updates, then the same equal
-gradients once from where it is and once from where an exchange might have put it. Of the difference
-all must be left afterwards (weight decay takes little). That is on parameters of the same tree and
-few elements, on one device of this process, once per training step.
+The optimizers of optax that remember parameters are recognised by the classes of their states.
+Other optimizers are tried: after some updates, an optimizer takes the same gradients once from its
+own parameters and once from parameters displaced as by an exchange. The displacement must remain
+afterwards (weight decay reduces it a little). The trial uses parameters of the same tree with few
+elements, and runs on one device of this process, once per training step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ import optax
 from ..._support.types import PyTree
 from ...transform import Every, ParameterTransform, instants, shifted_copies
 
-_SIDE = 3  # elements along an axis, at most
-_BEFORE = (4, 5, 6)  # updates before the displacement: it may matter which, as for SAM
-_AFTER = 3  # updates after it
-_LEFT = 0.9  # less is a complaint: a decay of 3 % per update is not
+_SIDE = 3  # at most this many elements along an axis
+_BEFORE = (4, 5, 6)  # updates before the displacement; several, since SAM has a period
+_AFTER = 3  # updates after the displacement
+_LEFT = 0.9  # warn if less is left: allows a decay of 3 % per update
 _MAX_PERIOD = 64
 
 
@@ -34,14 +34,14 @@ def check_remembered(
     unknown: Sequence[str],
     has_sam: bool,
 ) -> None:
-    """Warn of an optimizer that undoes exchanges of parameters, or that they find in mid-air.
+    """Warn if an optimizer undoes exchanges of parameters, or if they fall between SAM's updates.
 
     Args:
       optimizer: the optimizer of the training step.
       params: the stacked parameters; only their types matter.
       sync: the parameter transform, which exchanges.
       warn: a function that issues each message once.
-      unknown: what the optimizer's state holds of which nothing is known, for the message.
+      unknown: names of the unknown classes in the optimizer's state, for the message.
       has_sam: whether the optimizer holds `optax.contrib.sam`.
 
     Communication: none.
@@ -52,7 +52,7 @@ def check_remembered(
             whose = f"its state has {', '.join(unknown)}"
             warn(
                 f"`optimizer` remembers parameters ({whose}): of what an exchange adds to them, it "
-                f"had taken back {1 - max(left, 0):.0%} after {_AFTER} updates of a trial with few "
+                f"had undone {1 - max(left, 0):.0%} after {_AFTER} updates of a trial with few "
                 "numbers, so replicas will not stay together. Name the fields of its state that "
                 "are copies of the parameters, as in js.remembers_parameters(MyState, "
                 'moves=("start",)), and they will move along.'
@@ -62,17 +62,17 @@ def check_remembered(
         if period is not None and _falls_between(sync, period):
             warn(
                 f"`optimizer` holds optax.contrib.sam with a period of {period}, and `sync` also "
-                "averages in between, while parameters stand where SAM has pushed them: replicas "
-                "then stay apart by what they were pushed. Make `sync_every` a multiple of "
+                "averages in between, while parameters are where SAM has pushed them: replicas "
+                "then keep different displacements. Make `sync_every` a multiple of "
                 f"{period}."
             )
 
 
 def _unless_it_fails(trial: Callable[..., Any]) -> Callable[..., Any]:
-    """What a trial finds; None where the optimizer cannot be tried.
+    """Make a trial return None if it raises an exception.
 
-    It may want arguments, shapes or values that a trial does not have and training has: that it
-    fails here says nothing of it, and whatever is really wrong the first step raises.
+    An optimizer may need arguments, shapes or values that only training has, so a failed trial says
+    nothing about it. The first step raises what is really wrong.
     """
 
     def tried(*args: Any) -> Any:
@@ -87,14 +87,14 @@ def _unless_it_fails(trial: Callable[..., Any]) -> Callable[..., Any]:
 
 @_unless_it_fails
 def _left(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> float:
-    """What is left of a displacement, at least; None for an optimizer that cannot be tried."""
-    trial = _Trial(optimizer, params)  # one, so that its program is compiled once
+    """Return the least part of a displacement that is left; None if the trial fails."""
+    trial = _Trial(optimizer, params)  # one object, so that its program is compiled once
     return min(map(trial.left, _BEFORE))
 
 
 @_unless_it_fails
 def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> int | None:
-    """After how many updates SAM is back from its steps up the slope."""
+    """Return after how many updates SAM is back from its adversarial steps."""
 
     def steps(state: PyTree) -> list[int]:
         def is_sam(x: Any) -> bool:
@@ -113,13 +113,13 @@ def _sam_period(optimizer: optax.GradientTransformationExtraArgs, params: PyTree
 
 
 def _falls_between(sync: ParameterTransform, period: int) -> bool:
-    """Whether some update that exchanges is no multiple of `period`."""
+    """Return whether some update that exchanges is no multiple of `period`."""
     schedules = (*sync.schedules, Every(period))
     return any(sync.phase(t) and t % period for t in instants(schedules))
 
 
 class _Trial:
-    """An optimizer on parameters of the same tree as `params`, whose leaves are stacked."""
+    """An optimizer with small parameters of the same tree as the stacked `params`."""
 
     def __init__(self, optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> None:
         self._optimizer, self._numbers = optimizer, np.random.default_rng(0)
@@ -136,32 +136,32 @@ class _Trial:
         )
 
     def start(self) -> tuple[PyTree, PyTree]:
-        """Parameters and state."""
+        """Return the first parameters and optimizer state."""
         return self._random[0], self._optimizer.init(self._random[0])
 
     def gradients(self, t: int) -> PyTree:
-        """Of update t = 1, 2, ..."""
+        """Return the gradients of update t = 1, 2, ..."""
         return self._random[1 + t % (len(self._random) - 1)]
 
     def left(self, before: int) -> float:
-        """Of a displacement after so many updates, what is left of it some updates later."""
+        """Return the part left of a displacement after `before` updates, `_AFTER` updates later."""
         now = self.start()
         for t in range(1, before + 1):
             now = self.updated(*now, self.gradients(t))
         params, state = now
         d = jax.tree.map(lambda x: x / 8, self._random[-1])
-        there = jax.tree.map(jnp.add, params, d), shifted_copies(state, d)
+        displaced = jax.tree.map(jnp.add, params, d), shifted_copies(state, d)
         for _ in range(_AFTER):
             equal = self.gradients(before + 1)
-            now, there = self.updated(*now, equal), self.updated(*there, equal)
-        apart = jax.tree.map(jnp.subtract, there[0], now[0])
-        return float(jnp.real(optax.tree.vdot(apart, d) / optax.tree.vdot(d, d)))
+            now, displaced = self.updated(*now, equal), self.updated(*displaced, equal)
+        difference = jax.tree.map(jnp.subtract, displaced[0], now[0])
+        return float(jnp.real(optax.tree.vdot(difference, d) / optax.tree.vdot(d, d)))
 
     def _updated(self, params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-        told: dict[str, Any] = {"value": jnp.float32(1.0), "grad": grads}
-        told["value_fn"] = lambda p: optax.tree.norm(p, squared=True)
+        extra: dict[str, Any] = {"value": jnp.float32(1.0), "grad": grads}
+        extra["value_fn"] = lambda p: optax.tree.norm(p, squared=True)
         try:
-            updates, state = self._optimizer.update(grads, state, params, **told)
-        except TypeError:  # takes no more than it knows
+            updates, state = self._optimizer.update(grads, state, params, **extra)
+        except TypeError:  # the optimizer does not take all extra arguments
             updates, state = self._optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state

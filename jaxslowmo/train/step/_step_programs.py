@@ -1,4 +1,4 @@
-"""The compiled programs of a step, each made at its first use, and how many run at once."""
+"""The compiled programs of a step, each built at its first use, and a bound on those in flight."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from ...embedding import Ahead
 from ...gradients.precision import scale_metrics
 from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas
 from .._train_state import StateLayout, TrainState
-from .update import GIVEN_ROLES, ROLES, Given, GradientWindow, ReplicaStep, StepParts
+from .update import INPUT_ROLES, ROLES, GradientWindow, ReplicaStep, StepInputs, StepParts
 
 Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
-"""Structure and types of what one device has of a batch."""
-_NUMBERS = Ahead()  # nothing but row numbers is asked for ahead
-# How results relate to the replicas, as `map_replicas` wants to know.
+"""Structure and types of one device's part of a batch."""
+_NUMBERS = Ahead()  # for the next batch, exchange row numbers only
+# Role of each result, as `map_replicas` takes it.
 _ROLES: Any = {
     "state": "stacked",
     "metrics": "stacked",
@@ -34,20 +34,20 @@ _ROLES: Any = {
 
 
 class Task(NamedTuple):
-    """What a program does, given a state and, by their names, the fields of `Given`.
+    """The work of a program, whose arguments are a state and the fields of `StepInputs` by name.
 
     Attributes:
-      name: tells it from others of the step.
-      fn: `fn(replica_step, state, given)` of one replica.
-      results: what it returns: "state", "metrics", "carry", "window", or a tuple of these.
-      donated: the argument whose buffers it may reuse, where the step does so.
-      windowed: whether there is a window.
-      ahead: how much is done for the next batch.
-      static: what else tells it apart.
+      name: unique among the tasks of the step.
+      fn: `fn(replica_step, state, inputs)`, the work of one replica.
+      results: name of the result: "state", "metrics", "carry", "window", "arguments", or a tuple.
+      donated: the argument whose buffers the program may reuse, if the step donates.
+      windowed: whether there is a window in the inputs.
+      ahead: how much of the next batch's lookup the program does.
+      static: other values on which the program depends.
     """
 
     name: str
-    fn: Callable[[ReplicaStep, TrainState, Given], Any]
+    fn: Callable[[ReplicaStep, TrainState, StepInputs], Any]
     results: str | tuple[str, ...]
     donated: str | None = None
     windowed: bool = False
@@ -56,15 +56,15 @@ class Task(NamedTuple):
 
     @property
     def reads_optimizer(self) -> bool:
-        """Whether it is given the states of the transforms."""
+        """True if the state argument must hold the states of the transforms."""
         return self.results not in ("metrics", "carry", "arguments")
 
 
-def _telling(
-    fn: Callable[..., Any], step: ReplicaStep, state: TrainState, given: Given, **static: Any
+def _with_scale_metrics(
+    fn: Callable[..., Any], step: ReplicaStep, state: TrainState, inputs: StepInputs, **static: Any
 ) -> tuple[TrainState, Any, Any]:
-    """An update by `fn`, whose metrics tell of the loss scale, too."""
-    new, metrics, carry = fn(step, state, given, **static)
+    """Run an update by `fn`, and add the metrics of the loss scale."""
+    new, metrics, carry = fn(step, state, inputs, **static)
     return new, {**metrics, **scale_metrics(state.opt_state, new.opt_state)}, carry
 
 
@@ -72,59 +72,59 @@ _UPDATED = "state", "metrics", "carry"
 
 
 def update(phase: Phase | None, *, windowed: bool, ahead: Ahead | None = None) -> Task:
-    """An update of a batch, after those in a window."""
-    fn = partial(_telling, ReplicaStep.updated, phase=phase)
+    """Return the task of an update with a batch, and with those in a window if there is one."""
+    fn = partial(_with_scale_metrics, ReplicaStep.updated, phase=phase)
     return Task("update", fn, _UPDATED, "state", windowed, ahead or _NUMBERS, phase)
 
 
 def update_of_window(phase: Phase | None, share: Share) -> Task:
-    """An update of a window alone; `share` is what a device had of each batch."""
+    """Return the task of an update with a window alone; `share` describes its last batch."""
 
-    def closed(step: ReplicaStep, state: TrainState, given: Any) -> Any:
-        return step.of_window(state, given.window, jax.tree.unflatten(*share), phase)
+    def closed(step: ReplicaStep, state: TrainState, inputs: Any) -> Any:
+        return step.of_window(state, inputs.window, jax.tree.unflatten(*share), phase)
 
-    fn = partial(_telling, closed)
+    fn = partial(_with_scale_metrics, closed)
     return Task("of_window", fn, _UPDATED, "state", windowed=True, static=(phase, share))
 
 
 def open_window(num_batches: int) -> Task:
-    """An empty window for so many batches like the one that is given."""
+    """Return the task of making an empty window with room for `num_batches` such batches."""
     fn = partial(ReplicaStep.opened, num_batches=num_batches)
     return Task("open", fn, "window", static=num_batches)
 
 
 def add_to_window(ahead: Ahead | None = None, *, fits: bool) -> Task:
-    """A batch more in a window, in the room that it has or behind it."""
+    """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
     fn = partial(ReplicaStep.collected, fits=fits)
-    # Nothing of a window that grows has the size of the new one, of which jax would warn.
+    # jax warns of donated buffers that no result can reuse, as those of a window that grows.
     donated = "window" if fits else None
     results = "window", "metrics", "carry"
     return Task("collect", fn, results, donated, True, ahead or _NUMBERS, fits)
 
 
 EVALUATE = Task("evaluate", ReplicaStep.evaluated, "metrics")
-"""The metrics of a batch."""
+"""The task of computing the metrics of a batch."""
 
 
-def ask(ahead: Ahead) -> Task:
-    """What a batch asks for; with `Given.carry` rows alone, as this state has them."""
-    return Task("ask", ReplicaStep.asked, "carry", ahead=ahead)
+def request_rows(ahead: Ahead) -> Task:
+    """Return the task of a lookup alone; with `StepInputs.carry`, of its rows in this state."""
+    return Task("request_rows", ReplicaStep.lookup_ahead, "carry", ahead=ahead)
 
 
 def arguments(*, collects: bool, windowed: bool, parts: int) -> Task:
-    """What a dispatched loss function is given; see `Differentiation.arguments`."""
+    """Return the task of a dispatched loss function's arguments: `Differentiation.arguments`."""
     fn = partial(ReplicaStep.arguments, collects=collects, parts=parts)
     return Task("arguments", fn, "arguments", windowed=windowed, static=(collects, parts))
 
 
 class Programs:
-    """Programs by what they do and how the state lies.
+    """The programs of a step, one for each task and layout of the state.
 
     Args:
-      parts: of the step.
-      mesh: of the step.
+      parts: the parts of the step.
+      mesh: the step's mesh.
       donate: whether programs reuse the buffers of their arguments.
-      warn: issues each message once.
+      warn: a function that issues each message once.
     """
 
     def __init__(
@@ -132,35 +132,35 @@ class Programs:
     ) -> None:
         self._parts, self._mesh = parts, mesh
         self.donate, self._warn = donate, warn
-        self._made: dict[Hashable, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
 
     def get(
         self,
         task: Task,
         layout: StateLayout,
         state: TrainState,
-        given: Given,
+        inputs: StepInputs,
         check: Callable[[TrainState], None],
     ) -> Any:
-        """The compiled program of a task, made at its first use, after `check` of the state."""
+        """Return the program of a task; at its first use, `check` the state and build it."""
         if self._parts.before_run is not None:
             self._parts.before_run()
-        # Where the compiler chooses, it might place the new state unlike the old one, and the next
-        # step would compile again. Inside of another program there is no next step.
+        # If the compiler chose the placement of the new state, it might differ from the old one,
+        # and the next step would compile again. Inside of another program there is no next step.
         is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
         which = task.name, task.windowed, task.ahead, task.static
         key = *which, layout.axes, layout.key, is_pinned
-        if key not in self._made:
+        if key not in self._programs:
             if task.reads_optimizer:
                 check(state)
             mesh = self._mesh
             if isinstance(mesh, VirtualMesh) and len(mesh.shape) > 1:
-                # vmap cannot tell that inner axes disagree; the types of a device mesh can.
+                # vmap does not notice values that differ over inner axes; shard_map's types do.
                 program = self.build(task, layout, abstract(mesh))
-                jax.eval_shape(program, state=state, **given._asdict())
-            pinned = self._pinned(task, layout, state, given) if is_pinned else None
-            self._made[key] = self.build(task, layout, mesh, pinned)
-        return self._made[key]
+                jax.eval_shape(program, state=state, **inputs._asdict())
+            pinned = self._pinned(task, layout, state, inputs) if is_pinned else None
+            self._programs[key] = self.build(task, layout, mesh, pinned)
+        return self._programs[key]
 
     def build(
         self,
@@ -169,38 +169,40 @@ class Programs:
         mesh: AnyMesh | AbstractMesh,
         out_shardings: Any = None,
     ) -> Any:
-        """A program that is not kept: `program(state=, batch=, ...)`, of the fields of `Given`."""
+        """Build `program(state=, batch=, ...)`, which takes the fields of `StepInputs` by name."""
         step = ReplicaStep(self._parts_for(layout), task.ahead)
 
-        def per_replica(state: TrainState, *given: Any) -> Any:
+        def per_replica(state: TrainState, *inputs: Any) -> Any:
             if layout.specs is not None:
                 state = state._replace(params=laid_out(state.params, layout.specs))
-            return task.fn(step, state, Given(*given))
+            return task.fn(step, state, StepInputs(*inputs))
 
-        given_roles = GIVEN_ROLES if task.windowed else GIVEN_ROLES._replace(window="shared")
+        input_roles = INPUT_ROLES if task.windowed else INPUT_ROLES._replace(window="shared")
         mapped = map_replicas(
             per_replica,
             mesh=mesh,
             axis_name=self._parts.axis_name,
-            in_roles=self._roles(("stacked", *given_roles)),
+            in_roles=self._roles(("stacked", *input_roles)),
             out_roles=self._roles(jax.tree.map(_ROLES.__getitem__, task.results)),
             automatic=layout.axes,
         )
 
-        def program(*, state: TrainState, **given: Any) -> Any:
-            return mapped(state, *Given(**given))
+        def program(*, state: TrainState, **inputs: Any) -> Any:
+            return mapped(state, *StepInputs(**inputs))
 
         donated = task.donated if self.donate and task.donated else ()
         return jax.jit(program, donate_argnames=donated, out_shardings=out_shardings)
 
     def _roles(self, roles: Any) -> Any:
-        """Roles outside of the axis that is bound around what is looked up."""
+        """Return the roles for `map_replicas`, which leaves the axis of tables to a nested map."""
         if self._parts.lookup.nested is None:
             return roles
         return jax.tree.map(lambda role: "batch" if role == "device" else role, roles)
 
-    def _pinned(self, task: Task, layout: StateLayout, state: TrainState, given: Given) -> Any:
-        """Where the results lie, for leaves sharded inside a replica; None where that is open."""
+    def _pinned(
+        self, task: Task, layout: StateLayout, state: TrainState, inputs: StepInputs
+    ) -> Any:
+        """Return the shardings of the results, with None where the compiler may choose."""
 
         def places(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x.sharding, tree)
@@ -210,8 +212,8 @@ class Programs:
         each = NamedSharding(mesh, P(first))
 
         def of_window() -> Any:
-            if given.window is not None:
-                return places(given.window)
+            if inputs.window is not None:
+                return places(inputs.window)
             dense = self._parts.lookup.dense
             totals = jax.tree.map(
                 lambda _, spec: NamedSharding(mesh, P(first, *spec)),
@@ -220,26 +222,26 @@ class Programs:
             )
             return GradientWindow._make((totals, None, None, None, None, each, None, None))
 
-        lies: dict[str, Callable[[], Any]] = {
+        shardings: dict[str, Callable[[], Any]] = {
             "state": lambda: places(state),
             "metrics": lambda: None,
             "carry": lambda: each,
             "arguments": lambda: None,
             "window": of_window,
         }
-        return jax.tree.map(lambda result: lies[result](), task.results)
+        return jax.tree.map(lambda result: shardings[result](), task.results)
 
     def _parts_for(self, layout: StateLayout) -> StepParts:
-        """The parts, for parameters of a layout: without their specs, exchanges would gather them.
+        """Return the parts with the specs of a layout, else exchanges gather sharded parameters.
 
-        Where nobody gave specs the layout of what the transform keeps in shards stays: it is part
-        of the state, and of its checkpoints.
+        A `sync` that was made without specs keeps the layout of its own sharded state, which is
+        part of checkpoints.
         """
         differentiation = self._parts.differentiation
         loss = dataclasses.replace(differentiation, inner_axes=layout.inner_axes)
         specs, sync = layout.specs, self._parts.sync
-        own = self._parts.lookup.dense(specs)
-        parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=own)
+        dense_specs = self._parts.lookup.dense(specs)
+        parts = dataclasses.replace(self._parts, differentiation=loss, param_specs=dense_specs)
         if sync is None or specs is None:
             return parts
         if sync.shards_whole_leaves and _has_auto(self._mesh, layout.axes):
@@ -252,7 +254,7 @@ class Programs:
 
 
 def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
-    """Whether leaves lie over Auto axes: of Explicit ones the types tell how."""
+    """Return whether one of the axes is Auto; shardings over Explicit axes are in the types."""
     if isinstance(mesh, VirtualMesh):
         return False
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -260,32 +262,32 @@ def _has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
 
 
 def abstract(mesh: VirtualMesh) -> AbstractMesh:
-    """Axes of the same names and sizes for programs that are lowered but not run."""
+    """Return a mesh with the same axes, for programs that are lowered but not run."""
     return AbstractMesh(
         tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
     )
 
 
-# The CPU client admits 32 unfinished programs per device and makes the launch of one more wait in
-# the pool of threads that must run the others. With several devices in a process a program that
-# exchanges something then lacks a thread for one of them, and all wait for ever (jax 0.10.2, 4
-# devices on 2 cores: one run of 200 small steps in about 30; in a loop of one's own, which gives
-# the host less to do, most runs of 400).
+# The CPU client admits 32 unfinished programs per device. The launch of one more waits in the pool
+# of threads that must run the others. With several devices in a process, a program with an exchange
+# then lacks a thread for one of them, and all wait for ever. Measured with jax 0.10.2, 4 devices on
+# 2 cores: one run in about 30, of 200 small steps; most runs of 400 steps in a user's own loop,
+# where the host has less to do.
 MAX_STEPS = 8
 
 
 class StepsInFlight:
-    """Results of steps that were started and may not have ended, oldest first."""
+    """The results of steps that were started and may not have ended, oldest first."""
 
     def __init__(self) -> None:
         self._results: deque[jax.Array] = deque()
-        self._is_on_cpu: bool | None = None  # not known before the first
+        self._is_on_cpu: bool | None = None  # None before the first result
 
     def admit(self, result: jax.Array) -> None:
-        """Take note of a started step; on CPU, wait until at most `MAX_STEPS` are unfinished.
+        """Record a started step; on CPU, wait until at most `MAX_STEPS` are unfinished.
 
         Args:
-          result: an array of the step that nothing will donate.
+          result: a result of the step that no later call donates.
 
         Communication: none.
         """
@@ -301,25 +303,25 @@ class StepsInFlight:
 
 
 def bounded(step: Callable[..., Any]) -> "BoundedStep":
-    """A step for a loop of your own, of which few are unfinished at once on CPU devices.
+    """Bound the number of unfinished steps on CPU devices, for a step in your own loop.
 
     jax starts a step and returns before it has ended, so a loop that reads no result runs ahead of
     its devices. On TPU and GPU that keeps them busy. Several CPU devices of one process share its
-    threads: where too many unfinished steps wait for one, none is left for an exchange between the
-    devices, and the process hangs until XLA aborts it after 40 s. Here every eighth call on CPU
-    waits for its own results, which no later call can have donated yet:
+    threads: if too many unfinished steps wait for a thread, none is left for an exchange between
+    the devices, and the process hangs until XLA aborts it after 40 s. Therefore every eighth call
+    on CPU waits for its own results, which no later call can have donated yet:
 
         step = js.bounded(jax.jit(device_step, donate_argnums=0))
         for batch in batches:
             state = step(state, batch)
 
-    A step of `js.make_train_step` bounds itself.
+    A step of `js.make_train_step` needs no `bounded`.
 
     Args:
       step: a function that returns at least one array, made by `jax.jit`, `jax.pmap` or the like.
 
     Returns:
-      A function that is called as `step` is and has its attributes (`lower`, `trace`, ...), so
+      A function with the arguments and attributes of `step` (`lower`, `trace`, ...), so
       `js.comm_report` and `js.measured` take it. On other devices, and inside of a trace, it only
       calls `step`.
 
@@ -342,7 +344,7 @@ class BoundedStep:
         functools.update_wrapper(self, step, updated=())
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
-        """As a method: functions that are decorated in a class are given the object."""
+        """Bind the object as a method does, so that `bounded` can decorate methods."""
         return self if owner is None else types.MethodType(self, owner)
 
     def __getattr__(self, name: str) -> Any:
@@ -351,7 +353,7 @@ class BoundedStep:
         return getattr(self._step, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the step; on CPU at most `MAX_STEPS` are unfinished when it returns."""
+        """Call the step; on CPU at most `MAX_STEPS` are unfinished when it returns."""
         results = self._step(*args, **kwargs)
         arrays = _on_cpu(results)
         if arrays:
@@ -363,15 +365,15 @@ class BoundedStep:
 
 
 def _on_cpu(results: PyTree) -> list[jax.Array]:
-    """Arrays that a step left on CPU devices; none while it is traced.
+    """Return the arrays in `results` that are on CPU devices; none while they are traced.
 
-    The first array tells for all: a program runs on devices of one kind.
+    Only the first array's device is checked: a program runs on devices of one kind.
     """
-    found = []
+    arrays = []
     for x in jax.tree.leaves(results):
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_deleted():
             continue
-        if not found and next(iter(x.devices())).platform != "cpu":
+        if not arrays and next(iter(x.devices())).platform != "cpu":
             return []
-        found.append(x)
-    return found
+        arrays.append(x)
+    return arrays

@@ -1,4 +1,4 @@
-"""Runs the programs of one training step, and knows of their results what needs no reading."""
+"""The runner of a training step's programs, and counters of states that need no device read."""
 
 import weakref
 from functools import partial
@@ -35,19 +35,19 @@ from ._step_states import (
     check_state,
     forget,
     refuse_donated,
-    refuse_others,
-    refuse_state_of_others,
+    refuse_non_state,
+    refuse_state_of_another_step,
     refuse_unusable_window,
 )
-from .update import Given, GradientWindow, Metrics, StepParts, WithResults
+from .update import GradientWindow, Metrics, StepInputs, StepParts, WithResults
 
 
-class Counted(NamedTuple):
-    """What the counters of a state say.
+class UpdateCounts(NamedTuple):
+    """The counters of a state.
 
     Attributes:
-      updates: so far.
-      skipped: those of them whose exchange did not take place, as `sync.phase` wants to know.
+      updates: number of updates so far.
+      skipped: number of these whose exchange did not take place, an argument of `sync.phase`.
     """
 
     updates: int
@@ -55,12 +55,12 @@ class Counted(NamedTuple):
 
 
 def counter_of(state: TrainState, sync: ParameterTransform | None) -> jax.Array:
-    """Return the counter of the parameter transform, that of the steps without one."""
+    """Return the counter of the parameter transform, or that of the steps if there is none."""
     return state.step if sync is None else state.opt_state[-1].count
 
 
 def _of_one_replica(x: Any) -> Any:
-    """A counter, equal on all replicas, as a NumPy scalar; other leaves as they are."""
+    """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
     if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
         return x
     local = x.addressable_data(0) if isinstance(x, jax.Array) else x
@@ -68,11 +68,11 @@ def _of_one_replica(x: Any) -> Any:
 
 
 class Room(NamedTuple):
-    """How many batches more the rows of a window have room for.
+    """The room that is left in a window for the rows of further batches.
 
     Attributes:
-      num_batches: so many.
-      share: what one device has of each of them.
+      num_batches: number of further batches that fit.
+      share: structure and types of one device's part of each; None if nothing fits.
     """
 
     num_batches: int
@@ -80,23 +80,23 @@ class Room(NamedTuple):
 
 
 class HostCounts:
-    """What counters hold, by the array that holds them.
+    """Values of counters on the host, by the device array that holds the counter.
 
-    Reading one from the device waits for the step that computes it. Here each is read at most once,
-    and the counters of later states follow from it. An entry belongs to one array and lives as
-    long, so several states, in several threads too, do not take each other's.
+    Reading a counter from the device waits for the step that computes it. Here each is read at most
+    once, and the counters of later states follow from it. An entry belongs to one array and lives
+    as long as that array, so several states, also in several threads, do not get mixed up.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._values: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def get(self, array: Any) -> Any:
-        """What belongs to `array`, None where it was neither read nor noted."""
-        found = self._known.get(id(array))
-        return found[1] if found is not None and found[0]() is array else None
+        """Return the value of `array`; None if it was neither read nor noted."""
+        entry = self._values.get(id(array))
+        return entry[1] if entry is not None and entry[0]() is array else None
 
-    def of(self, state: TrainState, sync: ParameterTransform | None) -> Counted:
-        """Return the counts of a state; from the device where they are not known.
+    def of(self, state: TrainState, sync: ParameterTransform | None) -> UpdateCounts:
+        """Return the counts of a state; read them from the device if they were not noted.
 
         Raises:
           ValueError: a traced state, whose counter has no value.
@@ -108,36 +108,36 @@ class HostCounts:
                 "`state`, which has no value inside of jax.jit, lax.scan and the like: call it "
                 'outside, or use mode="traced", whose one program decides by itself.'
             )
-        known = self.get(counter)
-        if known is None:
+        counts = self.get(counter)
+        if counts is None:
             skipped = 0
             if sync is not None and sync.skipped is not None:
                 skipped = int(sync.skipped(jax.tree.map(_of_one_replica, state.opt_state[-1])))
-            known = Counted(int(_of_one_replica(counter)), skipped)
-            self.note(counter, known)
-        return known
+            counts = UpdateCounts(int(_of_one_replica(counter)), skipped)
+            self.note(counter, counts)
+        return counts
 
-    def note(self, array: Any, value: Counted | Room) -> None:
-        """Take note of what is known without reading it."""
+    def note(self, array: Any, value: UpdateCounts | Room) -> None:
+        """Store the value of an array, so that it need not be read from the device."""
         key = id(array)
-        self._known[key] = weakref.ref(array, lambda _: self._known.pop(key, None)), value
+        self._values[key] = weakref.ref(array, lambda _: self._values.pop(key, None)), value
 
 
 Mode = Literal["traced", "host"]
 
 
 class Runner:
-    """Runs the programs of one training step; the step and what asks ahead of it share it.
+    """The runner of one training step's programs, shared by the step and its `AheadStep`.
 
     Attributes:
-      parts: what the step is made of.
-      mesh: the mesh it runs on.
+      parts: the parts of the step.
+      mesh: the step's mesh.
       mode: `"traced"` or `"host"`.
-      embeddings: the tables; None without.
-      layouts: of these states.
-      placing: puts batches on the devices.
-      programs: what was compiled.
-      in_flight: bounds the unfinished programs.
+      embeddings: the tables; None without tables.
+      layouts: the layouts of the step's states.
+      placing: the object that places batches on the devices.
+      programs: the compiled programs.
+      in_flight: the object that bounds the number of unfinished programs.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Runner:
         self.programs = Programs(parts, mesh, donate, self._warn)
         self.in_flight = StepsInFlight()
         self._counts = HostCounts()
-        self._is_counting = False  # nobody has asked for a phase
-        self._numbers: NumberPlaces | None = None  # of its states, once there is one
-        self._is_checked = False  # no state yet
-        self._collected: Share | None = None  # of the last batch that went into a window
+        self._is_counting = False  # True once `next_phase` was called
+        self._numbers: NumberPlaces | None = None  # None before the first state
+        self._is_checked = False  # whether a state was checked
+        self._collected: Share | None = None  # share of the last batch that went into a window
         self._mark = weakref.ref(self)
 
     def next_phase(self, state: TrainState) -> Phase:
-        """The phase of the update that comes next, known on the host; `()` without a sync."""
+        """Return the phase of the next update, on the host; `()` without a sync."""
         self.refuse(state)
         self._is_counting = True
         sync, so_far = self.parts.sync, self._counts.of(state, self.parts.sync)
@@ -168,87 +168,93 @@ class Runner:
     def place(
         self, state: TrainState | None, batch: PyTree, weight: Any = None, *, check_ids: bool = True
     ) -> tuple[PyTree, Any]:
-        """A batch and its weight on the devices; see `TrainStep.place`."""
+        """Return a batch and its weight, placed on the devices; see `TrainStep.place`."""
         layout = self.layouts.last if state is None else self.layouts.of(state)
         batch, weight = self.placing.compared(batch, weight, layout, check_ids=check_ids)
         if isinstance(self.mesh, VirtualMesh):
             batch = self.placing.copied(batch)
         return batch, weight
 
-    def given(
+    def checked_inputs(
         self, state: TrainState, batch: PyTree, weight: Any, window: GradientWindow | None
-    ) -> Given:
-        """A batch as programs take it, when it was looked at, and compared between processes."""
+    ) -> StepInputs:
+        """Check the arguments of a step, compare them between processes, and place the batch."""
         self.refuse(state)
         batch, weight = self.placing.compared(batch, weight, self.layouts.of(state))
         if window is not None:
             self.refuse_window(window, state, weight)
-        return Given(batch, weight, window)
+        return StepInputs(batch, weight, window)
 
     def update(
-        self, state: TrainState, given: Given, ahead: Ahead | None = None
+        self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> tuple[TrainState, Metrics, Carry | None]:
-        """One update of a batch, after those in a window."""
-        task = update(self._phase(state), windowed=given.window is not None, ahead=ahead)
-        return self._update(task, state, given)
+        """Run one update with a batch, and with those in the window if there is one."""
+        task = update(self._phase(state), windowed=inputs.window is not None, ahead=ahead)
+        return self._update(task, state, inputs)
 
     def apply(
         self, state: TrainState, window: GradientWindow | None
     ) -> tuple[TrainState, Metrics, Carry | None]:
-        """One update of what a window holds."""
+        """Run one update with the gradients in a window."""
         self.refuse(state)
         self.refuse_window(window, state)
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         task = update_of_window(self._phase(state), self._collected)
-        return self._update(task, state, Given(window=window))
+        return self._update(task, state, StepInputs(window=window))
 
     def collect(
-        self, state: TrainState, given: Given, num_batches: int, ahead: Ahead | None = None
+        self, state: TrainState, inputs: StepInputs, num_batches: int, ahead: Ahead | None = None
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
-        """Add a batch to a window, which begins here where there is none."""
+        """Add a batch to a window, or to a new one if there is none."""
         self.placing.refuse_counted()
         layout = self.layouts.of(state)
-        given = self.dispatched(add_to_window(fits=True), layout, state, given)
-        leaves, structure = jax.tree.flatten(self.placing.share(given.batch, layout))
+        inputs = self.dispatched(add_to_window(fits=True), layout, state, inputs)
+        leaves, structure = jax.tree.flatten(self.placing.share(inputs.batch, layout))
         self._collected = share = structure, tuple(leaves)
-        if given.window is not None:
-            room = self._counts.get(given.window.count) or Room(0, None)
+        if inputs.window is not None:
+            room = self._counts.get(inputs.window.count) or Room(0, None)
         else:
             room = Room(0 if self.embeddings is None else num_batches, share)
-            first = Given(given.batch, given.weight)
+            first = StepInputs(inputs.batch, inputs.weight)
             window = self.run(open_window(room.num_batches), layout, state, first)
-            given = given._replace(window=window)
+            inputs = inputs._replace(window=window)
         fits = self.embeddings is None or (room.num_batches > 0 and room.share == share)
         task = add_to_window(ahead, fits=fits)
-        window, metrics, carry = self.run(task, layout, state, given)
+        window, metrics, carry = self.run(task, layout, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
             self._counts.note(window.count, left)
-        self.ran(given, metrics)
+        self.ran(inputs, metrics)
         return window, metrics, carry
 
-    def run(self, task: Task, layout: StateLayout, state: TrainState, given: Given) -> Any:
-        """What the program of a task returns."""
-        program = self.program(task, layout, state, given)
-        given = self.dispatched(task, layout, state, given)
-        return program(state=state, **given._asdict())
+    def run(self, task: Task, layout: StateLayout, state: TrainState, inputs: StepInputs) -> Any:
+        """Run the program of a task and return its results."""
+        program = self.program(task, layout, state, inputs)
+        inputs = self.dispatched(task, layout, state, inputs)
+        return program(state=state, **inputs._asdict())
 
     def dispatched(
-        self, task: Task, layout: StateLayout, state: TrainState, given: Given, *, runs: bool = True
-    ) -> Given:
-        """What is given, with what a dispatched loss function has computed of the batch.
+        self,
+        task: Task,
+        layout: StateLayout,
+        state: TrainState,
+        inputs: StepInputs,
+        *,
+        runs: bool = True,
+    ) -> StepInputs:
+        """Return the inputs with a dispatched loss function's results in place of the batch.
 
         Args:
-          task: what the program does that is given it.
-          layout: of the state.
-          state: what the loss function needs of it.
-          given: a batch that was placed; returned as it is where there is nothing to dispatch.
-          runs: whether it is computed; False gives types.
+          task: the task of the program that takes the inputs.
+          layout: layout of the state.
+          state: the state at which the loss function is computed.
+          inputs: inputs with a placed batch; returned unchanged if there is nothing to dispatch.
+          runs: whether to compute the results; False returns their types.
         """
         loss = self.parts.differentiation.dispatched
-        if loss is None or given.batch is None or isinstance(given.batch, WithResults):
-            return given
+        if loss is None or inputs.batch is None or isinstance(inputs.batch, WithResults):
+            return inputs
         if isinstance(state.step, Tracer):
             raise ValueError(
                 "A step whose `loss_fn` dispatches programs of its own, as a pipeline with "
@@ -257,15 +263,15 @@ class Runner:
             )
         differentiates, is_window = task is not EVALUATE, task.name in ("collect", "open")
         parts = loss.parts if differentiates else 1
-        windowed = given.window is not None
+        windowed = inputs.window is not None
         which = arguments(collects=is_window or windowed, windowed=windowed, parts=parts)
         state = state._replace(opt_state=())
-        program = self.program(which, layout, state, given)
+        program = self.program(which, layout, state, inputs)
         program = program if runs else partial(jax.eval_shape, program)
-        params, batch, keys, seen = program(state=state, **given._asdict())
+        params, batch, keys, seen = program(state=state, **inputs._asdict())
         results = loss.loss_fn.dispatch(
             state.params if params is None else params,
-            given.batch if batch is None else batch,
+            inputs.batch if batch is None else batch,
             rng=keys,
             model_state=seen,
             replicas=axis_names(self.parts.axis_name),
@@ -273,71 +279,73 @@ class Runner:
             parts=parts,
             differentiates=differentiates,
         )
-        return given._replace(batch=WithResults(given.batch, results))
+        return inputs._replace(batch=WithResults(inputs.batch, results))
 
     def compiled(
-        self, state: TrainState, given: Given, ahead: Ahead | None = None
+        self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> jax.stages.Compiled:
-        """The program of an update, compiled now if it was not; nothing runs."""
-        refuse_others(state)
+        """Return the compiled program of an update, compiling it if needed; nothing runs."""
+        refuse_non_state(state)
         layout = self.layouts.of(state)
-        batch, weight = self.placing.placed(given.batch, given.weight, layout)
-        upcoming, _ = self.placing.placed(given.upcoming, None, layout)
-        given = given._replace(batch=batch, weight=weight, upcoming=upcoming)
+        batch, weight = self.placing.placed(inputs.batch, inputs.weight, layout)
+        upcoming, _ = self.placing.placed(inputs.upcoming, None, layout)
+        inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
-        task = update(self._phase(state), windowed=given.window is not None, ahead=ahead)
-        program = self.program(task, layout, state, given)
-        given = self.dispatched(task, layout, state, given, runs=False)
-        return program.lower(state=state, **given._asdict()).compile()
+        task = update(self._phase(state), windowed=inputs.window is not None, ahead=ahead)
+        program = self.program(task, layout, state, inputs)
+        inputs = self.dispatched(task, layout, state, inputs, runs=False)
+        return program.lower(state=state, **inputs._asdict()).compile()
 
-    def program(self, task: Task, layout: StateLayout, state: TrainState, given: Given) -> Any:
-        """The jitted program of a task, made at its first use."""
+    def program(
+        self, task: Task, layout: StateLayout, state: TrainState, inputs: StepInputs
+    ) -> Any:
+        """Return the jitted program of a task, built at its first use."""
         if self.parts.raw_keys:
             refuse_raw_keys(state.model_state)
-        return self.programs.get(task, layout, state, given, self.check)
+        return self.programs.get(task, layout, state, inputs, self.check)
 
     def check(self, state: TrainState) -> None:
-        """Refuse what could not be seen before there was a state; asked once for every program."""
-        refuse_others(state)
+        """Raise `ValueError` for errors that only a state shows; called once per program."""
+        refuse_non_state(state)
         parts, warn, is_first = self.parts, self._warn, not self._is_checked
         check_state(state, parts, self.mesh, self.mode, warn, is_first=is_first)
         self._is_checked = True
-        # Parameters that repeat themselves have equal shards, too: what was made here is right.
-        if parts.sync is not None and not self._made(state):
+        # Repetitive parameters have equal shards, too, so states made by this step are not checked.
+        if parts.sync is not None and not self._returned(state):
             check_shards(parts.sync.shards(state.opt_state[-1]))
 
-    def ran(self, given: Given, metrics: Metrics) -> None:
-        """Take note of a program that was started with a batch."""
+    def ran(self, inputs: StepInputs, metrics: Metrics) -> None:
+        """Record a program that was started with a batch."""
         self.in_flight.admit(metrics["loss"])
-        self.placing.ran(given.batch, metrics)
+        self.placing.ran(inputs.batch, metrics)
 
     def note(self, state: TrainState, layout: StateLayout) -> None:
-        """Let a state that was made here know it, so that less of it is looked at again."""
+        """Mark a state as made by this step, so that the next call checks less of it."""
         self.layouts.note(state, layout)
         state.made_by = self._mark
 
     def _update(
-        self, task: Task, state: TrainState, given: Given
+        self, task: Task, state: TrainState, inputs: StepInputs
     ) -> tuple[TrainState, Metrics, Carry | None]:
-        """Run an update, and know of its result what is known without reading it."""
+        """Run an update; record layout and counters of the new state without reading them."""
         self._replace_numbers(state)
         self.placing.refuse_counted()
         layout = self.layouts.of(state)
         so_far = None
         if self._is_counting:
             so_far = self._counts.get(counter_of(state, self.parts.sync))
-        new_state, metrics, carry = self.run(task, layout, state, given)
-        self.ran(given, metrics)
+        new_state, metrics, carry = self.run(task, layout, state, inputs)
+        self.ran(inputs, metrics)
         self.note(new_state, layout)
-        if given.window is not None and self.programs.donate:
-            forget(given.window)
-        if so_far is not None:  # count on, without asking the device
+        if inputs.window is not None and self.programs.donate:
+            forget(inputs.window)
+        if so_far is not None:  # count on the host, without reading the device
             counter = counter_of(new_state, self.parts.sync)
             self._counts.note(counter, so_far._replace(updates=so_far.updates + 1))
         return new_state, metrics, carry
 
     def _replace_numbers(self, state: TrainState) -> None:
-        """Spread hyperparameters that were assigned as plain numbers over the replicas."""
+        """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
         if self._numbers is None:
             has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
             self._numbers = number_places(state.opt_state) if has_any else []
@@ -345,22 +353,22 @@ class Runner:
             replace_numbers(state.opt_state, self._numbers)
 
     def _phase(self, state: TrainState) -> Phase | None:
-        """Of the program of the next update; None where one program does for all."""
+        """Return the phase of the next update's program; None if one program serves all phases."""
         return self.next_phase(state) if self.mode == "host" else None
 
     def refuse(self, state: TrainState) -> None:
-        """Raise `ValueError` for what is no state of this step, or one whose buffers are gone."""
-        if self._made(state):
+        """Raise `ValueError` unless `state` is a state of this step that was not donated."""
+        if self._returned(state):
             refuse_donated(state)
             return
-        refuse_others(state)
+        refuse_non_state(state)
         refuse_donated(state)
-        refuse_state_of_others(state, self.parts)
+        refuse_state_of_another_step(state, self.parts)
 
-    def _made(self, state: TrainState) -> bool:
+    def _returned(self, state: TrainState) -> bool:
         return getattr(state, "made_by", None) is self._mark
 
     def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
-        """Raise `ValueError` for what is no window of this state, or one that was used."""
+        """Raise `ValueError` unless `window` is an unused window of this state, or None."""
         dense = state._replace(params=self.parts.lookup.dense(state.params))
         refuse_unusable_window(window, dense, weight)

@@ -1,4 +1,4 @@
-"""How the states lie that a step is given, and what it refuses of them and of windows."""
+"""The layouts of a step's states, and the checks of states and windows that a step receives."""
 
 import math
 from collections.abc import Callable
@@ -31,16 +31,15 @@ def check_state(
     *,
     is_first: bool,
 ) -> None:
-    """Refuse what can be said of a step's transforms only when there is a state, and warn of it.
+    """Check a step's transforms with its state: raise `ValueError`, or warn.
 
     Args:
-      state: of the step.
-      parts: of the step.
-      mesh: of the step.
-      mode: of the step.
-      warn: issues each message once.
-      is_first: whether this is the first state of the step; what follows from its types is not
-        asked again.
+      state: a state of the step.
+      parts: the parts of the step.
+      mesh: the step's mesh.
+      mode: the step's mode, `"traced"` or `"host"`.
+      warn: a function that issues each message once.
+      is_first: whether this is the first state of the step; checks of its types are done only then.
 
     Communication: none.
     """
@@ -56,24 +55,24 @@ def check_state(
             "nothing is wrong."
         )
     if sync is not None and is_first:
-        params, own = lookup.dense(state.params), lookup.dense(state.opt_state[1])
-        kinds = _classes_in(own) - _classes_in(params)
-        unknown = sorted(kind.__name__ for kind in kinds if _is_foreign(kind))
-        if not all(map(_has_class, jax.tree.leaves(own, is_leaf=_has_class))):
+        params, optimizer_state = lookup.dense(state.params), lookup.dense(state.opt_state[1])
+        kinds = _classes_in(optimizer_state) - _classes_in(params)
+        unknown = sorted(kind.__name__ for kind in kinds if _is_unknown_class(kind))
+        if not all(map(_has_class, jax.tree.leaves(optimizer_state, is_leaf=_has_class))):
             unknown = unknown or ["arrays without a class"]
         has_sam = any(kind.__name__ == "SAMState" for kind in kinds)
         if unknown or has_sam:
-            tried = parts.optimizer, params, sync, warn
-            check_remembered(*tried, unknown=unknown, has_sam=has_sam)
+            arguments = parts.optimizer, params, sync, warn
+            check_remembered(*arguments, unknown=unknown, has_sam=has_sam)
 
 
 def _has_class(x: Any) -> bool:
-    """Return whether `x` is a NamedTuple, by whose class an optimizer's state is known."""
+    """Return whether `x` is a NamedTuple, whose class identifies an optimizer's state."""
     return hasattr(type(x), "_fields")
 
 
 def _classes_in(tree: PyTree) -> set[type]:
-    """Return the classes of all NamedTuples in a tree, those inside of others too."""
+    """Return the classes of all NamedTuples in a tree, nested ones included."""
     classes: set[type] = set()
 
     def note(x: Any) -> bool:
@@ -85,28 +84,28 @@ def _classes_in(tree: PyTree) -> set[type]:
     return classes
 
 
-def _is_foreign(kind: type) -> bool:
-    """Return whether nothing is known of copies of the parameters in states of this class."""
-    known = kind.__module__.partition(".")[0] in ("optax", "jaxslowmo")
-    return not known and not has_origin(kind)
+def _is_unknown_class(kind: type) -> bool:
+    """Return whether states of this class may hold copies of the parameters in unknown fields."""
+    is_registered = kind.__module__.partition(".")[0] in ("optax", "jaxslowmo")
+    return not is_registered and not has_origin(kind)
 
 
 def check_shards(shards: list[Any]) -> None:
-    """Raise `ValueError` for shards of which each replica has the same one.
+    """Raise `ValueError` if all replicas hold the same shard of the sharded state.
 
-    Another library's `unreplicate` takes replica 0's, and the rest of the anchor is lost. The first
-    elements are compared of what this process holds: a glance, not a proof.
+    Another library's `unreplicate` keeps replica 0's shard, and the rest of the anchor is lost.
+    Only the first elements on this process are compared, so the check can miss an error.
 
     Args:
-      shards: stacked arrays (replicas, rows, lanes), on devices; others are not looked at.
+      shards: stacked arrays (replicas, rows, lanes), on devices; other values are ignored.
 
     Communication: device to host, a few elements per replica; none between replicas.
     """
-    known = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    parts = [_glance(x) for x in known]
-    # Parameters that start as one number have such shards, too.
-    telling = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
-    if telling and all(np.all(x == x[:1]) for x in parts):
+    arrays = [x for x in shards if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    parts = [_first_elements(x) for x in arrays]
+    # Parameters that all start as one number have equal shards and are no error.
+    are_varied = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
+    if are_varied and all(np.all(x == x[:1]) for x in parts):
         raise ValueError(
             "`state`: every replica keeps another part of the anchor and of what goes with it, and "
             "here all have replica 0's: the state was made from one replica's, as "
@@ -116,19 +115,19 @@ def check_shards(shards: list[Any]) -> None:
         )
 
 
-_GLANCE = 64
+_NUM_COMPARED = 64  # elements of each shard that are compared
 
 
-def _glance(x: jax.Array) -> np.ndarray:
-    """(replicas here, n) first elements of (replicas, rows, lanes), as this process holds them."""
+def _first_elements(x: jax.Array) -> np.ndarray:
+    """Return the first elements (local replicas, n) of a stacked array (replicas, rows, lanes)."""
     parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    rows = math.ceil(_GLANCE / max(x.shape[-1], 1))
-    found = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
-    return np.concatenate([part.reshape(len(part), -1) for part in found])
+    rows = math.ceil(_NUM_COMPARED / max(x.shape[-1], 1))
+    blocks = [np.asarray(parts[start][:, :rows]) for start in sorted(parts)]
+    return np.concatenate([block.reshape(len(block), -1) for block in blocks])
 
 
-def refuse_others(state: TrainState) -> None:
-    """Raise `ValueError` for what is no state."""
+def refuse_non_state(state: TrainState) -> None:
+    """Raise `ValueError` unless `state` has the fields of a `TrainState`."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise ValueError(
             "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
@@ -137,9 +136,9 @@ def refuse_others(state: TrainState) -> None:
 
 
 def refuse_donated(state: TrainState) -> None:
-    """Raise `ValueError` for a state whose buffers are gone, with which jax 0.10 may crash.
+    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash.
 
-    Of parameters and optimizer the first array is looked at: what donates one donates all.
+    Only the first array of parameters and of optimizer state is checked: all are donated together.
     """
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
         if _is_gone(x):
@@ -150,10 +149,10 @@ def refuse_donated(state: TrainState) -> None:
 
 
 def refuse_untrainable(params: PyTree) -> None:
-    """Raise `ValueError` for parameters that have no gradient, or none that optimizers can follow.
+    """Raise `ValueError` unless all parameters are real floating-point arrays.
 
-    jax refuses to differentiate integers, and optimizers would move complex numbers to the wrong
-    side: their gradients are conjugated.
+    jax does not differentiate integers. Its gradients of complex numbers are conjugated, and
+    optimizers would step in the wrong direction.
     """
     if wrong := not_floating(params):
         raise ValueError(
@@ -165,19 +164,19 @@ def refuse_untrainable(params: PyTree) -> None:
         )
 
 
-def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
-    """Raise `ValueError` for the state of a step with another `sync` or `gradients`, by its class.
+def refuse_state_of_another_step(state: TrainState, parts: StepParts) -> None:
+    """Raise `ValueError` if the state belongs to a step with another `sync` or `gradients`.
 
-    What the optimizer keeps is not looked at, nor what has no class of its own.
+    Only the classes of their states are compared. The optimizer's state is not checked.
     """
     sync, gradients = parts.sync, parts.gradients
     members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
     first, *_, last = state.opt_state if members else 2 * (state.opt_state,)
-    wanted = [
+    expected = [
         ("sync", last, NoExchangeState if sync is None else sync.state),
         ("gradients", first, optax.EmptyState if gradients is None else None),
     ]
-    for argument, held, kind in wanted:
+    for argument, held, kind in expected:
         if kind is not None and not isinstance(held, kind):
             raise ValueError(
                 f"`state` must come from a step with the same `{argument}`: this step keeps "
@@ -187,9 +186,9 @@ def refuse_state_of_others(state: TrainState, parts: StepParts) -> None:
 
 
 def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) -> None:
-    """Raise `ValueError` for what is no window, one that was used, or one of other parameters.
+    """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
 
-    Also for one of batches unlike this: without a weight that is not looked at.
+    Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
     if window is None:
         return
@@ -203,7 +202,7 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "
             "with the window that `step.collect` returned last, or begin another with None."
         )
-    _refuse_others_gradients(window, state)
+    _refuse_other_parameters(window, state)
     if weight is not ... and (weight is None) != (window.weight is None):
         has = "none" if window.weight is None else "some"
         raise ValueError(
@@ -212,8 +211,8 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
         )
 
 
-def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
-    """Raise `ValueError` for sums that are not those of the parameters in `state`."""
+def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
+    """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
     replicas, others = state.step.shape, window.count.shape
     if replicas != others:
         raise ValueError(
@@ -224,15 +223,16 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
     pairs = zip(leaves, totals, strict=False)
     if structure == collected and all(x.shape[1:] == total.shape[1:] for x, total in pairs):
         return
-    own, given = (
+    expected, sums = (
         {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
         for tree in (params, window.totals)
     )
-    name = next((n for n in {**own, **given} if own.get(n) != given.get(n)), None)
-    if name is None:  # nodes of other types, of which jax tells
+    name = next((n for n in {**expected, **sums} if expected.get(n) != sums.get(n)), None)
+    if name is None:  # nodes of other types, for which jax raises an error
         return
     has, holds = (
-        f"shape {found[name]}" if name in found else "none of that name" for found in (own, given)
+        f"shape {shapes[name]}" if name in shapes else "none of that name"
+        for shapes in (expected, sums)
     )
     raise ValueError(
         "`window` must hold gradients of the parameters in `state`, of which it was collected: "
@@ -241,19 +241,20 @@ def _refuse_others_gradients(window: GradientWindow, state: TrainState) -> None:
 
 
 def forget(window: GradientWindow) -> None:
-    """Let go of the gradients of a window that has become an update.
+    """Delete the gradients of a window that an update has used.
 
-    No result of that has their shapes, so they cannot be donated; they live until it has run.
+    They cannot be donated, since no result of the update has their shapes. Their memory is freed
+    when the update has run.
     """
     for x in jax.tree.leaves(window.totals):
         if not isinstance(x, Tracer):
             x.delete()
 
 
-def tells_where_it_lies(state: TrainState) -> bool:
-    """Whether all leaves have a place on a mesh: arrays do, shapes alone need not."""
-    lies = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
-    return all(isinstance(each, NamedSharding) for each in lies)
+def is_placed(state: TrainState) -> bool:
+    """Return whether all leaves have a sharding over a mesh; a `ShapeDtypeStruct` may lack one."""
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
+    return all(isinstance(each, NamedSharding) for each in shardings)
 
 
 def _is_gone(x: Any) -> bool:
@@ -261,26 +262,26 @@ def _is_gone(x: Any) -> bool:
 
 
 def first_array(tree: PyTree) -> Any:
-    """Some leaf of `tree`, found without looking at the others; None if it has none."""
-    # Every step asks this. Built-in types are told apart ten times faster than abstract ones are.
+    """Return the first leaf of `tree` without flattening it; None if it has no leaf."""
+    # Every step calls this. isinstance is ten times faster for built-in than for abstract types.
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, tuple | list):
         return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
     for child in tree:
-        if (found := first_array(child)) is not None:
-            return found
+        if (array := first_array(child)) is not None:
+            return array
     return None
 
 
 class Layouts:
-    """The layout of one state after the other.
+    """The layouts of a step's states, of which the last is kept.
 
     Args:
-      mesh: of the step.
+      mesh: the step's mesh.
       axis_name: the replica axis.
-      lookup: of the step; how what is looked up lies is known.
-      sync: its parameter transform.
+      lookup: the step's lookup, which knows the layout of the stored parameters.
+      sync: the step's parameter transform.
     """
 
     def __init__(
@@ -292,35 +293,35 @@ class Layouts:
     ) -> None:
         self._mesh, self._axis_name, self._lookup, self._sync = mesh, axis_name, lookup, sync
         self.last = self._layout(frozenset(), None, None)
-        self._noted: KnownLayout | None = None  # of the last state that a program has returned
+        self._noted: KnownLayout | None = None  # layout of the last state that a program returned
 
     def of(self, state: TrainState) -> StateLayout:
-        """How parameters lie inside a replica; of a traced state, as those of the last one did.
+        """Return the layout of the parameters inside a replica; for tracers, the last layout.
 
         Raises:
           ValueError: optimizer or model state that is sharded over axes over which no parameter is.
         """
-        known = getattr(state, "known_layout", None)
-        if known is self._noted and known is not None:
-            return known.layout
-        if known is not None and known[:2] == (self._mesh, self._axis_name):
-            self.last = known.layout
-            return known.layout
+        noted = getattr(state, "known_layout", None)
+        if noted is self._noted and noted is not None:
+            return noted.layout
+        if noted is not None and noted[:2] == (self._mesh, self._axis_name):
+            self.last = noted.layout
+            return noted.layout
         first = first_array(state.params)
-        if isinstance(first, Tracer):  # does not tell where it will lie
+        if isinstance(first, Tracer):  # a tracer has no sharding yet
             return self.last
         axes = model_axes(state.params, self._mesh, self._axis_name)
         specs = inner_specs(state.params, self._mesh, self._axis_name) if axes else None
-        found = self._layout(axes, specs, state.params)
-        self._refuse_beyond(found, state)
+        layout = self._layout(axes, specs, state.params)
+        self._refuse_beyond(layout, state)
         if isinstance(first, jax.Array):
-            self.last = found
-        return found
+            self.last = layout
+        return layout
 
     def note(self, state: TrainState, layout: StateLayout) -> None:
-        """Let a state that a program has returned know how it lies.
+        """Store the layout in a state that a program has returned, so that it need not be read.
 
-        It lies where the old one did: on all mapped axes as the program says, else pinned.
+        The layout is that of the old state: programs fix the shardings of their results.
         """
         if self._noted is None or self._noted.layout is not layout:
             shards = self._shards(layout)
@@ -328,20 +329,20 @@ class Layouts:
         state.known_layout = self._noted
 
     def _shards(self, layout: StateLayout) -> PyTree | None:
-        """How `sync` cuts what it keeps in shards: by axes that the compiler handles alone."""
+        """Return the specs, over compiler-handled axes, by which `sync` shards its own state."""
         if self._sync is None or not layout.axes or isinstance(self._mesh, VirtualMesh):
             return None
         if self._sync.shard_specs is not None:
             return specs_over(self._sync.shard_specs, layout.axes)
-        # Of Explicit axes the types tell a transform that was given no specs.
+        # A transform without specs knows shardings over Explicit axes from the types.
         types = zip(self._mesh.axis_names, self._mesh.axis_types, strict=True)
         explicit = layout.axes & {name for name, kind in types if kind == AxisType.Explicit}
         return specs_over(layout.specs, explicit) if explicit else None
 
     def _refuse_beyond(self, layout: StateLayout, state: TrainState) -> None:
-        """Raise `ValueError` for state that is sharded where parameters are not.
+        """Raise `ValueError` if state is sharded over axes over which no parameter is.
 
-        A program holds it whole on all devices along those axes, and would return it so.
+        A program would gather it on all devices along those axes, and return it unsharded.
         """
         for part in ("opt_state", "model_state"):
             tree = getattr(state, part)
@@ -363,13 +364,13 @@ class Layouts:
             )
 
     def _layout(self, axes: frozenset[str], specs: PyTree | None, params: PyTree) -> StateLayout:
-        """A layout in which stored parameters lie as they are made, however their arrays do."""
+        """Return a layout in which stored parameters have the specs with which they are made."""
         lookup, replicas = self._lookup, axis_names(self._axis_name)
         inner = tuple(
             a for a in self._mesh.axis_names if a not in {*replicas, *axes, lookup.nested}
         )
         if lookup.nested is not None:
-            # The last one: parts along it are dealt out inside of those along the others.
+            # It comes last: a batch is split over the other inner axes first.
             axes, inner = axes | {lookup.nested}, (*inner, lookup.nested)
             dense = P() if params is None else jax.tree.map(lambda _: P(), lookup.dense(params))
             dense = dense if specs is None else lookup.dense(specs)

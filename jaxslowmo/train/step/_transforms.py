@@ -1,4 +1,4 @@
-"""What a step is told of its transforms, and what it refuses to do with those that exchange."""
+"""The transforms of a step: splitting of chains, and errors for combinations that do not work."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -33,25 +33,25 @@ Parts = tuple[optax.GradientTransformation | None, optax.GradientTransformation,
 """`gradients`, `optimizer` and `sync` of a step."""
 
 
-def told_apart(
+def split_chain(
     optimizer: optax.GradientTransformation,
     gradients: optax.GradientTransformation | None,
     sync: Any,
 ) -> Parts:
-    """The parts of a `js.chain` as `optimizer`, each in its place; others stay as they are.
+    """Split a `js.chain` as `optimizer` into its parts; return other arguments unchanged.
 
-    Everything up to the last transform that reduces gradients, and what of ours follows it at once,
-    such as clipping, is `gradients`; a parameter transform at the end is `sync`, and the rest is
-    the optimizer. What does not reduce follows a `gradients` that is given beside the chain.
+    Everything up to the last transform that reduces gradients, with this library's transforms right
+    after it, such as clipping, is `gradients`; a parameter transform at the end is `sync`; the rest
+    is the optimizer. With an argument `gradients`, parts that do not reduce run after it.
 
     Raises:
-      ValueError: several parameter transforms, or one beside a `sync`; two that reduce gradients; a
+      ValueError: several parameter transforms, or one and `sync`; two that reduce gradients; a
         parameter transform as `gradients`.
     """
-    for name, given in (("optimizer", optimizer), ("gradients", gradients)):
-        is_transform = hasattr(given, "init") and hasattr(given, "update")
-        if not is_transform and (given is not None or name == "optimizer"):
-            raise ValueError(f"`{name}` must be an optax transform, got {given!r}.")
+    for name, transform in (("optimizer", optimizer), ("gradients", gradients)):
+        is_transform = hasattr(transform, "init") and hasattr(transform, "update")
+        if not is_transform and (transform is not None or name == "optimizer"):
+            raise ValueError(f"`{name}` must be an optax transform, got {transform!r}.")
     if isinstance(gradients, ParameterTransform):
         raise ValueError(_misplaced("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
@@ -68,7 +68,7 @@ def told_apart(
         )
     reducing = [i for i, x in enumerate(parts) if _returns_gradients(x) and spec_of(x).axes]
     count = reducing[-1] + 1 if reducing else 0
-    # Behind a transform of somebody else's, which may be the optimizer, ours would see updates.
+    # After a transform of another library, which may be the optimizer, ours would see updates.
     while count < len(parts) and _returns_gradients(parts[count]):
         count += 1
     first, last = parts[:count], parts[count:]
@@ -97,12 +97,12 @@ def _joined(parts: list[Any]) -> optax.GradientTransformation:
     return parts[0] if len(parts) == 1 else chain(*parts)
 
 
-def check_beside_tables(gradients: optax.GradientTransformation | None) -> None:
-    """Raise `ValueError` for a gradient transform that rows of tables cannot pass through."""
+def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
+    """Raise `ValueError` unless gradients of table rows can pass through the transform."""
     if gradients is None or spec_of(gradients).of_rows or is_identity(gradients):
         return
     raise ValueError(
-        "`gradients` beside `embeddings` must be js.all_reduce_gradients(...), "
+        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
         "js.post_local_gradients(...) of these, js.clip_by_global_norm(...), a js.chain of such, "
         f"optax.identity() or None, got {_name_of(gradients)}. Gradients of rows of tables pass "
         "through it as dense ones do, and others would take row numbers for gradients, or not see "
@@ -126,21 +126,21 @@ def check_axes(transforms: Parts, mesh: AnyMesh, axis_name: AxisName) -> None:
     if sync is not None and sync.axes and not set(sync.axes) & set(axis_names(axis_name)):
         raise ValueError(
             f"`sync` exchanges over {list(sync.axes)}, and the replicas of this step lie along "
-            f"`axis_name`={axis_name!r}: they would train apart. Name the same axis in both."
+            f"`axis_name`={axis_name!r}: they would train independently. Name one axis in both."
         )
 
 
 def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
-    """The axes over which a transform says that it reduces gradients."""
+    """Return the axes over which a transform declares that it reduces gradients."""
     return set() if transform is None else set(spec_of(transform).axes)
 
 
 def checked_gradients(
     gradients: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """With extra arguments, and an `init` that refuses a chain that holds a parameter transform.
+    """Return the transform with extra arguments, and an `init` that checks its state.
 
-    Such a chain is known by its state alone.
+    Only the state shows that a chain holds a parameter transform.
     """
     gradients = over_stages(gradients)
 
@@ -155,24 +155,24 @@ def checked_gradients(
 def check_transforms(
     state: TrainState, parts: StepParts, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> None:
-    """Check what only the states of `gradients` and `optimizer` tell about them.
+    """Check the `gradients` and `optimizer` of a step by their states.
 
     Args:
-      state: of the step; its states of gradient transform and optimizer are looked at.
-      parts: of the step.
-      mesh: of the step.
-      mode: of the step.
-      is_first: whether no state of the step was checked before; transforms that tell nothing of
-        themselves are then traced for collectives.
+      state: a state of the step; only the states of gradient transform and optimizer are used.
+      parts: the parts of the step.
+      mesh: the step's mesh.
+      mode: the step's mode, `"traced"` or `"host"`.
+      is_first: whether this is the step's first state; transforms that declare nothing are then
+        traced to find collectives.
 
     Raises:
-      ValueError: a collective over replicas in a transform that does not tell of it; a parameter
-        transform in `gradients`, or, host-scheduled or with model state that follows it, in
-        `optimizer`; a loss scale in `gradients`, several in `optimizer`, or one where it does not
-        work; several replicas that would train apart without anyone having said so; nothing that an
-        update could be validated by afterwards, or in a place where that cannot be; an order of
-        gradients that no transform would be told; beside tables an `optimizer` that does what rows
-        would need, too; an exchange in updates of which each replica decides by itself.
+      ValueError: an undeclared collective over replicas in a transform; a parameter transform in
+        `gradients`, or in `optimizer` if host-scheduled or if model state follows it; a loss scale
+        in `gradients`, several in `optimizer`, or one in a wrong place; replicas that would train
+        independently without `sync="none"`; for `validate="after"`, no clipping or loss scale, or
+        one in a wrong place; an order of gradients that no transform would receive; with tables, an
+        `optimizer` that does what rows need, too; an exchange in updates that each replica takes or
+        drops by itself.
 
     Communication: none.
     """
@@ -183,18 +183,18 @@ def check_transforms(
         "gradients": (parts.gradients or optax.identity(), gradients),
         "optimizer": (parts.optimizer, optimizer),
     }
-    # States of what says nothing of itself, and perhaps holds a transform of ours.
-    unknown = {name: spec_of(tx).unknown(own) for name, (tx, own) in members.items()}
-    for name, (tx, own) in members.items():
+    # States of transforms that declare nothing, which may hold a transform of this library.
+    unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
+    for name, (tx, tx_state) in members.items():
         if not is_first or not unknown[name]:
             continue
         over = unnamed_exchanges(
-            tx, lookup.dense(state.params), own, mesh=mesh, axis_name=parts.axis_name
+            tx, lookup.dense(state.params), tx_state, mesh=mesh, axis_name=parts.axis_name
         )
-        if found := sorted(over & set(axes)):
+        if names := sorted(over & set(axes)):
             raise ValueError(
-                f"`{name}` holds a transform with collectives over {found} of which the step "
-                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(found)!r}), and "
+                f"`{name}` holds a transform with collectives over {names} of which the step "
+                f"knows nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and "
                 "join it with others by js.chain."
             )
     _check_gradients_state(gradients)
@@ -205,11 +205,11 @@ def check_transforms(
         _check_late(gradients, optimizer, list(unknown.values()), spec_of(parts.optimizer))
     if parts.order == "ready" and holds_state(unknown, "gradients"):
         raise ValueError(
-            '`order`="ready": the transform that reduces gradients would not be told their order. '
+            '`order`="ready": the transform that reduces gradients would not receive their order. '
             f"{USE_CHAIN}"
         )
     if lookup.embeddings is not None:
-        _check_optimizer_beside_tables(optimizer, unknown["optimizer"])
+        _check_optimizer_with_tables(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
@@ -226,21 +226,21 @@ def check_transforms(
             f'use model_state="local". {USE_CHAIN}'
         )
     averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(axes)
-    exchanges = parts.apart or parts.sync is not None or moves or averages
+    exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
             f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
-            f"the {num_replicas} replicas would train apart and never meet. Pass "
+            f"the {num_replicas} replicas would train independently and never meet. Pass "
             f"gradients=js.all_reduce_gradients({axis!r}) to average gradients, "
             f"sync=js.local_sgd({axis!r}) or another parameter transform to average parameters, "
             "js.gradient_transform(...) of what averages gradients by itself, or "
-            'sync="none" to train them apart.'
+            'sync="none" to train them independently.'
         )
 
 
 def _states_called(names: Collection[str], tree: PyTree) -> Iterator[Any]:
-    """The states in a tree whose classes have one of these names."""
+    """Return the states in a tree whose classes have one of these names."""
 
     def is_one(x: object) -> bool:
         return type(x).__name__ in names
@@ -249,9 +249,9 @@ def _states_called(names: Collection[str], tree: PyTree) -> Iterator[Any]:
 
 
 def _check_hidden_scale(unknown: list[PyTree]) -> None:
-    """Raise `ValueError` for an optax.chain that does something to gradients that are still scaled.
+    """Raise `ValueError` for an optax.chain with a transform before its loss scale.
 
-    Of such a chain the loss scale divides by itself, when what stands in front of it has run.
+    In such a chain the loss scale itself divides, so earlier transforms see scaled gradients.
     """
     for state in unknown:
         states = list(state.values()) if isinstance(state, dict) else state
@@ -260,14 +260,14 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
         places = [i for i, part in enumerate(states) if parts_of(part, DynamicLossScaleState)]
         if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
             raise ValueError(
-                "`optimizer` is an optax.chain in which something stands in front of a "
-                "js.dynamic_loss_scale, and would see gradients that are still scaled. "
+                "`optimizer` is an optax.chain with a transform before a "
+                "js.dynamic_loss_scale, which would see gradients that are still scaled. "
                 f"{USE_CHAIN}"
             )
 
 
 def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
-    """Raise `ValueError` for an exchange where each replica decides by itself whether it runs."""
+    """Raise `ValueError` for a transform that exchanges in a wrapper that may not call it."""
     for argument, state in states.items():
         for x in _states_called({"ApplyIfFiniteState", "MultiStepsState"}, state):
             inside = tuple(x)
@@ -290,21 +290,21 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
 def _check_late(
     gradients: PyTree, optimizer: PyTree, unknown: list[PyTree], spec: GradientSpec
 ) -> None:
-    """Raise `ValueError` unless there is something to validate, in a place where it can be late."""
-    own, inside = clip_state(gradients), clip_state(optimizer)
-    if own is not None and inside is not None:
-        clip_state((own, inside))
+    """Raise `ValueError` unless there is a clipping or loss scale that works after the update."""
+    clip, inside = clip_state(gradients), clip_state(optimizer)
+    if clip is not None and inside is not None:
+        clip_state((clip, inside))
     if clip_state(unknown) is not None or parts_of(unknown, DynamicLossScaleState):
         raise ValueError(
-            '`validate`="after": js.clip_by_global_norm or js.dynamic_loss_scale stands inside of '
-            f"a transform that nobody knows, and would not be told of it. {USE_CHAIN}"
+            '`validate`="after": js.clip_by_global_norm or js.dynamic_loss_scale is inside '
+            f"a transform that the step does not know, and would act too early. {USE_CHAIN}"
         )
-    if own is not None and not _is_last(gradients):
+    if clip is not None and not _is_last(gradients):
         raise ValueError(
-            '`validate`="after": in `gradients` js.clip_by_global_norm must stand last, since what '
+            '`validate`="after": in `gradients` js.clip_by_global_norm must be last, since what '
             "follows it would have to run again: reorder the chain, or put it into `optimizer`."
         )
-    if own is None and inside is None and not parts_of(optimizer, DynamicLossScaleState):
+    if clip is None and inside is None and not parts_of(optimizer, DynamicLossScaleState):
         raise ValueError(
             '`validate`="after" chooses between updates by js.clip_by_global_norm and '
             "js.dynamic_loss_scale, and the step has neither (optax.clip_by_global_norm cannot be "
@@ -312,7 +312,7 @@ def _check_late(
         )
     what = [f"over {sorted(spec.axes)}"] if spec.axes else []
     what += [kind for kind in _MOVES if holds_state(optimizer, kind)]
-    if what and (own or inside) is not None:
+    if what and (clip or inside) is not None:
         raise ValueError(
             '`validate`="after" runs the optimizer again where gradients are clipped, and here '
             f"it exchanges {what[0]} by itself: pass what averages gradients as `gradients`, what "
@@ -321,7 +321,7 @@ def _check_late(
 
 
 def _is_last(state: PyTree) -> bool:
-    """Whether a clipping's state is the last in that of a chain."""
+    """Return whether the last state in that of a chain is a clipping's."""
     if type(state) is tuple and state:
         return _is_last(state[-1])
     return isinstance(state, ClipByGlobalNormState)
@@ -331,7 +331,7 @@ _ONLY_COLLECTS = (
     "and rows would move in calls that only collect: use `accumulate` of js.make_train_step or "
     "step.collect"
 )
-# States of transforms that act on a whole update, of which they see dense parameters alone.
+# States of transforms that act on a whole update, but in the step see its dense part only.
 _SEE_DENSE_ALONE = {
     "ClipByGlobalNormState": "js.clip_by_global_norm, whose norm is that of the whole model, and "
     "rows would be neither counted nor clipped: pass it last in `gradients`, or in a js.chain in "
@@ -350,12 +350,12 @@ _SEE_DENSE_ALONE = {
 }
 
 
-def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
-    """Raise `ValueError` for an `optimizer` that does what rows of tables would need, too."""
+def _check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
+    """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     for moves in _MOVES:
         if holds_state(optimizer, moves):
             raise ValueError(
-                f"`optimizer` beside `embeddings` holds a transform of js that exchanges {moves}, "
+                f"`optimizer` with `embeddings` holds a transform of js that exchanges {moves}, "
                 "and is not given rows of tables: dense parameters would agree on all replicas, "
                 "and tables drift apart. Pass what averages gradients, "
                 "js.all_reduce_gradients(...), as `gradients`, and what averages parameters, such "
@@ -363,12 +363,12 @@ def _check_optimizer_beside_tables(optimizer: PyTree, unknown: PyTree) -> None:
             )
     if parts_of(unknown, DynamicLossScaleState):
         raise ValueError(
-            "`optimizer` beside `embeddings` holds a js.dynamic_loss_scale that the step does not "
+            "`optimizer` with `embeddings` holds a js.dynamic_loss_scale that the step does not "
             f"see, and gradients of rows would stay scaled. {USE_CHAIN}"
         )
     for x in _states_called(_SEE_DENSE_ALONE, optimizer):
         raise ValueError(
-            "`optimizer` beside `embeddings` updates dense parameters alone, and must not hold "
+            "`optimizer` with `embeddings` updates dense parameters alone, and must not hold "
             f"{_SEE_DENSE_ALONE[type(x).__name__]}."
         )
 

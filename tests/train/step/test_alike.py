@@ -196,7 +196,7 @@ AVERAGING = {
 @pytest.mark.parametrize("name", AVERAGING)
 def test_averaging_inside_the_optimizer(name):
     """Whoever makes the state, on any number of replicas, whatever `gradients` and `sync` do."""
-    said = "`optimizer` beside `embeddings` holds .*tables drift apart.* as `gradients`.* as `sync`"
+    said = "`optimizer` with `embeddings` holds .*tables drift apart.* as `gradients`.* as `sync`"
     step = with_table(AVERAGING[name](), mesh=js.virtual_mesh({"replica": 1}), sync="none")
     with pytest.raises(ValueError, match=said):
         step.init(DENSE)
@@ -234,7 +234,7 @@ def test_averaging_by_hand(kind, reduce):
     }.items(),
 )
 def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
-    with pytest.raises(ValueError, match=f"`optimizer` beside `embeddings` .*must not hold {name}"):
+    with pytest.raises(ValueError, match=f"`optimizer` with `embeddings` .*must not hold {name}"):
         with_table(optimizer, sync="none").init(DENSE)
 
 
@@ -256,7 +256,7 @@ def test_what_the_optimizer_would_do_to_dense_parameters_alone(name, optimizer):
     }.items(),
 )
 def test_gradients_that_rows_cannot_pass_through(name, gradients):
-    said = rf"`gradients` beside `embeddings` must be .*, got {name}\. .* js\.chain, not"
+    said = rf"`gradients` with `embeddings` must be .*, got {name}\. .* js\.chain, not"
     with pytest.raises(ValueError, match=said):
         with_table(gradients=gradients)
 

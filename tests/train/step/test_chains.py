@@ -123,7 +123,7 @@ BY_NAME = r"js\.chain"
         (js.chain(sgd, local), {"sync": local}, "`sync` was given, and `optimizer` is a js.chain"),
         (js.chain(sgd, local), {"sync": "none"}, "`sync` was given, and `optimizer` is a js.chain"),
         (js.chain(sgd, local, local), {}, "2 parameter transforms, and a step has one"),
-        (js.chain(clip, sgd), {}, "the 2 replicas would train apart"),
+        (js.chain(clip, sgd), {}, "the 2 replicas would train independently"),
         (
             optax.apply_if_finite(optax.chain(mean, sgd), 3),
             {},
@@ -161,7 +161,7 @@ def test_nothing_sees_scaled_gradients_in_a_chain_that_hides_its_scale(first):
     step = js.make_train_step(
         loss, optax.chain(mean, first, scaled), mesh=js.virtual_mesh({"replica": 2})
     )
-    with pytest.raises(ValueError, match=r"in front of a js\.dynamic_loss_scale.*js\.chain"):
+    with pytest.raises(ValueError, match=r"before a js\.dynamic_loss_scale.*js\.chain"):
         step.init(PARAMS)
     mesh = js.virtual_mesh({"replica": 2})
     jax.tree.map(

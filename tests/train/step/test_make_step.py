@@ -26,7 +26,7 @@ def loss(params, batch):
         ({"accumulate": 0}, r"`accumulate` counts microbatches and must be >= 1, got 0"),
         ({"accumulate": 1.5}, r"`accumulate` .* got 1\.5"),
         ({"sync": optax.sgd(0.1)}, r"`sync` must be a js\.ParameterTransform .* got Gradient\w+"),
-        ({"sync": "all"}, r"`sync` must be .*None, or \"none\" for .* apart, got 'all'"),
+        ({"sync": "all"}, r"`sync` must be .*None, or \"none\" for .* independently, got 'all'"),
         (
             {"sync": "none", "model_state": "broadcast"},
             r'`sync`="none" .*`model_state`="broadcast" .*leave one',
@@ -54,7 +54,7 @@ def over(name):
         (js.only_finite(over("replcia")), r"over \['replcia'\]"),
         (js.local_sgd("replica", local_axis_name="host"), r"over \['host'\]"),
         (js.only_finite(js.diloco("replica", local_axis_name="host")), r"over \['host'\]"),
-        (js.local_sgd("device"), r"over \['device'\], .* along `axis_name`='replica': .* apart"),
+        (js.local_sgd("device"), r"over \['device'\], .* `axis_name`='replica': .* independently"),
     ],
 )
 def test_axes_of_sync_are_checked_at_construction(sync, message):

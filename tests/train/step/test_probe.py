@@ -119,7 +119,7 @@ def warned(optimizer, sync=None, gradients=None):
 def test_one_that_takes_exchanges_back(optimizer, who):
     (message,) = warned(optimizer)
     assert f"(its state has {who})" in message
-    assert "taken back 100% after 3 updates" in message
+    assert "undone 100% after 3 updates" in message
     assert "js.remembers_parameters" in message
 
 
@@ -132,7 +132,7 @@ def test_one_that_does_not(optimizer):
 
 def test_a_strong_pull_is_told():
     (message,) = warned(pulled(0.2))
-    assert "taken back 49%" in message  # 1 - 0.8 ** 3
+    assert "undone 49%" in message  # 1 - 0.8 ** 3
 
 
 def test_gradients_that_are_averaged_need_no_trial():

@@ -324,7 +324,7 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
             assert compilations.count > before
         seen.add(phase)
     assert sum(compiled) == 0
-    assert len(step._runner.programs._made) == (3 if mode == "host" else 1)
+    assert len(step._runner.programs._programs) == (3 if mode == "host" else 1)
 
 
 # Programs that were traced to be read are those that run

@@ -1,4 +1,4 @@
-"""What a step refuses to do with transforms that exchange, and replicas that train apart."""
+"""Transforms that exchange and that a step refuses, and replicas that train independently."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_neither_sync_nor_gradients(mode):
     step = step_of(mode=mode)
     said = (
         r"`sync` is None, and neither `gradients` nor `optimizer` averages over 'replica', so the "
-        r"2 replicas would train apart.*"
+        r"2 replicas would train independently.*"
         r"gradients=js\.all_reduce_gradients\('replica'\).*sync=js\.local_sgd\('replica'\).*"
         r'js\.gradient_transform\(.*sync="none"'
     )
@@ -58,7 +58,7 @@ def test_the_message_names_all_axes():
 )
 def test_gradients_that_are_averaged_over_no_replicas(gradients, inner):
     step = step_of(gradients=gradients, mesh=js.virtual_mesh({"replica": 2} | inner))
-    with pytest.raises(ValueError, match="the 2 replicas would train apart"):
+    with pytest.raises(ValueError, match="the 2 replicas would train independently"):
         step.init(PARAMS)
 
 

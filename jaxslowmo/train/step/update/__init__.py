@@ -1,13 +1,13 @@
-"""One update as one replica sees it: from its batch to its new state."""
+"""One update of one replica: from its batch to its new state."""
 
-from ._batch_gradients import GIVEN_ROLES as GIVEN_ROLES
+from ._batch_gradients import INPUT_ROLES as INPUT_ROLES
 from ._batch_gradients import ROLES as ROLES
 from ._batch_gradients import AnyLookup as AnyLookup
 from ._batch_gradients import Dispatched as Dispatched
-from ._batch_gradients import Given as Given
 from ._batch_gradients import GradientWindow as GradientWindow
 from ._batch_gradients import Metrics as Metrics
 from ._batch_gradients import NoTables as NoTables
+from ._batch_gradients import StepInputs as StepInputs
 from ._batch_gradients import WithResults as WithResults
 from ._differentiate import Differentiation as Differentiation
 from ._differentiate import ModelStateMode as ModelStateMode

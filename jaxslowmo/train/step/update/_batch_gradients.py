@@ -1,4 +1,4 @@
-"""What a loss is given and gives: gradients over microbatches, and over batches of one update."""
+"""Gradients of a loss, averaged over microbatches and over the batches of one update."""
 
 import inspect
 from collections.abc import Callable
@@ -30,24 +30,24 @@ Metrics = dict[str, jax.Array]
 
 
 class GradientWindow(NamedTuple):
-    """What the batches of one update have given so far; `step.collect` makes it and adds to it.
+    """The sums over the batches of one update so far; `step.collect` makes it and adds to it.
 
-    Devices are counted over the replica axis and the axes inside a replica over which the batch is
-    split: between these nothing is reduced before the update.
+    "devices" counts positions along the replica axis and the axes inside a replica over which the
+    batch is split; nothing is reduced between these before the update.
 
     Attributes:
-      totals: leaves (devices, *s), in at least float32: weighted sums of gradients.
-      metrics: leaves (replicas, ...), in at least float32: weighted sums, "loss" among them.
-      model_state: leaves (devices, ...), as the last batch left it.
-      weight: (replicas,) float32, sum of the weights; None where batches have none.
+      totals: weighted sums of gradients, leaves (devices, *s), in at least float32.
+      metrics: weighted sums of metrics with "loss", leaves (replicas, ...), in at least float32.
+      model_state: model state after the last batch, leaves (devices, ...).
+      weight: (replicas,) float32, sum of the weights; None if batches have no weights.
       count: (replicas,) int32, batches so far; equal on all replicas.
-      rows: by table, (devices, k) and (devices, k, *s): weighted gradients of the rows that a
-        device holds: first the room that the window was opened with, in which batches of one shape
-        stand one after the other, then those of batches for which there was none; {} without
+      rows: dict by table of row numbers (devices, k) and weighted gradients (devices, k, *s) of the
+        rows that a device holds. First come those in the room with which the window was opened, one
+        batch of equal shapes after the other, then those of batches without room; {} without
         tables.
-      refused: (replicas,) int32: ids so far that are in no table, or have no slot; where it is not
-        0 the update will be skipped. None without tables.
-      num_placed: (replicas,) int32: batches in the room; None without tables.
+      refused: (replicas,) int32, ids so far that are in no table, or have no slot; if it is not 0
+        the update will be skipped. None without tables.
+      num_placed: (replicas,) int32, batches in the room; None without tables.
     """
 
     totals: PyTree
@@ -60,21 +60,21 @@ class GradientWindow(NamedTuple):
     num_placed: jax.Array | None = None
 
 
-# How each part relates to the replicas, as `map_replicas` wants to know.
+# Role of each field, as `map_replicas` takes it.
 ROLES = GradientWindow._make(
     ("device", "stacked", "device", "stacked", "stacked", "device", "stacked", "stacked")
 )
 
 
-class Given(NamedTuple):
-    """What a program is given beside the state; in it the replica's, or a device's part of it.
+class StepInputs(NamedTuple):
+    """The inputs of a program besides the state; inside it, the part of a replica or device.
 
     Attributes:
-      batch: None for an update of a window alone.
-      weight: () the replica's share in averages; None where all are alike.
-      window: the batches of the same update so far; None where there are none.
-      carry: what was asked for the batch beside an earlier one; None for nothing.
-      upcoming: the batch that comes next; None where nothing is to be done for it.
+      batch: the batch; None for an update of a window alone.
+      weight: () the replica's weight in averages; None if all are equal.
+      window: the gradients of earlier batches of the same update; None without a window.
+      carry: the lookup that an earlier step has started for the batch; None if there is none.
+      upcoming: the next batch; None if nothing is looked up for it.
     """
 
     batch: PyTree = None
@@ -84,17 +84,17 @@ class Given(NamedTuple):
     upcoming: PyTree = None
 
 
-# How each part relates to the replicas, as `map_replicas` wants to know.
-GIVEN_ROLES: Any = Given._make(("batch", "stacked", ROLES, "device", "batch"))
+# Role of each field, as `map_replicas` takes it.
+INPUT_ROLES: Any = StepInputs._make(("batch", "stacked", ROLES, "device", "batch"))
 
 
 class LossData(NamedTuple):
-    """What the loss function is given beside the parameters.
+    """The arguments of the loss function besides the parameters.
 
     Attributes:
-      batch: of this device.
-      key: its own.
-      model_state: before the batch.
+      batch: this device's part of the batch.
+      key: PRNG key of this device.
+      model_state: model state before the batch.
     """
 
     batch: PyTree
@@ -103,17 +103,16 @@ class LossData(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What one batch gives, or a window of several; an update starts from it.
+    """The gradients of one batch or of a window, with which an update starts.
 
     Attributes:
-      grads: means over the examples of this device.
-      metrics: of the replica, means over all of its examples, "loss" among them.
-      model_state: of this device, after the batch.
-      rows: by table, mean gradients of the rows that it holds; {} without tables.
-      refused: () int32, ids of the replica because of which the update must not be made; None
-        without tables.
-      weight: () this replica's share in averages over replicas; None where all are alike.
-      data: what the loss saw; None for a window, whose batches are gone.
+      grads: mean gradients over the examples of this device.
+      metrics: the replica's metrics, means over all of its examples, with "loss".
+      model_state: model state of this device after the batch.
+      rows: dict by table of mean gradients of the rows that this device holds; {} without tables.
+      refused: () int32, number of the replica's ids that forbid the update; None without tables.
+      weight: () this replica's weight in averages over replicas; None if all are equal.
+      data: the arguments of the loss; None for a window, whose batches are gone.
     """
 
     grads: PyTree
@@ -125,51 +124,51 @@ class Gradients(NamedTuple):
     data: LossData | None
 
 
-def empty_window(found: Gradients, num_batches: int) -> GradientWindow:
-    """A window before its first batch.
+def empty_window(gradients: Gradients, num_batches: int) -> GradientWindow:
+    """Return a window before its first batch.
 
     Args:
-      found: of one batch, with the model state before it; of the rest shapes, dtypes and varying
-        axes are all that is looked at.
-      num_batches: for the rows of so many batches there is room; others make the window larger.
+      gradients: those of one batch, with the model state before it. Of all other fields only
+        shapes, dtypes and varying axes are used.
+      num_batches: number of batches for whose rows there is room; more make the window larger.
     """
     count = jnp.zeros([], jnp.int32)
     return GradientWindow(
-        jax.tree.map(wide_zeros, found.grads),
-        jax.tree.map(wide_zeros, found.metrics),
-        found.model_state,
-        None if found.weight is None else jnp.zeros_like(found.weight),
+        jax.tree.map(wide_zeros, gradients.grads),
+        jax.tree.map(wide_zeros, gradients.metrics),
+        gradients.model_state,
+        None if gradients.weight is None else jnp.zeros_like(gradients.weight),
         count,
-        empty_rows(found.rows, num_batches),
-        jax.tree.map(lambda x: match_varying(zeros_like(x), x), found.refused),
-        count if found.rows else None,
+        empty_rows(gradients.rows, num_batches),
+        jax.tree.map(lambda x: match_varying(zeros_like(x), x), gradients.refused),
+        count if gradients.rows else None,
     )
 
 
-def added_to(window: GradientWindow, found: Gradients, *, fits: bool) -> GradientWindow:
-    """The window with one batch more, of whose rows is known whether they fit into its room."""
-    weight, place = found.weight, window.num_placed if fits else None
+def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
+    """Return the window with one more batch; `fits` says whether there is room for its rows."""
+    weight, place = gradients.weight, window.num_placed if fits else None
     return GradientWindow(
-        jax.tree.map(added, window.totals, _weighted(found.grads, weight)),
-        jax.tree.map(added, window.metrics, _weighted(found.metrics, weight)),
-        found.model_state,
+        jax.tree.map(added, window.totals, _weighted(gradients.grads, weight)),
+        jax.tree.map(added, window.metrics, _weighted(gradients.metrics, weight)),
+        gradients.model_state,
         None if window.weight is None or weight is None else window.weight + weight,
         window.count + 1,
-        added_rows(window.rows, found.rows, weight, place),
-        jax.tree.map(jnp.add, window.refused, found.refused),
+        added_rows(window.rows, gradients.rows, weight, place),
+        jax.tree.map(jnp.add, window.refused, gradients.refused),
         window.num_placed if place is None else place + 1,
     )
 
 
 def means_of(window: GradientWindow) -> Gradients:
-    """What the batches of a window give: means of gradients and metrics, in at least float32.
+    """Return the means of gradients and metrics over a window's batches, in at least float32.
 
     They are zeros on a replica that was idle.
     """
     if window.weight is None:
         divisor = by_dtype(window.count)
     else:
-        # Over infinity everything is zero, without a choice for every leaf.
+        # Division by infinity gives zeros on idle replicas, without a `where` for every leaf.
         divisor = by_dtype(jnp.where(window.weight > 0, window.weight, jnp.inf))
     sums = window.totals, window.metrics
     totals, metrics = jax.tree.map(lambda x: x / divisor(x.dtype), sums)
@@ -178,7 +177,7 @@ def means_of(window: GradientWindow) -> Gradients:
 
 
 def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
-    """In at least float32, times the weight; zeros for weight 0, whatever stands there."""
+    """Return the tree in at least float32, times the weight; zeros for weight 0, even for NaN."""
     wide = jax.tree.map(lambda x: cast(x, at_least_float32(x.dtype)), tree)
     if weight is None:
         return wide
@@ -187,13 +186,13 @@ def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
 
 
 def wide_zeros(kind: Any) -> jax.Array:
-    """Zeros to add values of a type to: at least float32, varying and laid out as it is."""
+    """Return zeros of a type, but in at least float32, to which values of the type are added."""
     wide = kind.update(dtype=at_least_float32(kind.dtype))
     return match_varying(zeros_like(wide), kind)
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
-    """The batch in equal parts, stacked along a new leading axis."""
+    """Split the batch into equal parts, stacked along a new leading axis."""
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % parts:
@@ -207,12 +206,12 @@ def split_batch(batch: PyTree, parts: int) -> PyTree:
 
 
 def with_loss(metrics: dict[str, jax.Array], value: jax.Array) -> dict[str, jax.Array]:
-    """What a loss function says of a batch, in float32, and the loss in its own dtype."""
+    """Return a loss function's metrics in float32, with the loss in its own dtype."""
     return {**{name: jnp.asarray(m, jnp.float32) for name, m in metrics.items()}, "loss": value}
 
 
 def as_value(loss: jax.Array) -> jax.Array:
-    """A loss as an optimizer is told it: at least float32, since it is averaged and compared."""
+    """Return a loss for the optimizer: in at least float32, since it is averaged and compared."""
     return loss.astype(at_least_float32(loss.dtype))
 
 
@@ -227,13 +226,13 @@ def value_and_gradients(
     accumulate: int,
     divides: bool = True,
 ) -> tuple[tuple[dict[str, jax.Array], PyTree], PyTree, PyTree]:
-    """Metrics (loss included) and model state, and mean gradients over `accumulate` microbatches.
+    """Return metrics, model state and mean gradients over `accumulate` microbatches of a batch.
 
-    Gradients and the loss are summed in at least float32 and returned in their own dtypes; model
-    state is threaded through in order. With a `scale` it is that many times the loss of which
-    gradients are taken, and unless `divides` is False they are divided by it again; the loss is
-    then at least float32. Last comes the gradient of what was looked up for a batch `WithVectors`,
-    example by example; None for other batches.
+    Metrics include the loss. Gradients and the loss are summed in at least float32 and returned in
+    their own dtypes; model state passes from microbatch to microbatch. With a `scale`, gradients
+    are taken of the loss times `scale`, and divided by it again unless `divides` is False; the loss
+    is then at least float32. The last result is the gradient of the vectors of a batch
+    `WithVectors`, per example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -251,8 +250,8 @@ def value_and_gradients(
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None
-        (value, (metrics, state)), (grads, own) = differentiate(both, part, key, state)
-        return (with_loss(metrics, value), state), grads, own
+        (value, (metrics, state)), (grads, embedded_grads) = differentiate(both, part, key, state)
+        return (with_loss(metrics, value), state), grads, embedded_grads
 
     if accumulate == 1:
         return one(model_state, batch, rng)
@@ -265,23 +264,24 @@ def value_and_gradients(
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         totals, state = carry
-        (metrics, state), grads, own = one(state, *x)
+        (metrics, state), grads, embedded_grads = one(state, *x)
         state = match_varying(state, carried)
         totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, (metrics, grads))
-        return (totals, state), own
+        return (totals, state), embedded_grads
 
-    (totals, model_state), own = lax.scan(add, (totals, carried), (parts, keys))
+    (totals, model_state), embedded_grads = lax.scan(add, (totals, carried), (parts, keys))
     metrics, grads = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), totals, kinds)
-    # Of an example only its own microbatch tells.
-    own = jax.tree.map(lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), own)
-    return (metrics, model_state), grads, own
+    # An example has a gradient in its own microbatch only, so these are divided, not summed.
+    embedded_grads = jax.tree.map(
+        lambda g: (g / accumulate).reshape(-1, *g.shape[2:]), embedded_grads
+    )
+    return (metrics, model_state), grads, embedded_grads
 
 
 class NoTables:
     """The lookup of a step without embedding tables: all of its parameters are dense.
 
-    Attributes and methods mean what they do in `Lookup`; those that a step calls only where there
-    are tables are left out.
+    Attributes and methods are those of `Lookup`, except those that a step calls only with tables.
     """
 
     embeddings: None = None
@@ -295,7 +295,7 @@ class NoTables:
         return tree
 
     def stored(self, tree: PyTree) -> None:
-        """Return that nothing is stored."""
+        """Return None: no parameters are stored."""
         del tree
 
     def joined(self, dense: PyTree, stored: PyTree) -> PyTree:
@@ -303,23 +303,23 @@ class NoTables:
         del stored
         return dense
 
-    def stacked(self, params: PyTree, seed: int, **lies: Any) -> PyTree:
+    def stacked(self, params: PyTree, seed: int, **placement: Any) -> PyTree:
         """Return the parameters of all replicas, equal on them."""
         del seed
-        return replicate(params, **lies)
+        return replicate(params, **placement)
 
     def requested(self, stored: PyTree, batch: PyTree, *_: Any) -> Requested:
-        """Return a batch that asks for nothing."""
+        """Return the batch with empty requests."""
         del stored
         return Requested(batch, Requests._make({} for _ in Requests._fields), {}, {}, None)
 
     def seen(self, requested: Requested, params: PyTree) -> PyTree:
-        """Return the batch that the loss function is given."""
+        """Return the batch for the loss function."""
         del params
         return requested.batch
 
     def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the types of the parameters and the batch that the loss function is given."""
+        """Return the types of the parameters and the batch for the loss function."""
         return params, share
 
     def differentiated(
@@ -330,7 +330,7 @@ class NoTables:
         return results, grads, {}, requested.batch
 
     def following(self, *_: Any) -> tuple[None, tuple[()]]:
-        """Return that the next batch asks for nothing, and that nothing was read for it."""
+        """Return None and (): nothing is requested or read for the next batch."""
         return None, ()
 
 
@@ -338,12 +338,12 @@ AnyLookup = Lookup | NoTables
 
 
 class WithResults(NamedTuple):
-    """A batch, and what a dispatched loss function has computed of it.
+    """A batch, and the results of a dispatched loss function for it.
 
     Attributes:
       batch: the batch itself.
-      results: what the loss function takes in the place of the batch, inside of a program; leaves
-        have a leading dimension over the positions between which the batch is split.
+      results: argument of the loss function in place of the batch, inside of a program; leaves
+        have a leading dimension over the positions over which the batch is split.
     """
 
     batch: PyTree
@@ -352,13 +352,13 @@ class WithResults(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A loss function with a method `dispatch`, as a pipeline dispatched by the host has one.
+    """A loss function with a method `dispatch`, such as a pipeline dispatched by the host.
 
     Attributes:
       loss_fn: the loss function.
-      completed: wraps a loss function in what the step does around it, such as a policy.
-      parts: into how many parts `accumulate` cuts a batch, for `dispatch` to average over.
-      is_cast: whether the loss function is given other parameters and batches than the step.
+      completed: function that wraps a loss function as the step needs it, such as in a policy.
+      parts: number of parts into which `accumulate` cuts a batch; `dispatch` averages over them.
+      is_cast: whether parameters and batches are cast for the loss function.
     """
 
     loss_fn: Any
@@ -369,7 +369,7 @@ class Dispatched:
     def loss(
         self, params: PyTree, batch: WithResults, *, rng: Any, model_state: PyTree
     ) -> tuple[Any, Any]:
-        """Return loss, metrics and model state of a batch whose results are known."""
+        """Return loss, metrics and model state of a batch, from its computed results."""
 
         def of_results(params: PyTree, _: PyTree, **keywords: Any) -> Any:
             return self.loss_fn(params, batch.results, **keywords)
@@ -378,7 +378,7 @@ class Dispatched:
         return full(params, batch.batch, rng=rng, model_state=model_state)
 
     def arguments(self, params: PyTree, batch: PyTree, *, rng: Any, model_state: PyTree) -> Any:
-        """Return parameters, batch, key and model state as the loss function is given them."""
+        """Return the parameters, batch, key and model state that the loss function receives."""
         seen: list[Any] = []
 
         def recorded(

@@ -1,4 +1,4 @@
-"""From a replica's batches to the gradients of an update and the new model state."""
+"""Differentiation of a replica's batches: the gradients of an update and the new model state."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from ..._train_state import TrainState
 from ._batch_gradients import (
     AnyLookup,
     Dispatched,
-    Given,
     Gradients,
     GradientWindow,
     LossData,
     Metrics,
+    StepInputs,
     WithResults,
     added_to,
     as_value,
@@ -47,7 +47,7 @@ def vary_statistics(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Replica 0's values, but for PRNG keys: with equal ones all would draw alike.
+    """Return replica 0's values, except PRNG keys: with equal keys all would draw the same.
 
     Communication: one all-reduce of each other leaf over `axis_name`.
     """
@@ -60,9 +60,10 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new`, with the floating leaves of `old` where an update was skipped, () bool.
+    """Return `new`, but with the floating leaves of `old` if an update was skipped, () bool.
 
-    An average of something infinite would stay so, and go to all replicas. Counters and keys go on.
+    A running average that became infinite would stay so, and reach all replicas. Counters and keys
+    are those of `new`.
 
     Communication: none.
     """
@@ -97,7 +98,9 @@ def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None
 
 
 def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
-    """One model state for all devices of a replica: floating leaves averaged, others the first's.
+    """Return one model state for all devices of a replica.
+
+    Floating leaves are averaged; other leaves are the first device's.
 
     Communication: one all-reduce over `inner_axes` per floating dtype, and one per other leaf.
     """
@@ -110,20 +113,20 @@ def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
 
 @dataclass(frozen=True)
 class Differentiation:
-    """The loss function, and what of the step says how it is differentiated.
+    """The loss function, and the options of the step that say how it is differentiated.
 
     In its methods `state.rng` is the replica's key for this update.
 
     Attributes:
       loss: the loss function.
       axis_name: the replica axis.
-      accumulate: microbatches of one batch.
-      model_state: how it is kept together.
-      lookup: what batches are looked up in; they come with what they asked for.
-      inner_axes: inside a replica, over which the batch is split; known with the layout of a state.
+      accumulate: number of microbatches of one batch.
+      model_state: how replicas exchange model state, as in `make_train_step`.
+      lookup: the lookup of rows; batches come with their requests.
+      inner_axes: axes inside a replica over which the batch is split; set by a state's layout.
       unscales: whether gradients are divided by a loss scale at once; False leaves that to an
-        optimizer that is called as in a loop of one's own.
-      dispatched: the loss function, where it is computed outside of programs; None elsewhere.
+        optimizer that is called as in a user's loop.
+      dispatched: the loss function, if it is computed outside of programs; None otherwise.
     """
 
     loss: FullLoss
@@ -136,102 +139,101 @@ class Differentiation:
     dispatched: Dispatched | None = None
 
     def arguments(
-        self, state: TrainState, given: Given, *, collects: bool, parts: int
+        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
     ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
-        """Return what a dispatched loss function is given for a batch.
+        """Return the arguments of a dispatched loss function for a batch.
 
         Args:
           state: the state of the replica.
-          given: the batch, and the window that it goes into.
-          collects: whether it goes into a window, which begins here if `given` has none.
-          parts: into how many parts the batch is cut.
+          inputs: the batch, and the window that it goes into.
+          collects: whether it goes into a window, which begins here if `inputs` has none.
+          parts: number of parts into which the batch is cut.
 
         Returns:
-          Parameters and batch, each None where they are those that are given; a key for each part;
-          and model state.
+          Parameters and batch, each None if it is unchanged; a key for each part; and model state.
 
         Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
         """
         assert self.dispatched is not None, "others are called in programs"
-        key, seen = self._own_key(state), self._seen(state)[1]
+        key, seen = self._device_key(state), self._seen(state)[1]
         if collects:
-            count = 0 if given.window is None else given.window.count
+            count = 0 if inputs.window is None else inputs.window.count
             key = jax.random.fold_in(key, count)
-            seen = seen if given.window is None else given.window.model_state
+            seen = seen if inputs.window is None else inputs.window.model_state
         keys = key[None] if parts == 1 else jax.random.split(key, parts)
         if parts > 1:
-            split_batch(given.batch, parts)  # raises where they do not divide it
+            split_batch(inputs.batch, parts)  # raises where they do not divide it
         params, batch, _, seen = self.dispatched.arguments(
-            state.params, given.batch, rng=key, model_state=seen
+            state.params, inputs.batch, rng=key, model_state=seen
         )
-        # What no policy has cast need not be copied.
+        # Without a cast the caller has both already, and nothing need be copied.
         is_cast = self.dispatched.is_cast
         return (params if is_cast else None), (batch if is_cast else None), keys, seen
 
-    def gathered(self, state: TrainState, given: Given) -> tuple[Gradients, Metrics]:
-        """What an update starts from, with this batch in it, and the batch's own metrics."""
-        if given.window is not None:
-            window, metrics = self.collected(state, given)
+    def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
+        """Return the gradients of an update that includes this batch, and the batch's metrics."""
+        if inputs.window is not None:
+            window, metrics = self.collected(state, inputs)
             return self.closed(state, window), metrics
-        key = self._own_key(state)
+        key = self._device_key(state)
         before, seen = self._seen(state)
-        found = self._differentiated(state, LossData(given.batch, key, seen), given.weight)
-        found = self._agreed(found, before)
-        return found, found.metrics
+        gradients = self._differentiated(state, LossData(inputs.batch, key, seen), inputs.weight)
+        gradients = self._agreed(gradients, before)
+        return gradients, gradients.metrics
 
-    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
-        """An empty window, for so many batches of the shapes of this one.
+    def opened(self, state: TrainState, inputs: StepInputs, num_batches: int) -> GradientWindow:
+        """Return an empty window with room for `num_batches` batches of the shapes of this one.
 
         Communication: with `model_state="broadcast"` its bytes over the replicas; else none.
         """
         _, seen = self._seen(state)
-        data = LossData(given.batch, self._own_key(state), seen)
-        # For shapes and types alone: nothing of it is computed.
-        found = jax.eval_shape(self._differentiated, state, data, given.weight)
-        return empty_window(found._replace(model_state=seen, weight=given.weight), num_batches)
+        data = LossData(inputs.batch, self._device_key(state), seen)
+        # Only shapes and types are needed, so nothing is computed.
+        gradients = jax.eval_shape(self._differentiated, state, data, inputs.weight)
+        return empty_window(gradients._replace(model_state=seen, weight=inputs.weight), num_batches)
 
     def collected(
-        self, state: TrainState, given: Given, *, fits: bool = False
+        self, state: TrainState, inputs: StepInputs, *, fits: bool = False
     ) -> tuple[GradientWindow, Metrics]:
-        """The window with this batch in it, and the batch's own metrics.
+        """Return the window with this batch added, and the batch's metrics.
 
-        `fits` says that there is room for its rows.
+        `fits` says whether there is room for its rows.
 
         Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
         """
-        window = given.window
+        window = inputs.window
         assert window is not None, "`opened` makes the first"
-        key = jax.random.fold_in(self._own_key(state), window.count)
+        key = jax.random.fold_in(self._device_key(state), window.count)
         seen = window.model_state
-        found = self._differentiated(state, LossData(given.batch, key, seen), given.weight)
-        counted = _counted(found, seen)
-        # Sums of metrics are weighted as a whole.
-        window = added_to(window, counted._replace(metrics=found.metrics), fits=fits)
+        gradients = self._differentiated(state, LossData(inputs.batch, key, seen), inputs.weight)
+        counted = _counted(gradients, seen)
+        # `added_to` weights the metrics, so it takes those without the weight in them.
+        window = added_to(window, counted._replace(metrics=gradients.metrics), fits=fits)
         return window, counted.metrics
 
     def closed(self, state: TrainState, window: GradientWindow) -> Gradients:
-        """What an update wants of a window."""
-        found = means_of(window)
-        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), found.grads, state.params)
-        return self._agreed(found._replace(grads=grads), state.model_state)
+        """Return the mean gradients of a window, in the parameters' dtypes, for an update."""
+        gradients = means_of(window)
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
+        return self._agreed(gradients._replace(grads=grads), state.model_state)
 
-    def evaluated(self, state: TrainState, given: Given) -> Metrics:
-        """Metrics of one replica's batch, or of what one of its devices has of it.
+    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a replica's batch, from a device's part of it.
 
         Communication: over `inner_axes` one all-reduce of the metrics; of the model state over the
           replicas where replica 0's is broadcast.
         """
-        key = self._own_key(state)
+        key = self._device_key(state)
         _, seen = self._seen(state)
-        params, batch = vary_over(state.params, self._axes), given.batch
+        params, batch = vary_over(state.params, self._axes), inputs.batch
         batch = self.lookup.seen(batch, params)
         value, (metrics, _) = self.loss(params, batch, rng=key, model_state=seen)
-        return _with_weight(self._of_replica(with_loss(metrics, value)), given.weight)
+        return _with_weight(self._of_replica(with_loss(metrics, value)), inputs.weight)
 
     def loss_at(self, params: PyTree, weight: Any = None, *, data: LossData) -> jax.Array:
-        """The replica's own loss, of the same examples, at other parameters.
+        """Return this replica's loss of the same examples at other parameters.
 
-        `weight` is not used: line searches pass on all that they were told.
+        `weight` is unused: line searches pass on all their extra arguments.
 
         Communication: none.
         """
@@ -249,15 +251,15 @@ class Differentiation:
         parts = split_batch(batch, self.accumulate)
 
         def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
-            part, own_key = x
-            value, (_, state) = self.loss(params, part, rng=own_key, model_state=state)
+            part, part_key = x
+            value, (_, state) = self.loss(params, part, rng=part_key, model_state=state)
             return state, as_value(value)
 
         keys = jax.random.split(key, self.accumulate)
         return jax.lax.scan(one, model_state, (parts, keys))[1].mean()
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
-        """The order in which gradients become ready; found at trace time, from the types alone."""
+        """Return the order in which gradients become ready, at trace time, from types alone."""
         batch = jax.eval_shape(self.lookup.seen, batch, state.params)
         params, batch, key, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -269,15 +271,15 @@ class Differentiation:
     def _axes(self) -> tuple[str, ...]:
         return (*axis_names(self.axis_name), *self.inner_axes)
 
-    def _own_key(self, state: TrainState) -> jax.Array:
-        """The replica's key as this device's own."""
+    def _device_key(self, state: TrainState) -> jax.Array:
+        """Return this device's key, made from the replica's."""
         key = state.rng
         for name in self.inner_axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
 
     def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model state before the first batch of an update, and as this device sees it."""
+        """Return the model state before an update, and the same with this device's PRNG keys."""
         before = state.model_state
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
@@ -285,9 +287,9 @@ class Differentiation:
         return before, own_keys(vary_statistics(before, self._axes), self.inner_axes)
 
     def _differentiated(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
-        """What a batch of a replica of this weight gives."""
-        # Gradients of parameters that are equal over an axis are summed over it by shard_map; made
-        # varying they stay local, and the gradient transform reduces them in buckets.
+        """Return the gradients of a batch, for a replica of this weight."""
+        # shard_map sums gradients of parameters that are equal over an axis. If parameters vary,
+        # gradients stay local, and the gradient transform reduces them in buckets.
         params, scale = vary_over(state.params, self._axes), None
         if parts_of(state.opt_state, DynamicLossScaleState):
             scale = vary_over(loss_scale_of(state.opt_state), self._axes)
@@ -301,14 +303,14 @@ class Differentiation:
         metrics, data = self._of_replica(metrics), LossData(batch, key, seen)
         return Gradients(grads, metrics, model_state, rows, requested.refused, weight, data)
 
-    def _agreed(self, found: Gradients, before: PyTree) -> Gradients:
-        """With one model state for all devices of the replica, which had `before`."""
+    def _agreed(self, gradients: Gradients, before: PyTree) -> Gradients:
+        """Make model state equal on all devices of the replica; if idle, it stays `before`."""
         with jax.named_scope(f"{MODEL_STATE}/inner"):
-            model_state = agree_inside(found.model_state, self.inner_axes)
-        return _counted(found._replace(model_state=model_state), before)
+            model_state = agree_inside(gradients.model_state, self.inner_axes)
+        return _counted(gradients._replace(model_state=model_state), before)
 
     def _of_replica(self, metrics: Metrics) -> Metrics:
-        """Means over the devices of a replica."""
+        """Return the means of the metrics over the devices of a replica."""
         if not self.inner_axes:
             return metrics
         with jax.named_scope(METRICS):
@@ -316,21 +318,21 @@ class Differentiation:
 
 
 def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new`, or `old` on a replica of weight 0."""
+    """Return `new`, or `old` on a replica of weight 0."""
     old = match_varying(old, new)
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)
 
 
-def _counted(found: Gradients, before: PyTree) -> Gradients:
-    """What a batch gives; on an idle replica metrics are zeros, and the model state that before."""
-    if found.weight is None:
-        return found
-    model_state = kept_if_idle(found.weight, found.model_state, before)
-    return found._replace(
-        metrics=_with_weight(found.metrics, found.weight), model_state=model_state
+def _counted(gradients: Gradients, before: PyTree) -> Gradients:
+    """Return the gradients with metrics of 0 and the model state `before` on an idle replica."""
+    if gradients.weight is None:
+        return gradients
+    model_state = kept_if_idle(gradients.weight, gradients.model_state, before)
+    return gradients._replace(
+        metrics=_with_weight(gradients.metrics, gradients.weight), model_state=model_state
     )
 
 
 def _with_weight(metrics: Metrics, weight: jax.Array | None) -> Metrics:
-    """Metrics with the weight, so that what reads them can weigh them; zeros for weight 0."""
+    """Add the weight to the metrics, so that readers can weight them; zeros for weight 0."""
     return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}

@@ -1,12 +1,12 @@
-"""What the optimizer makes of gradients: what it is told beside them, and validation afterwards.
+"""The call of the optimizer: its extra arguments, and validation after the update.
 
 `optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
-searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss has to be averaged as the
-gradients were, over the axes and in the updates that their transforms say.
+searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss must be averaged as the gradients
+were: over the axes and in the updates that their transforms declare.
 
-An update that is validated afterwards is made first, and then left as it is, clipped or dropped.
-Nothing that must be known on all devices, the norm of all gradients or whether one is infinite,
-stands then between the backward pass and the arithmetic of the optimizer.
+With validation after the update, the update is computed first, and then kept, clipped or dropped.
+The optimizer's arithmetic then need not wait, after the backward pass, for values that all devices
+must know: the norm of all gradients, and whether one is infinite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,48 +30,48 @@ from ._batch_gradients import LossData
 
 USE_CHAIN = (
     "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
-    "js.chain, or pass them apart as `gradients`, `optimizer` and `sync`."
+    "js.chain, or pass them separately as `gradients`, `optimizer` and `sync`."
 )
 
 
 def averaging_of(
     transform: Any, state: PyTree, axis_name: AxisName
 ) -> tuple[list[Reduction], set[str], bool]:
-    """How a transform of this state averages gradients over replica axes with several replicas.
+    """Return how a transform averages gradients over replica axes with several replicas.
 
     Returns:
-      The reductions that it states, in the order in which they run, one for all that is static; all
-      axes over which there is one; and whether it holds transforms that state nothing, which may
-      average over each of them.
+      The reductions that it declares, in the order in which they run, with one for all that are
+      always due; all axes with a reduction; and whether it holds transforms that declare nothing,
+      which may average over any axis.
     """
     spec = spec_of(transform)
     stated = spec.reductions_of(state)
     names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
     always = {name for axes, due in stated if due is True for name in axes}
-    found = [Reduction(tuple(n for n in names if n in always), True)]
+    reductions = [Reduction(tuple(n for n in names if n in always), True)]
     for axes, due in stated:
         if not isinstance(due, bool):
-            own = tuple(n for n in names if n in axes and n not in always)
-            found.append(Reduction(own, due))
-    found = [each for each in found if each.axes]
+            others = tuple(n for n in names if n in axes and n not in always)
+            reductions.append(Reduction(others, due))
+    reductions = [each for each in reductions if each.axes]
     hides = holds_state(spec.unknown(state), "gradients")
-    averaged = {*names} if hides else {name for each in found for name in each.axes}
-    return found, averaged, hides
+    averaged = {*names} if hides else {name for each in reductions for name in each.axes}
+    return reductions, averaged, hides
 
 
 def mean_where_due(
     x: jax.Array, weight: jax.Array | None, reductions: Sequence[Reduction], axis_name: AxisName
 ) -> jax.Array:
-    """`x` averaged over replicas in the updates in which gradients are.
+    """Average `x` over replicas in the updates in which gradients are averaged.
 
     Args:
       x: () float.
-      weight: this replica's share; one of weight 0 does not count.
-      reductions: those of the gradients, of `averaging_of`.
+      weight: this replica's weight; a replica of weight 0 does not count.
+      reductions: the reductions of the gradients, from `averaging_of`.
       axis_name: the replica axis.
 
     Communication: one all-reduce of `x` over the axes of each reduction that is due, with a weight
-      of 8 bytes more; none where nothing uses the result.
+      of 8 bytes more; none if nothing uses the result.
     """
 
     def mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def mean_where_due(
                 (x,) = all_mean(flat, axes)
             else:
                 ((x,),) = weighted_means([flat], weight, axes, idle_as_zeros=False)
-        return vary_over(x, axis_names(axis_name))  # as the gradients
+        return vary_over(x, axis_names(axis_name))  # gradients have this type, too
 
     for axes, due in reductions:
         x = run_if(due, partial(mean_over, axes), lambda x: x, x)
@@ -89,19 +89,21 @@ def mean_where_due(
 
 
 def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
-    """What stands in the place of the loss where that would need a collective, or other batches."""
+    """Return a `value_fn` that raises: it would need a collective, or batches that are gone."""
 
     def value_fn(params: PyTree) -> jax.Array:
         del params
-        asked = "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do"
+        problem = (
+            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do"
+        )
         if not axes:
             raise ValueError(
-                f"{asked}. The batches of a window of gradients are gone when it becomes an "
+                f"{problem}. The batches of a window of gradients are gone when it becomes an "
                 "update: give them as one batch to js.make_train_step(accumulate=...), or use an "
                 "optimizer that needs `value` and `grad` alone, or none of them."
             )
         raise ValueError(
-            f"{asked}. They loop as often as the data want, and no collective may stand in such a "
+            f"{problem}. The data decide how often they loop, and no collective may be in such a "
             f"loop, but here gradients are averaged over {axes}. Use an optimizer that needs "
             "`value` and `grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); "
             "or let each replica search by itself: `sync`, no `gradients`, and no inner axes."
@@ -116,10 +118,10 @@ _NO_VALUE = (
 )
 
 
-class Untold:
-    """Stands for a loss that is not averaged as gradients were; whoever computes with it is told.
+class UnknownLoss:
+    """A placeholder for a loss that is not averaged as gradients were; any computation raises.
 
-    Transforms that ignore `value` hand it on.
+    Transforms that ignore `value` may pass it on.
     """
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -132,17 +134,18 @@ class Untold:
     __hash__ = object.__hash__
 
 
-def heard_by(spec: GradientSpec, state: PyTree, **known: Any) -> dict[str, Any]:
-    """What of `known` a transform of this spec and state is told: what it takes, and the weight.
+def accepted_arguments(spec: GradientSpec, state: PyTree, **arguments: Any) -> dict[str, Any]:
+    """Return those of `arguments` that a transform of this spec and state takes, and the weight.
 
-    One of ours inside of an optax.chain is told the layouts of leaves, too, which it would gather.
+    A transform of this library inside of an optax.chain also needs the layouts of leaves, which it
+    would gather otherwise.
     """
     hidden = holds_state(spec.unknown(state), "gradients")
     takes = spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
-    return {name: x for name, x in known.items() if x is not None and name in takes}
+    return {name: x for name, x in arguments.items() if x is not None and name in takes}
 
 
-def update_told(
+def run_optimizer(
     optimizer: optax.GradientTransformationExtraArgs,
     grads: PyTree,
     state: PyTree,
@@ -157,71 +160,73 @@ def update_told(
     param_specs: PyTree | None = None,
     validation: Validation | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """`optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
+    """Call `optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
 
-    `value` is the loss, averaged as the gradients were, over the axes `averaged` in some update;
-    None where transforms that nobody knows average them. `loss_at(params, data=data)` is the
-    replica's own loss elsewhere; without `data` the batches are gone. Of `finite`, `param_specs`,
-    `validation` and that gradients were divided by a loss scale it is told what its spec takes.
+    `value` is the loss, averaged as the gradients were; None if unknown transforms average them.
+    `averaged` are the axes over which some update averages. `loss_at(params, data=data)` is the
+    replica's own loss at other parameters; without `data` the batches are gone. `finite`,
+    `param_specs`, `validation` and `unscaled` (gradients were divided by a loss scale) are passed
+    if its spec takes them.
 
     Raises:
-      ValueError: it calls `value_fn` and gradients are averaged over some axis, or asks for a value
+      ValueError: it calls `value_fn` and gradients are averaged over some axis, or uses a value
         that is not known; a chain that exchanges and cannot be run with varying types.
 
     Communication: the optimizer's.
     """
     spec = spec_of(optimizer)
     exchanges = [moves for moves in ("gradients", "parameters") if holds_state(state, moves)]
-    static = heard_by(spec, state, unscaled=True, param_specs=param_specs)
-    given = heard_by(spec, state, weight=weight, finite=finite, validation=validation)
+    static = accepted_arguments(spec, state, unscaled=True, param_specs=param_specs)
+    arrays = accepted_arguments(spec, state, weight=weight, finite=finite, validation=validation)
 
     def update(
-        grads: PyTree, state: PyTree, params: PyTree, value: Any, given: Any, data: Any
+        grads: PyTree, state: PyTree, params: PyTree, value: Any, arrays: Any, data: Any
     ) -> tuple[PyTree, PyTree]:
         value_fn = _refusing(averaged) if data is None else partial(loss_at, data=data)
-        told = {"value": Untold() if value is None else value, "grad": grads, "value_fn": value_fn}
+        loss = UnknownLoss() if value is None else value
         run = partial(optimizer.update, grads, state, params)
         try:
-            return run(**told, **static, **given)
+            return run(value=loss, grad=grads, value_fn=value_fn, **static, **arrays)
         except (TypeError, ValueError) as error:
-            if value is None and "__jax_array__" in str(error):  # as an operand of jax's functions
+            # jax's functions raise this error for an `UnknownLoss` as operand.
+            if value is None and "__jax_array__" in str(error):
                 raise ValueError(_NO_VALUE) from error
-            # optax wants transforms to take what they don't know; `optax.contrib.sam` does not.
+            # optax requires transforms to ignore unknown arguments; `optax.contrib.sam` does not.
             if "unexpected keyword argument" not in str(error):
                 raise
-            few = {**static, **given}
+            few = {**static, **arrays}
             return run(**{name: x for name, x in few.items() if name in spec.takes - {"weight"}})
 
     refused = None
     if exchanges:
         refused = (
             "`optimizer` is a chain that exchanges, and a transform in it has branches or loops "
-            "that return constants beside what differs between replicas, which jax refuses on "
-            "devices. Pass what exchanges apart from it, as `gradients` or `sync`, or all of it as "
+            "that return constants next to what differs between replicas, which jax refuses on "
+            "devices. Pass what exchanges separately, as `gradients` or `sync`, or all of it as "
             "a js.chain."
         )
-    operands = grads, state, params, value, given, None if averaged else data
+    operands = grads, state, params, value, arrays, None if averaged else data
     return run_where_values_vary(update, *operands, refused=refused)
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:
-    """The learning rate that an optimizer used, from its state after the update.
+    """Return the learning rate that an optimizer used, from its state after the update.
 
     Raises:
-      ValueError: not just one `optax.inject_hyperparams` state with a `learning_rate`.
+      ValueError: there is not exactly one `optax.inject_hyperparams` state with a `learning_rate`.
     """
-    found = [
+    rates = [
         x.hyperparams["learning_rate"]
         for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
         if _has_rate(x)
     ]
-    if len(found) != 1:
+    if len(rates) != 1:
         raise ValueError(
             '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
             "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
-            f"; found {len(found) or 'none'}."
+            f"; found {len(rates) or 'none'}."
         )
-    return found[0]
+    return rates[0]
 
 
 def _has_rate(x: Any) -> bool:
@@ -244,29 +249,37 @@ def check_reduced(updates: PyTree, inner_axes: tuple[str, ...]) -> None:
         )
 
 
-class Made(NamedTuple):
-    """What an optimizer made of gradients."""
+class OptimizerResult(NamedTuple):
+    """The results of an optimizer's update.
+
+    Attributes:
+      updates: updates of the parameters.
+      state: state of the optimizer after the update.
+      rate: learning rate that it used; None if `sync` does not need it.
+    """
 
     updates: PyTree
     state: PyTree
-    rate: jax.Array | None  # the learning rate that it used, where it is wanted
+    rate: jax.Array | None
 
 
-Run = Callable[[PyTree, Validation | None], Made]
-"""One update by an optimizer, of gradients; always from the same state."""
+Run = Callable[[PyTree, Validation | None], OptimizerResult]
+"""A function that runs the optimizer on gradients, always from the same state."""
 
 
-def validated(run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state: PyTree) -> Made:
-    """The update that `run` makes of `grads`, found without waiting for what decides about it.
+def validated(
+    run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state: PyTree
+) -> OptimizerResult:
+    """Return the optimizer's update of `grads`, computed before it is known whether to clip them.
 
-    It is run as if nothing were to clip. Where the norm, once it is known, wants gradients clipped,
-    it is run again, from the old state.
+    The optimizer first runs on unclipped gradients. If their norm then requires clipping, it runs
+    again on clipped gradients, from the old state.
 
     Args:
-      run: the optimizer.
-      grads: averaged, and not clipped yet.
-      gradients_state: of the gradient transform, after it, which may have found the norm.
-      optimizer_state: before.
+      run: the function that runs the optimizer.
+      grads: averaged gradients, not clipped yet.
+      gradients_state: state after the gradient transform, which may hold the norm.
+      optimizer_state: state before the optimizer's update.
 
     Returns:
       What `run(clipped, None)` returns.
@@ -275,23 +288,25 @@ def validated(run: Run, grads: PyTree, gradients_state: PyTree, optimizer_state:
     """
     first = run(grads, Validation())
     outside, inside = clip_state(gradients_state), clip_state(first.state)
-    found = outside or inside
-    if found is None:  # a loss scale alone, which has chosen already
+    clip = outside or inside
+    if clip is None:  # there is only a loss scale, whose decision `first` holds
         return first
     skipped = was_skipped(optimizer_state, first.state)
 
-    def again() -> Made:
-        clipped = grads if outside is None else scaled(grads, found.clip_factor)
+    def again() -> OptimizerResult:
+        clipped = grads if outside is None else scaled(grads, clip.clip_factor)
         return run(clipped, Validation(inside, skipped))
 
     shapes = jax.eval_shape(again)
 
-    def alike(made: Made, other: Made) -> Made:
+    def with_equal_types(result: OptimizerResult, other: OptimizerResult) -> OptimizerResult:
         return jax.tree.map(
-            lambda x, y: cast_varying(x, varying_axes(y) - varying_axes(x)), made, other
+            lambda x, y: cast_varying(x, varying_axes(y) - varying_axes(x)), result, other
         )
 
-    # NaN is no 1, either: what the clipping makes of it is what an earlier one would have made.
+    # A factor of NaN also runs again, so that results equal those of clipping before the update.
     return lax.cond(
-        found.clip_factor != 1, lambda: alike(again(), first), lambda: alike(first, shapes)
+        clip.clip_factor != 1,
+        lambda: with_equal_types(again(), first),
+        lambda: with_equal_types(first, shapes),
     )

@@ -1,4 +1,4 @@
-"""One update as one replica sees it: loss, gradients, optimizer, exchange."""
+"""The parts of a step, and one replica's update by them: gradients, optimizer, exchange."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,13 +47,13 @@ from ._differentiate import (
     with_statistics,
 )
 from ._optimized import (
-    Made,
+    OptimizerResult,
+    accepted_arguments,
     averaging_of,
     check_reduced,
-    heard_by,
     mean_where_due,
     optimizer_rate,
-    update_told,
+    run_optimizer,
     validated,
 )
 
@@ -62,76 +62,80 @@ Validate = Literal["before", "after"]
 
 
 class Reduced(NamedTuple):
-    """Gradients that were averaged, and what was averaged with them."""
+    """Averaged gradients, and values that were averaged in the same way."""
 
     grads: PyTree
     rows: Rows
-    state: PyTree  # of the gradient transform
-    loss: jax.Array | None  # None where nobody knows how gradients were averaged
-    over: tuple[str, ...]  # axes, in some update
-    refused: jax.Array | None  # () bool, whether the update must not be made; None: it must
+    state: PyTree  # state of the gradient transform
+    loss: jax.Array | None  # None if an unknown transform averaged the gradients
+    over: tuple[str, ...]  # axes over which some update averages
+    refused: jax.Array | None  # () bool, whether the update is forbidden; None without tables
 
 
-class Moved(NamedTuple):
+class UpdateBeforeExchange(NamedTuple):
     """An update before the exchange of parameters."""
 
     updates: PyTree
-    rows: Rows  # gradients of rows, as the tables are to be moved by
-    active: jax.Array | None  # () bool, whether they are; None: always
+    rows: Rows  # gradients of rows, for the update of the tables
+    active: jax.Array | None  # () bool, whether tables are updated; None: always
     gradients_state: PyTree
     optimizer_state: PyTree
     model_state: PyTree
     weight: jax.Array | None
-    rate: jax.Array | None  # that the optimizer used, where `sync` wants it
+    rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step is made of; see `make_train_step`.
+    """The parts of a step; see `make_train_step`.
 
-    One update: the batch is differentiated, alone or into a window of several; the gradients are
-    reduced, the optimizer makes updates of them, and parameters are exchanged.
+    In one update the batch is differentiated, alone or into a window of several; gradients are
+    reduced, the optimizer turns them into updates, and parameters are exchanged.
     """
 
     differentiation: Differentiation
     gradients: optax.GradientTransformationExtraArgs | None
     optimizer: optax.GradientTransformationExtraArgs
     sync: ParameterTransform | None
-    apart: bool  # replicas were said to train apart
+    independent: bool  # `sync` is "none": replicas may train independently
     axis_name: AxisName
     order: GradientOrder
     lookup: AnyLookup
-    param_specs: PyTree | None = None  # of what the optimizer knows; known with a state's layout
+    param_specs: PyTree | None = None  # specs of the dense parameters; set by a state's layout
     validate: Validate = "before"
-    raw_keys: bool = False  # whether untyped keys in new model state become typed ones
-    policy: Policy | None = None  # that the loss function computes by
-    before_run: Callable[[], None] | None = None  # raises where programs are out of date
-    params_form: Callable[[PyTree], PyTree] | None = None  # the parameters as the loss takes them
-    model_state_form: Callable[[PyTree], PyTree] | None = None  # and the model state
+    raw_keys: bool = False  # whether raw keys in new model state become typed keys
+    policy: Policy | None = None  # dtypes in which the loss function computes
+    before_run: Callable[[], None] | None = None  # raises if programs are out of date
+    params_form: Callable[[PyTree], PyTree] | None = None  # converts parameters for the loss
+    model_state_form: Callable[[PyTree], PyTree] | None = None  # converts model state for the loss
 
     def first_two(self) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-        """Gradient transform and optimizer."""
-        return of_known_layout(self.gradients or optax.identity()), of_known_layout(self.optimizer)
+        """Return gradient transform and optimizer."""
+        return with_layouts(self.gradients or optax.identity()), with_layouts(self.optimizer)
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
         """Axes inside a replica over which the batch is split."""
         return self.differentiation.inner_axes
 
-    def moved(self, state: TrainState, gathered: Gradients, like: PyTree) -> Moved:
-        """What an update comes to before parameters are exchanged; that part of `state` is used.
+    def update_before_exchange(
+        self, state: TrainState, gathered: Gradients, like: PyTree
+    ) -> UpdateBeforeExchange:
+        """Return the update before parameters are exchanged; the state of `sync` is not used.
 
-        `like` is a batch of this device, or types of one.
+        `like` is this device's part of a batch, or its types.
         """
         weight = gathered.weight
         is_ready_order = self.order == "ready"
         order = self.differentiation.ready_order(state, like) if is_ready_order else None
         reduced = self._reduced(state, gathered, order)
-        alone = self._alone(state, reduced)
-        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, alone)
+        independent = self._is_independent(state, reduced)
+        updates, optimizer_state, rate = self._optimized(state, reduced, gathered, independent)
         check_reduced(updates, self.inner_axes)
-        # A replica that follows the others leaves what it stores to what they exchange.
-        active = weight > 0 if weight is not None and (self.sync is not None or alone) else None
+        # An idle replica does not update its tables: if there is an exchange, it brings them.
+        active = (
+            weight > 0 if weight is not None and (self.sync is not None or independent) else None
+        )
         skipped = None
         if parts_of(optimizer_state, DynamicLossScaleState):
             skipped = was_skipped(state.opt_state[1], optimizer_state)
@@ -139,55 +143,57 @@ class StepParts:
         if self.validate == "after" and rows and (clip := clip_state(gradients_state)) is not None:
             rows = scaled(rows, clip.clip_factor)
         if reduced.refused is not None:
-            # Ids of the batch are in no table, so nothing that was made of it is a number.
+            # Ids of the batch are in no table, so results of the batch are NaN.
             updates = zero_if(reduced.refused, updates)
             optimizer_state = as_before_if(reduced.refused, optimizer_state, state.opt_state[1])
-            # Counters go on, since they say when gradients are exchanged.
+            # Counters must count this update, since they decide when gradients are exchanged.
             gradients_state = statistics_before_if(
                 reduced.refused, gradients_state, state.opt_state[0]
             )
             skipped = reduced.refused if skipped is None else skipped | reduced.refused
         if skipped is not None:
-            # What was skipped stored parameters and model state skip, too.
+            # A skipped update must not change tables and model state, either.
             active = ~skipped if active is None else active & ~skipped
             model_state = statistics_before_if(skipped, model_state, state.model_state)
-        return Moved(
+        return UpdateBeforeExchange(
             updates, rows, active, gradients_state, optimizer_state, model_state, weight, rate
         )
 
-    def exchanged(self, state: TrainState, moved: Moved, phase: Phase | None) -> TrainState:
-        """The state after the exchange of parameters; `state` has the key of the next update."""
+    def exchanged(
+        self, state: TrainState, update: UpdateBeforeExchange, phase: Phase | None
+    ) -> TrainState:
+        """Return the state after the exchange of parameters; `state` has the next update's key."""
         averaged, dense = self.differentiation.model_state == "sync_mean", self.lookup.dense
-        model_state = moved.model_state
-        updates, optimizer_state = moved.updates, moved.optimizer_state
+        model_state = update.model_state
+        updates, optimizer_state = update.updates, update.optimizer_state
         sync_state = state.opt_state[-1]
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
                 if averaged:
-                    model_state = mean_over(model_state, self.axis_name, moved.weight)
+                    model_state = mean_over(model_state, self.axis_name, update.weight)
         else:
-            known = {"weight": moved.weight, "learning_rate": moved.rate}
+            extra = {"weight": update.weight, "learning_rate": update.rate}
             with layouts_known():
                 updates, means, sync_state = self.sync.exchange(
-                    moved.updates,
+                    update.updates,
                     statistics(model_state) if averaged else [],
                     sync_state,
                     state.params,
                     phase=phase,
-                    **{name: x for name, x in known.items() if x is not None},
+                    **{name: x for name, x in extra.items() if x is not None},
                 )
             if averaged:
                 model_state = with_statistics(model_state, means)
         if self.sync is not None and phase != ():
-            # What the exchange has moved, optimizers that remember parameters must not take back.
-            own_updates = unless_idle(dense(moved.updates), moved.weight)
+            # Copies of parameters in the optimizer must change too, or it would undo the exchange.
+            local_updates = unless_idle(dense(update.updates), update.weight)
             optimizer_state = moved_copies(
-                optimizer_state, dense(state.params), own_updates, dense(updates)
+                optimizer_state, dense(state.params), local_updates, dense(updates)
             )
         return TrainState(
             step=increment(state.step),
             params=apply_exactly(state.params, updates),
-            opt_state=(moved.gradients_state, optimizer_state, sync_state),
+            opt_state=(update.gradients_state, optimizer_state, sync_state),
             model_state=model_state,
             rng=state.rng,
         )
@@ -195,7 +201,7 @@ class StepParts:
     def _reduced(
         self, state: TrainState, gathered: Gradients, order: tuple[int, ...] | None
     ) -> Reduced:
-        """Gradients, those of rows and the loss, averaged alike; `order` is that of the buckets."""
+        """Average gradients, those of rows and the loss; `order` is the order of the buckets."""
         grads, weight, after = gathered.grads, gathered.weight, state.opt_state[0]
         inner_axes, specs, names = self.inner_axes, self.param_specs, axis_names(self.axis_name)
         loss = gathered.metrics["loss"]
@@ -207,10 +213,10 @@ class StepParts:
         if lacking := self._lacking(after):
             grads = mean_gradients(grads, lacking, order, specs)
         rows, nested = gathered.rows, self.lookup.nested
-        if rows:  # devices along other inner axes have other examples and the same rows
+        if rows:  # devices along other inner axes have other examples, but the same rows
             rows = mean_rows(rows, tuple(n for n in inner_axes if n != nested))
         if self.gradients is not None:
-            known = heard_by(
+            arguments = accepted_arguments(
                 spec_of(self.gradients),
                 after,
                 weight=weight,
@@ -220,7 +226,7 @@ class StepParts:
             )
             reductions, averaged, hides = averaging_of(self.gradients, after, self.axis_name)
             value = None if hides else value
-            update: Any = partial(self.gradients.update, **known)
+            update: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
                 update = unless_overflow(update, {*averaged, *inner_axes}, weight)
             both = WithRows(grads, rows, inner_axes) if rows else grads
@@ -228,17 +234,17 @@ class StepParts:
             grads, rows = (both.dense, both.rows) if rows else (both, rows)
             if value is not None:
                 value = mean_where_due(value, weight, reductions, self.axis_name)
-            if refused is not None:  # by one replica, the mean is of no use to any
-                told = refused.astype(loss.dtype)
-                refused = mean_where_due(told, None, reductions, self.axis_name) > 0
+            if refused is not None:  # if one replica refuses, the mean is useless on all
+                share = refused.astype(loss.dtype)
+                refused = mean_where_due(share, None, reductions, self.axis_name) > 0
         # Equal gradients stay typed as varying over replicas, as optimizer state is: transforms
-        # with conditionals (optax.apply_if_finite) need both alike.
+        # with conditionals (optax.apply_if_finite) need equal types.
         over = tuple(n for n in (*names, *inner_axes) if n in {*averaged, *inner_axes})
         grads, rows, value, refused = vary_over((grads, rows, value, refused), names)
         return Reduced(grads, rows, after, value, over, refused)
 
     def _lacking(self, state: PyTree) -> tuple[str, ...]:
-        """Inner axes over which `gradients`, of this state, leaves it to the step to average."""
+        """Return the inner axes over which the step must average, since `gradients` does not."""
         if self.gradients is None:
             return self.inner_axes
         spec = spec_of(self.gradients)
@@ -246,15 +252,15 @@ class StepParts:
         if is_known and not spec.axes and not holds_state(spec.unknown(state), "gradients"):
             return self.inner_axes
         axis = self.lookup.axis
-        # It may know the replicas alone.
+        # A transform may reduce over the replicas only, and leave the axis of the tables.
         return () if axis is None or axis in spec.axes else (axis,)
 
     def _optimized(
-        self, state: TrainState, reduced: Reduced, gathered: Gradients, alone: bool
-    ) -> Made:
-        """What the optimizer makes of the gradients; validated when it is there, if that is so.
+        self, state: TrainState, reduced: Reduced, gathered: Gradients, independent: bool
+    ) -> OptimizerResult:
+        """Run the optimizer on the gradients, with validation after it if `validate` says so.
 
-        `alone`: nothing brings replicas together.
+        `independent` says that nothing makes replicas agree.
         """
         before, weight, finite = state.opt_state[1], gathered.weight, None
         if reduced.rows and parts_of(before, DynamicLossScaleState):
@@ -268,9 +274,9 @@ class StepParts:
             value = mean_where_due(value, weight, reductions, self.axis_name)
         over = tuple(n for n in (*names, *self.inner_axes) if n in averaged)
 
-        def run(grads: PyTree, validation: Validation | None) -> Made:
+        def run(grads: PyTree, validation: Validation | None) -> OptimizerResult:
             with jax.named_scope("optimizer"):
-                updates, after = update_told(
+                updates, after = run_optimizer(
                     self.optimizer,
                     grads,
                     before,
@@ -284,30 +290,32 @@ class StepParts:
                     param_specs=self.param_specs,
                     validation=validation,
                 )
-            wants_rate = self.sync is not None and self.sync.wants_learning_rate
-            rate = optimizer_rate(after) if wants_rate else None
-            if weight is not None and (self.sync is not None or alone):
+            needs_rate = self.sync is not None and self.sync.wants_learning_rate
+            rate = optimizer_rate(after) if needs_rate else None
+            if weight is not None and (self.sync is not None or independent):
                 after = kept_if_idle(weight, after, before)
-            return Made(unless_idle(updates, weight) if alone else updates, after, rate)
+            return OptimizerResult(
+                unless_idle(updates, weight) if independent else updates, after, rate
+            )
 
         if self.validate == "before":
             return run(reduced.grads, None)
         return validated(run, reduced.grads, reduced.state, before)
 
-    def _alone(self, state: TrainState, reduced: Reduced) -> bool:
-        """Whether nothing brings replicas together, so that an idle one has nobody to follow."""
+    def _is_independent(self, state: TrainState, reduced: Reduced) -> bool:
+        """Return whether nothing makes replicas agree, so that an idle one cannot follow others."""
         before = state.opt_state[1]
         return (
             self.sync is None
             and not set(reduced.over) & set(axis_names(self.axis_name))
-            and (self.gradients is None or self.apart)
+            and (self.gradients is None or self.independent)
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
 
 
-def of_known_layout(transform: Any) -> Any:
-    """A transform for a step, which tells it the specs of the parameters once there are some."""
+def with_layouts(transform: Any) -> Any:
+    """Return the transform with an `init` that warns of no unknown layouts: a step knows them."""
 
     def init(params: PyTree) -> PyTree:
         with layouts_known():

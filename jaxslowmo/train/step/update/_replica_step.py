@@ -1,7 +1,7 @@
-"""What one replica does: an update, a window of gradients, an evaluation.
+"""The work of one replica: an update, a window of gradients, an evaluation.
 
-Everything up to the exchange of parameters runs on each device's own part of what is looked up; the
-exchange takes that as it takes other leaves that are sharded inside a replica.
+Everything up to the exchange of parameters runs on each device's own part of the tables. The
+exchange handles tables like other leaves that are sharded inside a replica.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from ...._support.types import Phase, PyTree
 from ....embedding import Ahead, Carry
 from ....transform import chain, increment, no_exchange, note_followed, run_if, unless_idle
 from ..._train_state import TrainState
-from ._batch_gradients import GIVEN_ROLES, Given, GradientWindow, Metrics
-from ._parts import Moved, StepParts, of_known_layout
+from ._batch_gradients import INPUT_ROLES, GradientWindow, Metrics, StepInputs
+from ._parts import StepParts, UpdateBeforeExchange, with_layouts
 
-# What is stacked over the replicas is, inside of one, the same on all devices.
-GIVEN_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, GIVEN_ROLES)
-WINDOW_KINDS: Any = GIVEN_KINDS.window
+# Inputs stacked over the replicas are, inside of one replica, the same on all devices.
+INPUT_KINDS: Any = jax.tree.map(lambda r: "whole" if r == "stacked" else r, INPUT_ROLES)
+WINDOW_KINDS: Any = INPUT_KINDS.window
 
 
 class Local(NamedTuple):
-    """The state as a device has it, or what its part of an update has made of it.
+    """A device's part of the state, before or after its part of an update.
 
     Attributes:
-      dense: that of the dense parameters, or their update before they are exchanged.
-      stored: the stored parameters; see `Lookup`. An update has moved them already.
-      stored_state: of their optimizer; None in an evaluation.
+      dense: state with the dense parameters only; after an update an `UpdateBeforeExchange`.
+      stored: the stored parameters (see `Lookup`), which the update has changed already.
+      stored_state: state of their optimizer; None in an evaluation.
     """
 
     dense: Any
@@ -41,22 +41,22 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaStep:
-    """A step as one replica sees it, or one of its devices along the inner axes.
+    """The programs of a step, for one replica or one of its devices along the inner axes.
 
-    Beside an update, or a batch that goes into a window, `given.upcoming` is asked for.
+    An update, or adding a batch to a window, also starts the lookup of `inputs.upcoming`.
 
     Attributes:
-      parts: of the step.
-      ahead: how much is done for the next batch.
+      parts: the parts of the step.
+      ahead: how much of the next batch's lookup is done.
     """
 
     parts: StepParts
     ahead: Ahead
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
-        """The transforms of the step as one, of whose states it keeps."""
+        """Return the step's transforms as one, whose states a train state holds."""
         lookup, sync = self.parts.lookup, self.parts.sync
-        last = no_exchange() if sync is None else of_known_layout(sync)
+        last = no_exchange() if sync is None else with_layouts(sync)
         if lookup.embeddings is None:
             return chain(*self.parts.first_two(), last)
         optimizers, embeddings = chain(*self.parts.first_two()), lookup.embeddings
@@ -67,7 +67,7 @@ class ReplicaStep:
             return states, embeddings.init_optimizer(stored)
 
         def init(params: PyTree) -> Any:
-            # The axis is bound for gradient transforms that average over it, too.
+            # Gradient transforms may average over the axis of the tables, so it must be bound.
             (gradients_state, optimizer_state), stored_state = lookup.on_devices(
                 both,
                 lookup.dense(params),
@@ -86,27 +86,27 @@ class ReplicaStep:
         return optax.GradientTransformationExtraArgs(init, update)
 
     def updated(
-        self, state: TrainState, given: Given, phase: Phase | None
+        self, state: TrainState, inputs: StepInputs, phase: Phase | None
     ) -> tuple[TrainState, Metrics, Carry | None]:
-        """One update, and beside it what the batch after it asks for.
+        """Run one update, and the lookup of the next batch.
 
-        A replica of weight 0 keeps its model state, its metrics are zeros, and where replicas train
-        apart its optimizer state stays too. With a window it is the weight of the whole window that
-        decides; the metrics are those of the batch.
+        A replica of weight 0 keeps its model state, and its metrics are zeros; if replicas train
+        independently, it keeps its optimizer state, too. With a window the weight is that of the
+        whole window; the metrics are those of the batch.
         """
         now, then = keyed(state)
         lookup = self.parts.lookup
 
-        def inside(local: Local, given: Given) -> tuple[Local, Any, Metrics, Carry | None]:
-            given = self._requested(local, given)
-            following, read = lookup.following(local.stored, given.upcoming, self.ahead)
-            gathered, metrics = self.parts.differentiation.gathered(local.dense, given)
-            moved = self.parts.moved(local.dense, gathered, given.batch)
-            metrics = {**metrics, **given.batch.counts}
-            return *self._applied(local, moved, read), metrics, following
+        def inside(local: Local, inputs: StepInputs) -> tuple[Local, Any, Metrics, Carry | None]:
+            inputs = self._requested(local, inputs)
+            following, read = lookup.following(local.stored, inputs.upcoming, self.ahead)
+            gathered, metrics = self.parts.differentiation.gathered(local.dense, inputs)
+            update = self.parts.update_before_exchange(local.dense, gathered, inputs.batch)
+            metrics = {**metrics, **inputs.batch.counts}
+            return *self._applied(local, update, read), metrics, following
 
         kinds = self._local_kinds, "device", "whole", "device"
-        done, changed, metrics, following = self._on_devices(inside, now, given, kinds)
+        done, changed, metrics, following = self._on_devices(inside, now, inputs, kinds)
         new = self._exchanged(then, done, phase)
         if following is not None and lookup.embeddings is not None:
             following, resent = lookup.patched(
@@ -117,77 +117,79 @@ class ReplicaStep:
                 self.ahead,
                 self.parts.inner_axes,
             )
-            metrics = {**metrics, **unless_idle(resent, given.weight)}
+            metrics = {**metrics, **unless_idle(resent, inputs.weight)}
         return new, metrics, following
 
-    def opened(self, state: TrainState, given: Given, num_batches: int) -> GradientWindow:
-        """An empty window for the next update; see `Differentiation.opened`."""
+    def opened(self, state: TrainState, inputs: StepInputs, num_batches: int) -> GradientWindow:
+        """Return an empty window for the next update; see `Differentiation.opened`."""
 
-        def inside(local: Local, given: Given) -> GradientWindow:
-            given = self._requested(local, given)
-            return self.parts.differentiation.opened(local.dense, given, num_batches)
+        def inside(local: Local, inputs: StepInputs) -> GradientWindow:
+            inputs = self._requested(local, inputs)
+            return self.parts.differentiation.opened(local.dense, inputs, num_batches)
 
-        return self._on_devices(inside, keyed(state)[0], given, WINDOW_KINDS)
+        return self._on_devices(inside, keyed(state)[0], inputs, WINDOW_KINDS)
 
     def collected(
-        self, state: TrainState, given: Given, *, fits: bool
+        self, state: TrainState, inputs: StepInputs, *, fits: bool
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
-        """The window with a batch more, and beside it what the next one asks for.
+        """Add a batch to a window, and look up the next batch.
 
-        Nothing that was looked up is changed by it, so there is nothing to send again.
+        No row changes, so none is sent again.
         """
         collected = self.parts.differentiation.collected
 
-        def inside(local: Local, given: Given) -> tuple[GradientWindow, Metrics, Carry | None]:
-            given = self._requested(local, given)
-            following, _ = self.parts.lookup.following(local.stored, given.upcoming, self.ahead)
-            window, metrics = collected(local.dense, given, fits=fits)
-            return window, {**metrics, **given.batch.counts}, following
+        def inside(
+            local: Local, inputs: StepInputs
+        ) -> tuple[GradientWindow, Metrics, Carry | None]:
+            inputs = self._requested(local, inputs)
+            following, _ = self.parts.lookup.following(local.stored, inputs.upcoming, self.ahead)
+            window, metrics = collected(local.dense, inputs, fits=fits)
+            return window, {**metrics, **inputs.batch.counts}, following
 
         kinds = WINDOW_KINDS, "whole", "device"
-        return self._on_devices(inside, keyed(state)[0], given, kinds)
+        return self._on_devices(inside, keyed(state)[0], inputs, kinds)
 
     def of_window(
         self, state: TrainState, window: GradientWindow, like: PyTree, phase: Phase | None
     ) -> tuple[TrainState, Metrics, None]:
-        """One update of what a window holds; the metrics are means over its batches.
+        """Run one update with a window; the metrics are means over its batches.
 
-        `like` are types of this device's part of a batch.
+        `like` holds the types of this device's part of a batch.
         """
         now, then = keyed(state)
 
-        def inside(local: Local, given: Any) -> tuple[Local, Metrics]:
-            gathered = self.parts.differentiation.closed(local.dense, given.window)
-            seen = jax.eval_shape(self._requested, local, Given(like)).batch
-            moved = self.parts.moved(local.dense, gathered, seen)
-            return self._applied(local, moved, ())[0], gathered.metrics
+        def inside(local: Local, inputs: Any) -> tuple[Local, Metrics]:
+            gathered = self.parts.differentiation.closed(local.dense, inputs.window)
+            seen = jax.eval_shape(self._requested, local, StepInputs(like)).batch
+            update = self.parts.update_before_exchange(local.dense, gathered, seen)
+            return self._applied(local, update, ())[0], gathered.metrics
 
         kinds = self._local_kinds, "whole"
-        done, metrics = self._on_devices(inside, now, Given(window=window), kinds)
+        done, metrics = self._on_devices(inside, now, StepInputs(window=window), kinds)
         return self._exchanged(then, done, phase), metrics, None
 
-    def evaluated(self, state: TrainState, given: Given) -> Metrics:
-        """Metrics of a forward pass alone; see `Differentiation.evaluated`."""
+    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a forward pass; see `Differentiation.evaluated`."""
 
-        def inside(local: Local, given: Given) -> Metrics:
-            given = self._requested(local, given)
-            metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], given)
-            return {**metrics, **given.batch.counts}
+        def inside(local: Local, inputs: StepInputs) -> Metrics:
+            inputs = self._requested(local, inputs)
+            metrics = self.parts.differentiation.evaluated(keyed(local.dense)[0], inputs)
+            return {**metrics, **inputs.batch.counts}
 
-        return self._on_devices(inside, state, given, "whole")
+        return self._on_devices(inside, state, inputs, "whole")
 
-    def arguments(self, state: TrainState, given: Given, **how: Any) -> Any:
-        """What a dispatched loss function is given; see `Differentiation.arguments`."""
-        return self.parts.differentiation.arguments(keyed(state)[0], given, **how)
+    def arguments(self, state: TrainState, inputs: StepInputs, **how: Any) -> Any:
+        """Return the arguments of a dispatched loss; see `Differentiation.arguments`."""
+        return self.parts.differentiation.arguments(keyed(state)[0], inputs, **how)
 
-    def asked(self, state: TrainState, given: Given) -> Carry:
-        """What a batch asks for, before any step; of a carry rows alone, as this state has them."""
+    def lookup_ahead(self, state: TrainState, inputs: StepInputs) -> Carry:
+        """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
 
-        def inside(local: Local, given: Given) -> Carry | None:
+        def inside(local: Local, inputs: StepInputs) -> Carry | None:
             following = self.parts.lookup.following
-            return following(local.stored, given.batch, self.ahead, given.carry)[0]
+            return following(local.stored, inputs.batch, self.ahead, inputs.carry)[0]
 
-        return self._on_devices(inside, state, given, "device")
+        return self._on_devices(inside, state, inputs, "device")
 
     @property
     def _local_kinds(self) -> Local:
@@ -195,12 +197,16 @@ class ReplicaStep:
         return Local("whole", lookup.specs, lookup.optimizer_specs)
 
     def _on_devices(
-        self, fn: Callable[[Local, Given], Any], state: TrainState, given: Given, out: Any
+        self,
+        fn: Callable[[Local, StepInputs], Any],
+        state: TrainState,
+        inputs: StepInputs,
+        out: Any,
     ) -> Any:
-        """`fn` of each device's own part of a state and of what is given."""
+        """Run `fn` on each device's own part of the state and the inputs."""
         lookup, stored_state = self.parts.lookup, None
         if lookup.embeddings is None:
-            return fn(Local(state, None, None), given)
+            return fn(Local(state, None, None), inputs)
         dense = state._replace(params=lookup.dense(state.params))
         if state.opt_state:  # an evaluation has none
             gradients_state, optimizer_state, *_ = state.opt_state
@@ -209,34 +215,36 @@ class ReplicaStep:
         local = Local(dense, lookup.stored(state.params), stored_state)
 
         def inside(*parts: Any) -> Any:
-            return fn(Local(*parts[:3]), Given(*parts[3:]))
+            return fn(Local(*parts[:3]), StepInputs(*parts[3:]))
 
-        kinds = *self._local_kinds, *GIVEN_KINDS
-        return lookup.on_devices(inside, *local, *given, kinds=kinds, out=out)
+        kinds = *self._local_kinds, *INPUT_KINDS
+        return lookup.on_devices(inside, *local, *inputs, kinds=kinds, out=out)
 
-    def _requested(self, local: Local, given: Given) -> Given:
-        """What is given, with the batch and what it asked for."""
+    def _requested(self, local: Local, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with the batch's requests in `batch`."""
         axes = self.parts.inner_axes
-        batch, carry, weight = given.batch, given.carry, given.weight
-        asked = self.parts.lookup.requested(local.stored, batch, carry, weight, axes)
-        return given._replace(batch=asked)
+        batch, carry, weight = inputs.batch, inputs.carry, inputs.weight
+        requested = self.parts.lookup.requested(local.stored, batch, carry, weight, axes)
+        return inputs._replace(batch=requested)
 
-    def _applied(self, local: Local, moved: Moved, read: PyTree) -> tuple[Local, Any]:
-        """The stored parameters after an update, too, and which of them have changed."""
+    def _applied(
+        self, local: Local, update: UpdateBeforeExchange, read: PyTree
+    ) -> tuple[Local, Any]:
+        """Update the stored parameters; return them with the update, and which rows changed."""
         lookup = self.parts.lookup
         if lookup.embeddings is None:
-            return Local(moved, None, None), {}
+            return Local(update, None, None), {}
         stored, stored_state, changed = lookup.applied(
-            local.stored, local.stored_state, moved.rows, moved.active, read
+            local.stored, local.stored_state, update.rows, update.active, read
         )
-        return Local(moved._replace(rows={}, active=None), stored, stored_state), changed
+        return Local(update._replace(rows={}, active=None), stored, stored_state), changed
 
     def _exchanged(self, state: TrainState, done: Local, phase: Phase | None) -> TrainState:
-        """The state after the exchange.
+        """Return the state after the exchange.
 
-        Where the program decides what is due, all of the exchange of stored parameters stands in
-        one branch of a conditional and the other leaves them where they are, so that local steps
-        cost nothing that grows with their number.
+        If the program decides what is due, all of the exchange of stored parameters is in one
+        branch of a conditional. The other branch leaves them in place, so that the cost of local
+        steps does not grow with their number.
         """
         if self.parts.lookup.embeddings is None:
             return self.parts.exchanged(state, done.dense, phase)
@@ -245,23 +253,23 @@ class ReplicaStep:
         return run_if(self._moves_stored(state, phase), exchanged, alone, (state, done))
 
     def _exchanged_in(self, both: tuple[TrainState, Local], phase: Phase | None) -> TrainState:
-        """The state after an exchange, for which stored parameters have no update left."""
+        """Return the state after an exchange; the updates of stored parameters in it are zeros."""
         (state, done), lookup = both, self.parts.lookup
         still = jax.tree.map(jnp.zeros_like, done.stored)
         whole = state._replace(params=lookup.joined(lookup.dense(state.params), done.stored))
-        moved = done.dense._replace(updates=lookup.joined(done.dense.updates, still))
-        new = self.parts.exchanged(whole, moved, phase)
+        update = done.dense._replace(updates=lookup.joined(done.dense.updates, still))
+        new = self.parts.exchanged(whole, update, phase)
         gradients_state, optimizer_state, sync_state = new.opt_state
         if self.parts.sync is None or phase == ():
-            # Nothing has moved them since, and nothing of their size is written.
+            # No exchange has changed them. Reusing the arrays writes nothing of their size.
             new = new._replace(params=lookup.joined(lookup.dense(new.params), done.stored))
         both = lookup.joined(optimizer_state, done.stored_state)
         return new._replace(opt_state=(gradients_state, both, sync_state))
 
     def _moves_stored(self, state: TrainState, phase: Phase | None) -> bool | jax.Array:
-        """Whether the exchange after `state` moves all stored parameters.
+        """Return whether the exchange after `state` changes all stored parameters.
 
-        An array where the program decides.
+        It is an array if the program decides.
         """
         sync = self.parts.sync
         if sync is None or phase is not None:
@@ -270,6 +278,6 @@ class ReplicaStep:
 
 
 def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
-    """A state with the key of its update, and one with that of the state after it."""
+    """Return `state` with the key of its update, and with the key for the state after it."""
     rng, key = jax.random.split(state.rng)
     return state._replace(rng=key), state._replace(rng=rng)

@@ -229,7 +229,7 @@ def test_the_loss_is_weighted_as_gradients_are(kind):
 def test_no_line_search_over_averaged_gradients(axes, options, over):
     options = {"optimizer": optax.lbfgs(), **options}
     step = js.make_train_step(loss, mesh=js.virtual_mesh(axes), **options)
-    said = rf"`value_fn`.* no collective may stand .* averaged over {over}.* linesearch=None"
+    said = rf"`value_fn`.* no collective may be .* averaged over {over}.* linesearch=None"
     with pytest.raises(ValueError, match=said):
         step(step.init(PARAMS), BATCHES[0])
 

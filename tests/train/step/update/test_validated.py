@@ -251,7 +251,7 @@ def waiting(module):
         ),
         (
             {"optimizer": adam(), "gradients": js.chain(clip(), MEAN)},
-            "in `gradients` js.clip_by_global_norm must stand last",
+            "in `gradients` js.clip_by_global_norm must be last",
         ),
     ],
 )
@@ -279,19 +279,19 @@ def deaf(tx):
         ),
         (
             {"optimizer": optax.chain(clip(), adam()), "gradients": MEAN},
-            "stands inside of a transform that nobody knows.* js.chain",
+            "is inside a transform that the step does not know.* js.chain",
         ),
         (
             {"optimizer": optax.chain(js.dynamic_loss_scale(adam())), "gradients": MEAN},
-            "stands inside of a transform that nobody knows.* js.chain",
+            "is inside a transform that the step does not know.* js.chain",
         ),
         (
             {"optimizer": js.chain(deaf(clip()), adam()), "gradients": MEAN},
-            "stands inside of a transform that nobody knows.* js.chain",
+            "is inside a transform that the step does not know.* js.chain",
         ),
         (
             {"optimizer": adam(), "gradients": js.chain(MEAN, deaf(clip()))},
-            "stands inside of a transform that nobody knows.* js.chain",
+            "is inside a transform that the step does not know.* js.chain",
         ),
     ],
 )
