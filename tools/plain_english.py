@@ -49,7 +49,11 @@ NAMES = _words("asked found given known made moved own said told there")
 CLASSES = _words("Asked Found Given Known Made Moved Own Said Told")
 
 # "path:name": the reason.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "jaxslowmo/embedding/_requests.py:asked": "a field of the public js.Requests",
+    "jaxslowmo/reports/time/_measured.py:asked": "as in js.AheadStep, in whose place it stands",
+    "jaxslowmo/train/step/_ahead.py:asked": "keyword argument of the public js.AheadStep",
+}
 
 _ITEM = re.compile(r"^ {2,8}(\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}\w+)*): +(.*)")
 _SECTIONS = ("Args:", "Attributes:")

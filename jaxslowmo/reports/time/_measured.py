@@ -215,14 +215,14 @@ class MeasuredAhead:
         self,
         state: Any,
         batch: PyTree,
-        pending: Any,
+        asked: Any,
         next_batch: PyTree | None,
         weight: Any = None,
         window: Any = None,
         collect: bool = False,
     ) -> Any:
         """Call the step; batches that are only collected are not measured."""
-        args = state, batch, pending, next_batch, weight, window
+        args = state, batch, asked, next_batch, weight, window
         if collect:
             return self._ahead(*args, collect)
         return self._call(self._ahead, args, {}, self._ahead.asks_for(next_batch))
