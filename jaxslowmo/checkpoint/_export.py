@@ -59,7 +59,7 @@ def export_consensus(
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     if empty := [name for name, x in leaves if not np.size(x)]:
         raise ValueError(
-            "export_consensus: `params` must hold something in every leaf, which orbax asks for, "
+            "export_consensus: `params` must hold something in every leaf, which orbax requires, "
             f"got leaves of size 0: {', '.join(empty)}. Leave them out."
         )
     path, extra_json = resolved(folder), checked_json("export_consensus", extra)

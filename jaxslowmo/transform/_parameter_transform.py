@@ -310,26 +310,26 @@ def values_of(spec: TransformSpec) -> dict[str, Any]:
 
 
 def with_values(
-    taker: str, spec: TransformSpec | None, named: Mapping[str, Any], besides: Iterable[str] = ()
+    owner: str, spec: TransformSpec | None, named: Mapping[str, Any], more: Iterable[str] = ()
 ) -> TransformSpec:
     """Return a copy of `spec`, or a new spec, with these values; None stands for a default value.
 
     Args:
-      taker: name of the function that received the names, for messages.
+      owner: name of the function that received the names, for messages.
       spec: the spec to copy, or None for a new one.
       named: values of all groups by their names.
-      besides: names of other arguments of the function, for messages.
+      more: names of other arguments of the function, for messages.
 
     Raises:
       ValueError: a name that no group has, or none for a value that has no default.
     """
     if unknown := sorted(set(named) - set(DEFAULTS)):
-        raise ValueError(f"{taker} takes {[*besides, *sorted(DEFAULTS)]}, got {unknown}.")
+        raise ValueError(f"{owner} takes {[*more, *sorted(DEFAULTS)]}, got {unknown}.")
     before = DEFAULTS if spec is None else values_of(spec)
     values = before | {n: DEFAULTS[n] if x is None else x for n, x in named.items()}
     if missing := [name for name, value in values.items() if value is dataclasses.MISSING]:
         raise ValueError(
-            f"{taker} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
+            f"{owner} must be given {', '.join(f'`{name}`' for name in missing)}: by name, or as "
             "js.TransformSpec(schedule=js.ScheduleSpec(...), exchange=js.ExchangeSpec(...))."
         )
     groups: dict[str, Any] = {

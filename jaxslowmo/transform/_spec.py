@@ -323,9 +323,8 @@ def check_order(owner: str, state: PyTree) -> None:
             raise ValueError(
                 f"{owner}: `tx` is a chain in which something follows a parameter transform, "
                 f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
-                f"{late[0]}, {type(late[1]).__name__}. What it does to an update would be done to "
-                "the way to the synchronised parameters, and replicas would drift apart: put it "
-                "before."
+                f"{late[0]}, {type(late[1]).__name__}. It would change the difference that leads "
+                "to the synchronised parameters, and replicas would drift apart: put it before."
             )
         for _, member in members:
             check_order(owner, member)

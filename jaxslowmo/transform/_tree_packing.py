@@ -18,7 +18,7 @@ from ..tree import Buffer, BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._replica_exchange import BlockGroup, Exchange, block_groups
 
 Kind = Literal["leaves", "flat", "whole"]
-Flats = list[list[jax.Array]]  # per group of leaves that are sharded alike
+Flats = list[list[jax.Array]]  # a list of buffers for each group of leaves
 OnBuffer = Callable[..., jax.Array]
 """`fn(buffer, flat, *whole)`: called for a flat buffer; a replica's devices have equal `whole`."""
 
@@ -69,7 +69,7 @@ def _unchanged(buffer: Buffer, flat: jax.Array) -> jax.Array:
 
 
 class BufferGroup(NamedTuple):
-    """Leaves that are sharded alike inside a replica, and the buffers of each device's blocks.
+    """Leaves that are sharded over the same axes, and the buffers of each device's blocks.
 
     Attributes:
       first: number of the group's first buffer among the buffers of the tree.
