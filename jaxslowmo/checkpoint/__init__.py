@@ -1,4 +1,4 @@
-"""A run on disk: everything that it is, saved and restored, also on other replicas; needs orbax."""
+"""Checkpoints of a run, which can be restored on another number of replicas; needs orbax."""
 
 from ..transform import SavedForm as SavedForm
 from ._checkpoints import Checkpoints as Checkpoints

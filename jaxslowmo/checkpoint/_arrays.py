@@ -1,8 +1,8 @@
-"""Arrays of a checkpoint: read from where orbax puts them, and compared with what was saved.
+"""Functions that read arrays of a checkpoint from orbax's files and compare their fingerprints.
 
-Orbax's own restoring meets the other processes at barriers, so one process that cannot read its
-part would leave them waiting; what is read here is read alone, and the processes agree afterwards.
-Files may come to hold other bits, and zarr does not notice: fingerprints tell.
+Restoring with orbax waits for the other processes at barriers, so a process that cannot read its
+part would leave them waiting. Here each process reads without the others, and they agree on the
+outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from ._folder import UnreadableError, epath, ts
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, at most 300 characters; its type where there is none."""
+    """Return the first line of an error's message, at most 300 characters; else its type."""
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
 def read_arrays(path: epath.Path, keys: Sequence[str], like: Sequence[Any] | None) -> list[Any]:
-    """Arrays as they are stored.
+    """Read stored arrays.
 
     Args:
-      path: of the item that holds them.
-      keys: under which they are stored.
-      like: structs with the shardings that they shall have: each process reads its part. None
-        reads all of them as NumPy arrays.
+      path: path of the checkpoint's item that holds the arrays.
+      keys: names under which orbax stored them.
+      like: a `ShapeDtypeStruct` for each array, with the sharding of the result: each process reads
+        its part. None reads whole arrays as NumPy arrays.
 
     Raises:
       UnreadableError: a missing or damaged file, or an array of another shape or dtype.
@@ -58,17 +58,17 @@ def _spec(path: epath.Path, key: str) -> dict[str, Any]:
 
 
 def _placed(stores: Sequence[Any], like: Sequence[Any]) -> list[jax.Array]:
-    # All reads at once, so that files are read side by side; a part for several devices once.
-    parts = []
+    # Start all reads first, so that they run in parallel. Several devices share the read of a part.
+    reads_by_array = []
     for store, struct in zip(stores, like, strict=True):
-        wanted = struct.sharding.addressable_devices_indices_map(struct.shape).values()
-        once = {str(index): index for index in wanted}
-        parts.append({text: store[index].read() for text, index in once.items()})
+        indices = struct.sharding.addressable_devices_indices_map(struct.shape).values()
+        unique = {str(index): index for index in indices}
+        reads_by_array.append({text: store[index].read() for text, index in unique.items()})
     return [
         jax.make_array_from_callback(
-            struct.shape, struct.sharding, lambda index, own=own: own[str(index)].result()
+            struct.shape, struct.sharding, lambda index, reads=reads: reads[str(index)].result()
         )
-        for struct, own in zip(like, parts, strict=True)
+        for struct, reads in zip(like, reads_by_array, strict=True)
     ]
 
 
@@ -78,16 +78,16 @@ def _prints(arrays: list[jax.Array]) -> jax.Array:
 
 
 def prints_of(arrays: Sequence[Any]) -> list[list[int]]:
-    """Two numbers of 32 bits for each array, of all its replicas; the same wherever it lies.
+    """Return a fingerprint, two numbers of 32 bits, for each array; it does not depend on layouts.
 
     Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
     """
-    found = _prints(list(arrays))
-    return np.asarray(found.addressable_data(0)).tolist() if arrays else []
+    prints = _prints(list(arrays))
+    return np.asarray(prints.addressable_data(0)).tolist() if arrays else []
 
 
 def host_print(x: np.ndarray) -> list[int]:
-    """The same of an array on the host, computed there."""
+    """Return the fingerprint of an array on the host, equal to that of `prints_of`."""
     words = _words(x).reshape(-1)
     totals = [0] * len(FINGERPRINT_SEEDS)
     for start in range(0, words.size, _CHUNK):
@@ -95,12 +95,12 @@ def host_print(x: np.ndarray) -> list[int]:
         place = np.arange(start, start + part.size, dtype=np.uint64).astype(np.uint32)
         for i, seed in enumerate(FINGERPRINT_SEEDS):
             hashes = _hash(part ^ _hash(place + np.uint32(seed)))
-            # Integers of Python: sums of NumPy's scalars warn where they wrap around.
+            # Python's integers, because sums of NumPy's scalars warn when they overflow.
             totals[i] = (totals[i] + int(hashes.sum(dtype=np.uint32))) % 2**32
     return totals
 
 
-_CHUNK = 1 << 20  # words, so that little memory is needed beside the array
+_CHUNK = 1 << 20  # words that are hashed at once, which bounds the additional memory
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def _hash(x: np.ndarray) -> np.ndarray:
 
 
 def _words(x: Any) -> np.ndarray:
-    """As `bit_words` does it on a device."""
+    """Return the bits of `x` as integers, like `jaxslowmo.mesh._in_sync.bit_words` on a device."""
     if np.iscomplexobj(x):
         return np.stack([_words(x.real), _words(x.imag)], -1)
     if x.dtype == np.bool_:
@@ -126,15 +126,15 @@ def _words(x: Any) -> np.ndarray:
 def check_prints(
     path: epath.Path,
     names: Sequence[str],
-    found: Sequence[Sequence[int]],
+    actual: Sequence[Sequence[int]],
     saved: Sequence[Sequence[int]],
 ) -> None:
-    """Compare what was read with what was saved.
+    """Compare the fingerprints of arrays that were read with the saved fingerprints.
 
     Raises:
-      UnreadableError: they differ.
+      UnreadableError: some of them differ.
     """
-    wrong = [name for name, a, b in zip(names, found, saved, strict=True) if list(a) != list(b)]
+    wrong = [name for name, a, b in zip(names, actual, saved, strict=True) if list(a) != list(b)]
     if wrong:
         raise UnreadableError(
             f"{path} is damaged: it gives other values than were saved in {', '.join(wrong[:5])}."

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in a folder."""
+"""`Checkpoints`, which saves and restores the states of a run in a folder."""
 
 import contextlib
 from collections.abc import Mapping
@@ -26,20 +26,21 @@ from ._folder import (
     set_aside,
 )
 from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import FormThen, Found, Reading, Template, finished, read
+from ._restore import Reading, RestoredParts, SavedFormLike, Template, finished, read
 from ._writing import FolderWrite, gather, of_first_process
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gave back.
+    """The result of `Checkpoints.restore`.
 
     Attributes:
-      step: of the checkpoint.
-      state: to go on with.
-      extra: what was saved beside it.
-      is_exact: every value is as it was saved, so the run goes on as if nothing had happened.
-      notes: what was averaged, kept, made new and moved to other stages, in sentences; () where
+      step: step of the checkpoint.
+      state: the state from which to continue.
+      extra: the `extra` that was saved with it.
+      is_exact: whether every value is as it was saved, so that the run continues as if it had not
+        been interrupted.
+      notes: sentences that say what was averaged, kept, made anew, or moved to other stages; () if
         nothing was.
     """
 
@@ -51,22 +52,23 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run: a folder on a file system that all processes share.
+    """The checkpoints of one run, in a folder on a file system that all processes share.
 
         with Checkpoints("runs/one", keep=3) as checkpoints:
             checkpoints.save(100, state, extra={"position": 100})
 
-    A checkpoint becomes visible when all of it is written: one that was interrupted is never
-    restored. All processes of a run call the same methods in the same order. Where one of them
-    cannot write or read, all get the same error, with its reason, and may go on.
+    A checkpoint becomes visible when it is complete: a partial one is never restored. All processes
+    of a run must call the same methods in the same order. If one of them cannot write or read, all
+    raise the same error, with its reason, and can continue.
 
     Args:
-      folder: path, or an address that orbax can write to (`gs://`); made at the first save.
-      keep: so many of the newest are kept, older ones are deleted.
-      asynchronous: `save` returns when the state is copied to the host, and files are written
-        meanwhile.
-      patience: seconds that a process waits for the others while nothing is being written; whoever
-        has waited in vain gets an error. It is no limit for exchanges between devices.
+      folder: path, or an address that orbax can write to (`gs://`); created by the first save.
+      keep: number of the newest checkpoints that are kept; older ones are deleted. The default is
+        3.
+      asynchronous: whether `save` returns when the state is copied to the host, while files are
+        written in the background. The default is True.
+      patience: seconds that a process waits for the others while nothing is being written, before
+        it raises an error; the default is 600. It does not limit exchanges between devices.
 
     Raises:
       ValueError: keep < 1, patience <= 0.
@@ -91,7 +93,7 @@ class Checkpoints:
         self._unreadable: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
-        """Itself."""
+        """Return these checkpoints."""
         return self
 
     def __exit__(
@@ -100,12 +102,12 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for what is being written, and close."""
+        """Wait for a save in progress, and close."""
         self.close()
 
     @property
     def folder(self) -> str:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints, as an absolute path or an address."""
         return str(self._folder)
 
     def save(
@@ -115,22 +117,23 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Save everything that a run is; a checkpoint of the same step is replaced.
+        """Save the whole state of a run; a checkpoint of the same step is replaced.
 
-        The state may be donated as soon as this returns. Waits for the save before; where that has
-        failed, raises its error and saves nothing. Checkpoints of later steps, of a run that was
-        taken back to an earlier one, are set aside: renamed, so that they are neither restored nor
-        deleted. So are those that `restore` could not read.
+        The state may be donated as soon as this returns. It waits for the previous save first; if
+        that has failed, it raises its error and saves nothing. Two kinds of checkpoints are set
+        aside, that is renamed, so that they are neither restored nor deleted: those of later steps,
+        if the run was reset to an earlier one, and those that `restore` could not read.
 
         Args:
-          step: updates so far.
+          step: number of updates so far, 0 <= step < 2**31.
           state: the whole state.
-          extra: plain JSON to save with it: data position, configuration. Process 0's is kept.
-          wait: return when the checkpoint is complete.
+          extra: plain JSON to save with it, such as data position and configuration. Process 0's is
+            saved.
+          wait: whether to return only when the checkpoint is complete; the default is False.
 
         Raises:
           ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON.
-          CheckpointError: it cannot be written, or the save before could not; on all processes.
+          CheckpointError: it cannot be written, or the previous save could not; on all processes.
 
         Communication: one all-reduce of 8 bytes per array, over all devices, for fingerprints;
           with several processes three messages of each through the coordinator.
@@ -148,13 +151,13 @@ class Checkpoints:
         step = number
         record = record_of(step, state, checked_json("Checkpoints.save", extra))
         self.wait()
-        stored = _own_copies(as_stored(state))
+        stored = _safe_copies(as_stored(state))
         record = replace(record, prints=prints_of(stored))
         keys = [leaf.key for leaf in record.leaves]
         try:
             writing = FolderWrite(
                 self._folder / str(step),
-                # What holds nothing has no file: its shape stands in the record.
+                # Arrays of size 0 are not written: the record has their shapes.
                 {key: x for key, x in zip(keys, stored, strict=True) if x.size},
                 record.to_json(),
                 seconds=self._patience,
@@ -169,7 +172,7 @@ class Checkpoints:
             self.wait()
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the complete checkpoints, ascending.
+        """Return the steps of the complete checkpoints in ascending order.
 
         Raises:
           CheckpointError: the folder is a file.
@@ -180,22 +183,22 @@ class Checkpoints:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """Why the save in progress has failed, as far as is known; `wait` raises it."""
+        """The error of the last save if it has failed, which `wait` will raise; None otherwise."""
         if self._writing is None or not self._writing[1].is_done:
             return None
         step, writing = self._writing
         return None if writing.failure is None else self._not_written(step, writing.failure)
 
     def written(self) -> int:
-        """Bytes of the save in progress that are in its folder; 0 where there is none."""
-        writing = self._writing  # another thread may ask, just when it ends
+        """Return how many bytes of the save in progress are in its folder; 0 without a save."""
+        writing = self._writing  # read once: another thread may call this just when the save ends
         return 0 if writing is None else writing[1].written()
 
     def wait(self) -> None:
-        """Wait until what was saved is complete.
+        """Wait until the last save is complete.
 
         Raises:
-          CheckpointError: it could not be written; once, and on all processes.
+          CheckpointError: it could not be written; raised once, and on all processes.
         """
         if self._writing is None:
             return
@@ -208,10 +211,10 @@ class Checkpoints:
             self._writing = None
 
     def close(self) -> None:
-        """Wait for what is being written.
+        """Wait for a save in progress.
 
         Raises:
-          CheckpointError: what was saved could not be written.
+          CheckpointError: the checkpoint could not be written.
         """
         self.wait()
 
@@ -224,150 +227,154 @@ class Checkpoints:
         seed: int = 0,
         step: int | None = None,
         fallback: bool = False,
-        saved_form: FormThen = None,
+        saved_form: SavedFormLike = None,
     ) -> Restored:
-        """The state of a checkpoint, on the replicas of `train_step`.
+        """Restore the state of a checkpoint on the replicas of `train_step`.
 
-        On the same number of replicas, wherever they are, it is the saved one bit for bit. On
-        another number every replica starts from the consensus of the parameters (with push-sum
-        weights, and with what was in flight), the anchor and the state of the outer optimizer are
-        kept exactly, floats of the optimizers' states are averaged, counters go on, and PRNG keys
-        are made anew; each process then reads the whole checkpoint into its memory.
+        On the same number of replicas, on any devices, it is the saved state bit for bit. On
+        another number, every replica starts from the consensus of the parameters (with push-sum
+        weights, and with messages in flight), the anchor and the state of the outer optimizer are
+        kept exactly, floats of the optimizers' states are averaged, counters continue, and PRNG
+        keys are made anew; each process then reads the whole checkpoint into its memory.
 
-        Parameters that a pipeline kept in other stages, or in none, are moved by their names in the
-        model, and with them what the optimizer and the parameter transform keep for each. No value
-        changes, and a note says so.
+        If a pipeline had the parameters in other stages, or in none, they are moved by their names
+        in the model, together with the values that the optimizer and the parameter transform keep
+        for each. No value changes, and a note describes the move.
 
         Args:
-          train_step: with the model, optimizer and transforms that the checkpoint was made with.
-          params: one copy, as for `train_step.init`; values do not matter.
-          model_state: one copy, as for `train_step.init`.
-          seed: of new PRNG keys, where the number of replicas is another; the step is folded in.
-          step: which one; None is the newest.
-          fallback: where the newest cannot be read, warn and take the one before.
-          saved_form: where parameters had other names in the model when it was saved: how they
-            were, and what makes those of now of it; or a function that gives it, or None, of what
-            was saved beside the state, where checkpoints differ.
+          train_step: a training step with the model, optimizer and transforms of the checkpoint.
+          params: one copy of the parameters, as for `train_step.init`; values do not matter.
+          model_state: one copy of the model state, as for `train_step.init`.
+          seed: seed of new PRNG keys if the number of replicas differs; the step is folded in. The
+            default is 0.
+          step: step of the checkpoint; the default is the newest.
+          fallback: whether to warn, and restore the checkpoint before, if one cannot be read. The
+            default is False.
+          saved_form: the form that parameters had in the model when it was saved, if it differs
+            from the current one. If it differs between checkpoints, a function that returns it, or
+            None, from the `extra` that was saved.
 
         Returns:
           A `Restored`.
 
         Raises:
           CheckpointError: no such checkpoint; damaged files; another library's, or a newer format;
-            one of another model, optimizer or algorithm; with `saved_form` or from other stages, a
-            state that depends on the parameters and does not tell of which.
+            a checkpoint of another model, optimizer or algorithm; with `saved_form` or from other
+            stages, a state that depends on parameters and does not show on which.
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
-        Communication: on as many replicas one all-reduce of 8 bytes per array, over all devices, to
-          compare fingerprints; with several processes some messages through the coordinator.
+        Communication: on the same number of replicas one all-reduce of 8 bytes per array, over all
+          devices, to compare fingerprints; with several processes some messages through the
+          coordinator.
         """
         self.wait()
-        found = of_first_process(self.steps(), self._patience)
-        chosen = self._chosen(found, step, fallback)
+        steps = of_first_process(self.steps(), self._patience)
+        chosen = self._chosen(steps, step, fallback)
         template = Template(train_step, params, model_state, seed)
         for i, candidate in enumerate(chosen):
             try:
                 return Restored(candidate, *self._read(candidate, template, saved_form))
             except UnreadableError as error:
                 if i + 1 == len(chosen):
-                    raise _with_hint(error, candidate, found, fallback) from error
+                    raise _with_hint(error, candidate, steps, fallback) from error
                 self._unreadable.add(candidate)
                 warn_user(f"{error} Using the checkpoint of step {chosen[i + 1]} instead.")
         raise AssertionError("there is a candidate, and the last one returns or raises")
 
     def extra(self, *, step: int | None = None, fallback: bool = False) -> dict[str, Any]:
-        """What was saved beside the state of a checkpoint, without reading that.
+        """Return the `extra` of a checkpoint, without reading the state.
 
         Args:
-          step: which one; None is the newest.
-          fallback: where that cannot be read, take the one before; `restore` warns of it.
+          step: step of the checkpoint; the default is the newest.
+          fallback: whether to read the checkpoint before if one cannot be read; the default is
+            False. `restore` also warns.
 
         Returns:
           The `extra` of `save`.
 
         Raises:
-          CheckpointError: as `restore`, of the record alone.
+          CheckpointError: no such checkpoint, or its record cannot be read.
 
-        Communication: none; each process reads for itself.
+        Communication: none; each process reads independently.
         """
-        found = list(self.steps())
-        chosen = self._chosen(found, step, fallback)
+        steps = list(self.steps())
+        chosen = self._chosen(steps, step, fallback)
         for candidate in chosen[:-1]:
             with contextlib.suppress(UnreadableError):
                 return read_record(self._folder / str(candidate)).extra
         try:
             return read_record(self._folder / str(chosen[-1])).extra
         except UnreadableError as error:
-            raise _with_hint(error, chosen[-1], found, fallback) from error
+            raise _with_hint(error, chosen[-1], steps, fallback) from error
 
-    def _read(self, step: int, template: Template, form: FormThen) -> Found:
-        """The state of a checkpoint; where that fails on one process, it fails on all."""
+    def _read(self, step: int, template: Template, form: SavedFormLike) -> RestoredParts:
+        """Read the state of a checkpoint; a failure on one process is raised on all."""
         path = self._folder / str(step)
-        found: Reading | None = None
+        reading: Reading | None = None
         error: Exception | None = None
         try:
-            found = read(path, template, form)
-        except Exception as own:  # the others must hear of it, whatever it is
-            error = own
+            reading = read(path, template, form)
+        except Exception as caught:  # any kind: the other processes must learn of it
+            error = caught
         is_unreadable = isinstance(error, UnreadableError)
-        own = None if error is None else [is_unreadable, io_errno(error)]
-        failures = [f for f in gather(own, self._patience) if f is not None]
+        failure = None if error is None else [is_unreadable, io_errno(error)]
+        failures = [f for f in gather(failure, self._patience) if f is not None]
         all_unreadable = all(one for one, _ in failures)
         if error is not None and (all_unreadable or not is_unreadable):
             raise error
-        if failures or found is None:
+        if failures or reading is None:
             kind = UnreadableError if all_unreadable else CheckpointError
             number = next((n for _, n in failures if n is not None), None)
             raise kind(f"{path} could not be read on another process.", number) from error
-        return finished(found)
+        return finished(reading)
 
-    def _chosen(self, found: list[int], step: int | None, fallback: bool) -> list[int]:
-        """Which checkpoints to try, in order."""
-        if not found:
+    def _chosen(self, steps: list[int], step: int | None, fallback: bool) -> list[int]:
+        """Return the steps of the checkpoints to try, in order."""
+        if not steps:
             raise CheckpointError(
                 f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
                 "one, or start anew."
             )
         if step is None:
-            return found[::-1] if fallback else found[-1:]
+            return steps[::-1] if fallback else steps[-1:]
         number = as_int(step)
-        if number is None or number not in found:
+        if number is None or number not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "
-                f"{', '.join(map(str, found))}."
+                f"{', '.join(map(str, steps))}."
             )
-        return found[found.index(number) :: -1] if fallback else [number]
+        return steps[steps.index(number) :: -1] if fallback else [number]
 
     def _make_way(self, step: int) -> None:
-        """On process 0, before a save."""
+        """Prepare the folder for a save; process 0 calls it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self._folder)
-        # Else they would count among the newest, and a resumed run would take them.
+        # Checkpoints of later steps would count as the newest, and a resumed run would use them.
         later = {s for s in self.steps() if s > step}
         set_aside(self._folder, later | self._unreadable)
 
     def _remove_old(self) -> None:
-        """On process 0, after a save."""
+        """Remove old checkpoints after a save; process 0 calls it."""
         for step in self.steps()[: -self._keep]:
             remove(self._folder / str(step))
 
     def _not_written(self, step: int, error: Exception) -> CheckpointError:
-        said = str(error) if isinstance(error, CheckpointError) else ""
-        said = said or f"{type(error).__name__}: {first_line(error)}"
+        reason = str(error) if isinstance(error, CheckpointError) else ""
+        reason = reason or f"{type(error).__name__}: {first_line(error)}"
         kind = UnansweredError if isinstance(error, UnansweredError) else CheckpointError
         return kind(
-            f"{self.folder}: the checkpoint of step {step} could not be written ({said}); "
+            f"{self.folder}: the checkpoint of step {step} could not be written ({reason}); "
             "those before it are as they were. Is there space, and may this user write there?",
             io_errno(error),
-            f"the checkpoint of step {step} could not be written: {said}",
+            f"the checkpoint of step {step} could not be written: {reason}",
         )
 
 
 def _with_hint(
-    error: UnreadableError, step: int, found: list[int], fallback: bool
+    error: UnreadableError, step: int, steps: list[int], fallback: bool
 ) -> UnreadableError:
-    """The error of the last checkpoint that was tried, and which other one could be."""
-    older = max((n for n in found if n < step and not fallback), default=None)
+    """Return the error of the last checkpoint that was tried, with a hint at an older one."""
+    older = max((n for n in steps if n < step and not fallback), default=None)
     hint = "" if older is None else f" `fallback=True` takes that of step {older}."
     return UnreadableError(f"{error}{hint}", io_errno(error), str(error), older)
 
@@ -375,8 +382,8 @@ def _with_hint(
 _copy = jax.jit(lambda arrays: [jnp.copy(x) for x in arrays])
 
 
-def _own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Arrays that nobody donates: on CPU the host's view of an array is the array itself."""
+def _safe_copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return arrays that the caller cannot donate: on CPU the host's view is the array itself."""
     if next(iter(arrays[0].devices())).platform != "cpu":
         return arrays
     return _copy(arrays)

@@ -1,4 +1,4 @@
-"""A saved state made one of this run: its parameters in another form, on other replicas."""
+"""Conversion of a saved state to another form of the parameters and another number of replicas."""
 
 import math
 from collections.abc import Set
@@ -27,13 +27,13 @@ from ._stages import layout_of, names_inside, of_params, parts_of, read_part, re
 
 
 def recorded_form(record: Record, params: PyTree) -> SavedForm:
-    """Return the form that parameters had when they were saved, as the record says it.
+    """Return the form that parameters had when they were saved, according to the record.
 
-    Its tree is the list of the arrays that were saved: buffers of stages, or the model's own.
+    Its tree is the list of the arrays that were saved: buffers of stages, or the model's leaves.
 
     Args:
       record: the record of the checkpoint.
-      params: types of the parameters of now.
+      params: types of one copy of the current parameters.
     """
     saved = record.only("params").leaves
     parts = parts_of(record.layout, [leaf.name for leaf in saved])
@@ -48,52 +48,53 @@ def recorded_form(record: Record, params: PyTree) -> SavedForm:
 
 def check_recorded(form: SavedForm, record: Record, path: object) -> None:
     """Raise `CheckpointError` for a form of other stages than those of the checkpoint."""
-    if not (given := of_params(layout_of({"params": form.params}))):
-        return  # names and shapes tell it apart
-    if given != of_params(record.layout):
+    if not (layout := of_params(layout_of({"params": form.params}))):
+        return  # without stages, names and shapes are compared later
+    if layout != of_params(record.layout):
         raise CheckpointError(
-            f"{path} records other stages than those of `saved_form`: other layers lie in their "
+            f"{path} records other stages than those of `saved_form`: other layers are in their "
             "buffers. Leave `saved_form` out, so that the record decides."
         )
 
 
 def check_movable(path: object, saved: Record, now: Record, wanted: Record, free: Set[str]) -> None:
-    """Raise `CheckpointError` for what cannot go from one layout to another by its names.
+    """Raise `CheckpointError` for leaves that cannot be moved to another layout by their names.
 
     Args:
       path: path of the checkpoint, for the message.
       saved: record of the checkpoint.
       now: record of a state of this run.
-      wanted: record of the checkpoint's state as this run would have it in the model's own tree.
-      free: names of leaves of which it is known that they depend on no stage, or that the parameter
-        transform moves.
+      wanted: record of the checkpoint's state as this run has it in the model's tree.
+      free: names of leaves that depend on no stage, or that the parameter transform moves.
     """
-    copies = [{n for _, own in of_params(x.layout) for n in own["copies"]} for x in (saved, now)]
+    copies = [
+        {n for _, packing in of_params(x.layout) for n in packing["copies"]} for x in (saved, now)
+    ]
     if saved.layout and now.layout and copies[0] != copies[1]:
         raise CheckpointError(
             f"{path} has other tied parameters than this run: {sorted(copies[0] ^ copies[1])} are "
             "copies of others in one of the two. Restore it with those that it was made with."
         )
     staged = [names_inside(x.layout) for x in (saved, now) if x.layout]
-    known = {x.name for x in wanted.leaves} - free
+    checked = {x.name for x in wanted.leaves} - free
     wrong = [
         f"{leaf.name} {list(leaf.shape[1:])}"
         for leaf in saved.whole().leaves
-        if leaf.name.startswith("opt_state/") and leaf.name in known and not leaf.key_impl
-        # Outside of the trees of stages there may be counters, and nothing of the parameters.
-        if not all(own.get(leaf.name, math.prod(leaf.shape[1:]) < 2) for own in staged)
+        if leaf.name.startswith("opt_state/") and leaf.name in checked and not leaf.key_impl
+        # Outside of the trees of stages counters are allowed, and larger leaves are not.
+        if not all(names.get(leaf.name, math.prod(leaf.shape[1:]) < 2) for names in staged)
     ]
     if wrong:
-        raise _untold(path, "in other stages, or in none,", wrong)
+        raise _indistinct(path, "in other stages, or in none,", wrong)
 
 
 def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
-    """Types of a saved state, of those of the state of now.
+    """Return the types of a state as it was saved, from those of the current state.
 
     Args:
-      form: of the parameters when it was saved.
-      now: stacked.
-      params: one copy of the parameters of now.
+      form: form of the parameters when the state was saved.
+      now: types of the current state, stacked.
+      params: types of one copy of the current parameters.
     """
 
     def is_like(x: PyTree) -> bool:
@@ -103,10 +104,10 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
         if not is_like(x):
             return x
         leaves = jax.tree.leaves(x)
-        # Moments have one dtype, or each that of its parameter.
-        one = leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else None
+        # Moments all have one dtype, or each has that of its parameter.
+        dtype = leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else None
         return jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct((leaves[0].shape[0], *p.shape), one or p.dtype),
+            lambda p: jax.ShapeDtypeStruct((leaves[0].shape[0], *p.shape), dtype or p.dtype),
             form.params,
         )
 
@@ -114,30 +115,30 @@ def structs_then(form: SavedForm, now: PyTree, params: PyTree) -> PyTree:
 
 
 def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
-    """A saved state with every tree of the form of its parameters as it is now.
+    """Convert every tree of a saved state that has the saved form to the current form.
 
-    Shards stay: the parameter transform joins them first.
+    Shards are not converted here: the parameter transform joins them before it converts them.
 
     Args:
-      form: of the parameters when it was saved.
-      state: NumPy arrays, stacked.
-      path: of the checkpoint, for messages.
+      form: form of the parameters when the state was saved.
+      state: the saved state, stacked NumPy arrays.
+      path: path of the checkpoint, for messages.
 
     Raises:
-      CheckpointError: what depends on the parameters, and has not their form.
+      CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
     """
 
     def is_like(x: PyTree) -> bool:
         return _is_like(form.params, x)
 
-    # The parameter transform moves its own.
+    # The parameter transform, whose state is the last, converts it itself.
     others = state.opt_state[:-1]
     rest = jax.tree.map(lambda x: None if is_like(x) else x, others, is_leaf=is_like)
     named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
-    # Buckets of error feedback, factors of moments: nobody knows which element is whose.
+    # In buckets of error feedback and factors of moments no element belongs to a known parameter.
     wrong = [f"{name} {list(x.shape[1:])}" for name, x in named if np.size(x) > len(x)]
     if wrong:
-        raise _untold(path, "of another form", wrong)
+        raise _indistinct(path, "of another form", wrong)
 
     def move(x: Any) -> Any:
         return form.convert(x) if is_like(x) else x
@@ -145,16 +146,16 @@ def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
     return jax.tree.map(move, state, is_leaf=is_like)
 
 
-def _untold(path: object, how: str, wrong: list[str]) -> CheckpointError:
+def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"{path} was saved with parameters {how} and holds what cannot be told apart by "
+        f"{path} was saved with parameters {how} and holds what cannot be distinguished by "
         f"parameter: {', '.join(wrong)} in the states of gradient transform and optimizer. Go on "
         "with the form, such as the stages, that it had."
     )
 
 
 def _is_like(params: PyTree, tree: PyTree) -> bool:
-    """Whether a tree is one of stacked arrays, or their types, like the parameters."""
+    """Return whether a tree has the structure and the stacked shapes of the parameters."""
     leaves, structure = jax.tree.flatten(tree)
     return structure == jax.tree.structure(params) and all(
         x.shape[1:] == p.shape and x.shape
@@ -171,20 +172,20 @@ def resized(
     old: StatePlacement,
     new: StatePlacement,
 ) -> tuple[TrainState, tuple[str, ...]]:
-    """The state of `old` on `new`.
+    """Convert a state from placement `old` to placement `new`.
 
     Args:
-      state: NumPy arrays, stacked as they were saved, PRNG keys as their data.
+      state: the state, NumPy arrays stacked as they were saved, PRNG keys as their data.
       structs: a fresh state on `new`; only its structure and types matter.
-      sync: the parameter transform of the new run.
-      step: updates so far.
-      seed: of new keys.
-      old: where the state comes from.
-      new: where it goes.
+      sync: the parameter transform of the new run, or None.
+      step: number of updates so far.
+      seed: seed of new keys.
+      old: placement on which the state was saved.
+      new: placement of the new run.
 
     Returns:
-      The state, NumPy arrays stacked for `new`, and what was done, in sentences. With the same
-      number of replicas only the layout of sharded state changes, and there is nothing to say.
+      The state, NumPy arrays stacked for `new`, and sentences that say what was done. With the same
+      number of replicas only the layout of sharded state changes, and there are no sentences.
 
     Raises:
       ValueError: sharded state that does not fit the parameters.
@@ -203,11 +204,11 @@ def resized(
     def move_one(x: Any) -> Any:
         if not _is_scale(x):
             return carry_leaf(x, old, new)
-        # A mean would be no power of two, and too large for the replica that needs the least; of
-        # several with that one it is the replica that is furthest from the growth of its scale.
+        # Take the smallest scale: a mean would be no power of two, and too large for that replica.
+        # Of several replicas with that scale, take the one that is furthest from its next growth.
         replica = np.lexsort((x.growth_count, x.loss_scale))[0]
-        own = [stacked(leaf[replica], new) for leaf in x[:-1]]
-        return DynamicLossScaleState._make([*own, move(x.inner)])
+        values = [stacked(leaf[replica], new) for leaf in x[:-1]]
+        return DynamicLossScaleState._make([*values, move(x.inner)])
 
     def move_statistics(x: Any, struct: Any) -> Any:
         return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
@@ -215,22 +216,22 @@ def resized(
     if old.replicas == new.replicas:
         return state._replace(opt_state=(*rest, carried)), ()
     shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
-    params_then = _consensus(state.params, shares, old, new)
-    # Copies of parameters that an optimizer keeps are averaged plainly, as the parameters are
-    # unless replicas weigh: what those are apart from their plain mean, the copies must be too.
-    weighed = jax.tree.map(lambda a, b: a - b, params_then, move(state.params))
-    moved = TrainState(
+    new_params = _consensus(state.params, shares, old, new)
+    # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
+    # they are shifted by the difference of the parameters' consensus and their unweighted mean.
+    shift = jax.tree.map(lambda a, b: a - b, new_params, move(state.params))
+    new_state = TrainState(
         step=move(state.step),
-        params=params_then,
-        opt_state=(*shifted_copies(move(tuple(rest)), weighed), carried),
+        params=new_params,
+        opt_state=(*shifted_copies(move(tuple(rest)), shift), carried),
         model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
     )
-    return moved, (*_notes(state, shares, old, new), *notes)
+    return new_state, (*_notes(state, shares, old, new), *notes)
 
 
 def one_copy(stacked_params: PyTree) -> PyTree:
-    """Types of one copy of stacked parameters."""
+    """Return the types of one copy of stacked parameters."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
 
 
@@ -240,16 +241,16 @@ def _consensus(
     old: StatePlacement,
     new: StatePlacement,
 ) -> PyTree:
-    """The weighted mean of parameters and what is in flight, for every replica."""
+    """Return the weighted mean of parameters and of what is in flight, stacked for `new`."""
     weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
     total = sum(float(w.sum()) for w in weights)
 
-    def mean(own: np.ndarray, *others: np.ndarray) -> np.ndarray:
-        if len(shares) == 1 and np.all(own == own[:1]):
-            return stacked(own[0], new)  # replicas that agree keep their value
-        terms = zip(weights, (own, *others), strict=True)
-        whole = sum(np.tensordot(w, x.astype(np.float64), axes=1) for w, x in terms)
-        return stacked(np.asarray(whole / total).astype(own.dtype), new)
+    def mean(leaf: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        if len(shares) == 1 and np.all(leaf == leaf[:1]):
+            return stacked(leaf[0], new)  # exact if all replicas have the same values
+        terms = zip(weights, (leaf, *others), strict=True)
+        weighted_sum = sum(np.tensordot(w, x.astype(np.float64), axes=1) for w, x in terms)
+        return stacked(np.asarray(weighted_sum / total).astype(leaf.dtype), new)
 
     return jax.tree.map(mean, params, *(values for _, values in shares[1:]))
 
@@ -259,7 +260,7 @@ def _is_scale(x: Any) -> bool:
 
 
 def _keys(step: int, seed: int, new: StatePlacement) -> Any:
-    """Data of a fresh key per replica, unlike those of the start of any run."""
+    """Return the data of a new key for each replica, which differs from the key of a new run."""
     key = jax.random.key(seed)
 
     def of_replica(replica: jax.Array) -> jax.Array:
@@ -269,10 +270,10 @@ def _keys(step: int, seed: int, new: StatePlacement) -> Any:
 
 
 def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
-    """Data of keys of the model, each replica's own as in a fresh state, from replica 0's."""
+    """Return the data of each replica's keys of the model, derived from replica 0's as at init."""
     keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
-    own = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
-    return np.asarray(jax.random.key_data(own))
+    numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
+    return np.asarray(jax.random.key_data(numbered))
 
 
 def _notes(

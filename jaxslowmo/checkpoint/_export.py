@@ -1,4 +1,4 @@
-"""The consensus model alone, on disk: to evaluate, fine-tune or ship."""
+"""Export of the consensus parameters to disk without the rest of the state, and their import."""
 
 import functools
 from collections.abc import Mapping
@@ -33,65 +33,69 @@ def export_consensus(
 ) -> None:
     """Write the mean of the replicas' parameters as one model.
 
-    The folder appears when all of it is written. It holds an orbax PyTree checkpoint, `state`, that
-    other programs can read without this library. All processes call it.
+    The folder becomes visible when it is complete. It holds an orbax PyTree checkpoint, `state`,
+    that other programs can read without this library. All processes must call it.
 
     Args:
       folder: a new path; one that holds an earlier export is replaced.
       params: stacked tree, leaves `(replicas, *s)`: `state.params`.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
-      shares: how replicas count: `step.shares(state)`; gossip needs it. None: all alike.
+      shares: the weights of the mean, `step.shares(state)`, which gossip needs; see `js.consensus`.
+        By default all replicas weigh the same.
       extra: plain JSON to save with it.
-      patience: seconds that a process waits for the others while nothing is being written.
+      patience: seconds that a process waits for the others while nothing is being written; the
+        default is 600.
 
     Raises:
-      ValueError: as `js.consensus`, `extra` that is no JSON, or a leaf of size 0.
+      ValueError: arguments that `js.consensus` rejects, `extra` that is no JSON, or a leaf of size
+        0.
       CheckpointError: the folder holds something else, or cannot be written.
 
-    Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, with
-      weights one of 4 bytes besides; some messages through the coordinator.
+    Communication: that of `js.consensus`: one all-reduce of the parameters over `axis_name`, and
+      with weights one of 4 bytes; some messages through the coordinator.
     """
     quiet_orbax()
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     if empty := [name for name, x in leaves if not np.size(x)]:
         raise ValueError(
-            "export_consensus: `params` must hold something in every leaf, which orbax asks for, "
+            "export_consensus: `params` must hold something in every leaf, which orbax requires, "
             f"got leaves of size 0: {', '.join(empty)}. Leave them out."
         )
-    path, beside = resolved(folder), checked_json("export_consensus", extra)
+    path, extra_json = resolved(folder), checked_json("export_consensus", extra)
     placed = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
     if path.exists():
-        _record(path)  # refuses to replace what is no export
+        _record(path)  # raises unless the folder holds an export, which may be replaced
     prints = prints_of(jax.tree.leaves(placed))
     mean = jax.tree.map(_on_host, placed)
-    record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": beside}
+    record = {_MARK: _FORMAT, "leaves": _leaves(mean), "prints": prints, "extra": extra_json}
     try:
         before = functools.partial(remove_unfinished, path.parent, f"{path.name}.")
         FolderWrite(path, mean, record, seconds=patience, before=before).result()
     except Exception as error:
-        said = str(error) if isinstance(error, CheckpointError) else repr(error)
+        reason = str(error) if isinstance(error, CheckpointError) else repr(error)
         raise CheckpointError(
-            f"{path} could not be written ({said}). Is there space, and may this user write there?",
+            f"{path} could not be written ({reason}). Is there space, and may this user write "
+            "there?",
             io_errno(error),
         ) from error
 
 
 def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> PyTree:
-    """The parameters that `export_consensus` wrote.
+    """Load the parameters that `export_consensus` wrote.
 
     Args:
-      folder: of the export.
-      like: a tree of arrays or structs of the same names, shapes and dtypes, whose structure the
-        result takes; None gives nested dicts and lists.
+      folder: folder of the export.
+      like: a tree of arrays or structs with the same names, shapes and dtypes, whose structure the
+        result has. None returns nested dicts and lists.
 
     Returns:
       NumPy arrays of one model, as `step.init` takes them.
 
     Raises:
-      CheckpointError: no export there, damaged files, or another model than `like`.
+      CheckpointError: no export in the folder, damaged files, or another model than `like`.
 
-    Communication: none; each process reads all.
+    Communication: none; each process reads all files.
     """
     quiet_orbax()
     path = resolved(folder)
@@ -99,45 +103,45 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
     names = [name for name, _, _ in record["leaves"]]
     if like is not None:
         _check_like(path, record["leaves"], _leaves(like))
-    found = read_arrays(path / ARRAYS, [_key(name) for name in names], None)
-    check_prints(path, names, [host_print(x) for x in found], record["prints"])
+    arrays = read_arrays(path / ARRAYS, [_key(name) for name in names], None)
+    check_prints(path, names, [host_print(x) for x in arrays], record["prints"])
     if like is not None:
-        return jax.tree.structure(like).unflatten(found)
+        return jax.tree.structure(like).unflatten(arrays)
     try:
         nested = ocp.PyTreeCheckpointHandler().metadata(path / ARRAYS).tree
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {first_line(error)}.") from error
     return jax.tree.structure(nested).unflatten(
-        [dict(zip(names, found, strict=True))[name] for name in leaf_names(nested)]
+        [dict(zip(names, arrays, strict=True))[name] for name in leaf_names(nested)]
     )
 
 
 def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
-    """What `export_consensus` saved beside the parameters, without reading these.
+    """Return the `extra` of an export, without reading the parameters.
 
     Args:
-      folder: of the export.
+      folder: folder of the export.
 
     Returns:
-      The `extra` of `export_consensus`; {} where none was given.
+      The `extra` of `export_consensus`; {} by default.
 
     Raises:
-      CheckpointError: no export there.
+      CheckpointError: no export in the folder.
 
-    Communication: none; each process reads for itself.
+    Communication: none; each process reads independently.
     """
     return _record(resolved(folder)).get("extra") or {}
 
 
 def _on_host(x: jax.Array) -> Any:
-    """NumPy where this process has all of it: then the file asks for no devices when read."""
+    """Return a NumPy array if this process has all values, so that reading needs no devices."""
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
     return np.asarray(x) if x.is_fully_addressable else x
 
 
 def _key(name: str) -> str:
-    """Under which orbax stores a leaf."""
+    """Return the key under which orbax stores a leaf."""
     return name.replace("/", ".")
 
 

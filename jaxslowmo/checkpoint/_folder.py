@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, and what is complete in it."""
+"""Folders of checkpoints: paths, unfinished and removed ones, errors, and orbax's logging."""
 
 import itertools
 import logging
@@ -16,26 +16,26 @@ from .._support.checks import warn_user
 from .._support.extras import needed_by
 from .._support.files import can_rename
 
-# All of which the extra `train` brings; the other files of this package take them from here.
+# The extra `train` installs all of these; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
     import orbax.checkpoint as ocp
     import tensorstore as ts  # noqa: F401
     from etils import epath
 
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
-# What orbax calls a checkpoint that is not complete: its own tools leave such folders alone.
+# Orbax's suffix of incomplete checkpoints: its tools ignore such folders.
 UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or used: which one, what is wrong, and what can be done.
+    """Raised if a checkpoint cannot be written or used; the message says what can be done.
 
     Attributes:
-      errno: the number of the operating system's error that it came from, on whichever process;
-        None if of none.
-      reason: what went wrong, without what it means and what can be done.
-      older_step: of a checkpoint that cannot be read, the step of the one before it, which
-        `fallback=True` takes; None without one.
+      errno: number of the operating system's error that caused it, on any process; None if there
+        was none.
+      reason: the cause alone, without its consequences and what can be done.
+      older_step: step of an older checkpoint that `fallback=True` would restore, if this one cannot
+        be read; None otherwise.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CheckpointError(RuntimeError):
 
 
 class UnreadableError(CheckpointError):
-    """Files are missing, cut short or not of this library: an older checkpoint may do."""
+    """Raised if files are missing, truncated or from another library; an older one may be whole."""
 
 
 class UnansweredError(CheckpointError):
-    """Another process did not answer in time: what became of the checkpoint is not known."""
+    """Raised if another process did not answer in time; the checkpoint may be complete or not."""
 
     def __init__(
         self, message: str, errno: int | None = ETIMEDOUT, reason: str | None = None
@@ -64,13 +64,13 @@ class UnansweredError(CheckpointError):
 
 
 def resolved(folder: str | PathLike[str]) -> epath.Path:
-    """An absolute path, or an address such as `gs://...` as it is."""
+    """Return an absolute path, or an address such as `gs://...` unchanged."""
     path = epath.Path(folder)
     return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
 
 
 def processes() -> ocp.options.MultiprocessingOptions:
-    """All processes, by number."""
+    """Return orbax's options for a save by all processes."""
     if jax.process_count() == 1:
         return ocp.options.MultiprocessingOptions()
     return ocp.options.MultiprocessingOptions(
@@ -79,7 +79,7 @@ def processes() -> ocp.options.MultiprocessingOptions:
 
 
 def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
-    """Rename checkpoints, so that nothing takes them for one."""
+    """Rename the checkpoints of these steps, so that they are no longer checkpoints of the run."""
     for step in sorted(steps):
         path = folder / str(step)
         names = (f"{step}.set-aside{n or ''}" for n in itertools.count())
@@ -89,10 +89,10 @@ def set_aside(folder: epath.Path, steps: Iterable[int]) -> None:
 
 
 def put_away(path: epath.Path) -> epath.Path:
-    """Rename what is to be removed: removed by half, it must not be taken for a checkpoint.
+    """Rename a folder that is to be removed: removed in part, it must not be a checkpoint.
 
     Returns:
-      Where it is.
+      The new path, or `path` on a file system that cannot rename.
     """
     if not can_rename(path):
         return path
@@ -103,15 +103,15 @@ def put_away(path: epath.Path) -> epath.Path:
 
 
 def remove(path: epath.Path) -> None:
-    """Remove a checkpoint; one that is removed by half is not taken for a whole one."""
+    """Remove a checkpoint; if that is interrupted, the rest does not count as a checkpoint."""
     put_away(path).rmtree()
 
 
 def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
-    """Remove what writing and removing have left that were interrupted.
+    """Remove folders that interrupted saves and removals have left.
 
-    What cannot be removed, as files that another program reads on a file server, is a warning: it
-    is in nobody's way.
+    A folder that cannot be removed, for example because another program reads its files on a file
+    server, does no harm, so it is only a warning.
     """
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
@@ -122,7 +122,7 @@ def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
 
 
 def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
-    """Path relative to this one, and bytes, of every file; those that vanish are left out."""
+    """Yield relative path and size in bytes of every file; files that vanish are left out."""
     try:
         children = sorted(path.iterdir())
     except OSError:
@@ -137,7 +137,7 @@ def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
             continue
 
 
-def _is_foreign(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in PurePath(record.pathname).parts
 
 
@@ -146,21 +146,22 @@ def _is_not_about_orbax(record: logging.LogRecord) -> bool:
 
 
 def quiet_orbax() -> None:
-    """Drop what orbax logs: it names every file that it touches, which no terminal needs.
+    """Drop what orbax logs: it logs every file that it touches.
 
-    Other users of the same logger keep theirs. Its errors go, too: a save that fails in the
-    background is logged with its stack, and raised by the next `save`, `wait` or `close`. And where
-    one array of several cannot be written, the others answer to nobody, each with a stack.
+    Records of other users of the same logger are kept. Orbax's errors are dropped, too: it logs a
+    save that fails in the background with its stack, and the next `save`, `wait` or `close` raises
+    it anyway. If one of several arrays cannot be written, each of the others reports, with its
+    stack, that the event loop is closed. These reports are dropped as well.
     """
     logger = logging.getLogger("absl")  # orbax logs through absl
-    if _is_foreign in logger.filters:
+    if _is_not_from_orbax in logger.filters:
         return
-    logger.addFilter(_is_foreign)
+    logger.addFilter(_is_not_from_orbax)
     logging.getLogger("asyncio").addFilter(_is_not_about_orbax)
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def all_but_late_answers(unraisable: Any) -> None:
+    def ignore_closed_loops(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
+            previous_hook(unraisable)
 
-    sys.unraisablehook = all_but_late_answers
+    sys.unraisablehook = ignore_closed_loops

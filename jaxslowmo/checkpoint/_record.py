@@ -1,4 +1,4 @@
-"""What stands beside the arrays of a checkpoint: all that is needed to read them."""
+"""Records of checkpoints: everything that is needed to read the arrays, as JSON next to them."""
 
 import base64
 import json
@@ -24,8 +24,8 @@ from ._stages import layout_of, parts_of, spec_to_json
 
 FORMAT = 1
 _MARK = "jaxslowmo_checkpoint"
-# Fields of states that were renamed, since optax's tools set hyperparameters by these names: the
-# name in checkpoints of before, the name now, and a field that tells the state class.
+# Fields of states that were renamed, because optax's tools set hyperparameters by the old names:
+# the name in old checkpoints, the current name, and a field that identifies the state's class.
 _RENAMED = (
     ("learning_rate", "last_rate", "made_at"),
     ("scale", "loss_scale", "hysteresis_left"),
@@ -38,10 +38,10 @@ class LeafRecord:
     """One array of a checkpoint.
 
     Attributes:
-      key: under which it is stored.
-      name: of the leaf in the state, such as `"params/w"`.
-      shape: stacked, `(replicas, *s)`.
-      dtype: its name.
+      key: name under which orbax stores it.
+      name: name of the leaf in the state, such as `"params/w"`.
+      shape: stacked shape, `(replicas, *s)`.
+      dtype: name of its dtype.
       key_impl: implementation of PRNG keys, which are stored as their data; "" for other arrays.
     """
 
@@ -52,27 +52,28 @@ class LeafRecord:
     key_impl: str = ""
 
     def text(self) -> str:
-        """Dtype and shape of one replica, for messages."""
+        """Return dtype and shape of one replica's part, for messages."""
         kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
         return f"{kind}[{','.join(map(str, self.shape[1:]))}]"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a checkpoint beside its arrays.
+    """A description of a checkpoint and its arrays.
 
     Attributes:
-      step: updates so far.
-      replicas: their number.
-      axis_sizes: of the mesh; None for one without devices, which leaves no trace in the arrays.
+      step: number of updates so far.
+      replicas: number of replicas.
+      axis_sizes: sizes of the mesh's axes by name. None for a mesh without devices, which the
+        arrays do not show.
       automatic: axes over which parameters are sharded inside a replica.
-      shards: how state is cut that is kept in shards: a `PartitionSpec` over these axes for each
-        leaf of the parameters. None: not known.
-      leaves: in flattening order.
-      prints: fingerprints of the arrays, in that order.
-      extra: the caller's.
-      layout: what lies where in buffers of stages, plain JSON as `layout_of` returns it. None:
-        there are no stages, or the record is of a version that did not note it.
+      shards: the specs by which state that is kept in shards is cut: a `PartitionSpec` over
+        `automatic` for each leaf of the parameters. None: unknown.
+      leaves: records of the leaves in flattening order.
+      prints: fingerprints of the arrays in the order of `leaves`.
+      extra: the `extra` of the caller of `save`.
+      layout: the places of leaves in buffers of stages, plain JSON as `layout_of` returns it. None:
+        there are no stages, or the version that wrote the record did not note it.
     """
 
     step: int
@@ -86,7 +87,7 @@ class Record:
     layout: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it is stored."""
+        """Return the record as it is stored, with a checksum."""
         content = {
             "step": self.step,
             "replicas": self.replicas,
@@ -105,14 +106,14 @@ class Record:
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
 
     def only(self, part: str) -> "Record":
-        """The record of one field of the state."""
-        own = tuple(x for x in self.leaves if x.name.split("/")[0] == part)
-        return replace(self, leaves=own)
+        """Return the record of one field of the state, such as "params"."""
+        leaves = tuple(x for x in self.leaves if x.name.split("/")[0] == part)
+        return replace(self, leaves=leaves)
 
     def whole(self) -> "Record":
-        """Return the record of the state with the model's own trees in the places of the stages'.
+        """Return the record of the state with the model's trees in place of those of stages.
 
-        Its leaves are those that `parts_of` lists; keys are of the arrays that hold them.
+        Its leaves are those that `parts_of` lists. Each has the key of the array that holds it.
         """
         leaves = []
         for name, index, place in parts_of(self.layout, [x.name for x in self.leaves]):
@@ -125,7 +126,7 @@ class Record:
     def with_names_of(self, run: "Record") -> "Record":
         """Return this record with the names that `run` has for fields that were renamed.
 
-        A name changes only where `run` has the new name and lacks the old one: parameters and the
+        A name changes only if `run` has the new name and lacks the old one: parameters and the
         states of other libraries may have names that are listed in `_RENAMED`, too.
         """
         saved, wanted = {x.name for x in self.leaves}, {x.name for x in run.leaves}
@@ -133,8 +134,8 @@ class Record:
         def name_now(name: str) -> str:
             state, _, field = name.rpartition("/")
             if name not in wanted and name.startswith("opt_state/"):
-                for before, now, beside in _RENAMED:
-                    is_state = field == before and f"{state}/{beside}" in saved
+                for before, now, marker in _RENAMED:
+                    is_state = field == before and f"{state}/{marker}" in saved
                     if is_state and f"{state}/{now}" in wanted:
                         return f"{state}/{now}"
             return name
@@ -142,7 +143,7 @@ class Record:
         return replace(self, leaves=tuple(replace(x, name=name_now(x.name)) for x in self.leaves))
 
     def placement(self, like: StatePlacement, form: SavedForm | None = None) -> StatePlacement:
-        """Where the arrays come from; what is not known is taken from `like`."""
+        """Return the placement of the arrays; values that are unknown are taken from `like`."""
         certain = self.axis_sizes is not None
         sizes = self.axis_sizes if self.axis_sizes is not None else like.axis_sizes
         automatic = frozenset(self.automatic)
@@ -150,10 +151,10 @@ class Record:
 
 
 def read_json(path: epath.Path) -> Any:
-    """Return what stands beside the arrays in this folder; None where there is no such file.
+    """Return the JSON next to the arrays in this folder; None if there is no such file.
 
     Raises:
-      UnreadableError: the file cannot be read, or holds something else than JSON.
+      UnreadableError: the file cannot be read, or is no JSON.
     """
     file = path / RECORD / "metadata"
     try:
@@ -163,7 +164,7 @@ def read_json(path: epath.Path) -> Any:
 
 
 def read_record(path: epath.Path) -> Record:
-    """The record of a checkpoint.
+    """Read the record of a checkpoint.
 
     Raises:
       UnreadableError: a missing or damaged file, another library's checkpoint, another format.
@@ -180,7 +181,7 @@ def read_record(path: epath.Path) -> Record:
             "jaxslowmo, or read it with the library that wrote it."
         )
     if value[_MARK] != FORMAT:
-        # Also what a damaged digit looks like: an older checkpoint may do.
+        # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
         raise UnreadableError(
             f"{path} has format {value[_MARK]}, written by {value.get('versions')}, and this "
             f"version of jaxslowmo reads format {FORMAT}: use the version that wrote it. If "
@@ -210,10 +211,10 @@ def read_record(path: epath.Path) -> Record:
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`extra` as it will come back.
+    """Return `extra` as JSON will return it when it is read.
 
     Raises:
-      ValueError: it is no JSON.
+      ValueError: `extra` is no plain JSON.
     """
     try:
         return json.loads(json.dumps({} if extra is None else dict(extra)))
@@ -222,7 +223,7 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
-    """The record of a state, which may be abstract; without fingerprints."""
+    """Return the record, without fingerprints, of a state of arrays or of types."""
     sharding = getattr(state.step, "sharding", None)
     axis_sizes, automatic, shards = None, frozenset(), None
     if isinstance(sharding, NamedSharding):
@@ -230,7 +231,7 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
         entry = sharding.spec[0] if sharding.spec else None
         over = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         automatic = model_axes(state.params, sharding.mesh, over)  # pyright: ignore
-    # Arrays do not tell: of a state that was put together otherwise than by a step it is not known.
+    # Arrays do not show the shards' specs: they are unknown for a state that no step returned.
     if state.known_layout is not None:
         shards = specs_of_leaves(state.known_layout.shards, state.params)
     names = leaf_names(state)
@@ -252,11 +253,12 @@ def record_of(step: int, state: TrainState, extra: dict[str, Any]) -> Record:
 
 
 def _shards_from_json(value: dict[str, Any]) -> tuple[P, ...] | None:
-    """Records of 0.1.0 do not tell; where parameters were not sharded, state was cut whole."""
+    """Return the specs of shards; None for records of version 0.1.0, which lack them."""
     if value.get("shards") is not None:
         return tuple(P(*(tuple(e) or None for e in spec)) for spec in value["shards"])
     if value["automatic"]:
         return None
+    # Without axes inside a replica, shards were cut from whole leaves.
     return (P(),) * sum(name.split("/")[0] == "params" for _, name, *_ in value["leaves"])
 
 
@@ -265,27 +267,27 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether these are typed PRNG keys."""
+    """Return whether a leaf, an array or its type, holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
     key = f"{index:04d}-{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}"[:120]
-    # Of an empty array: of types alone jax does not tell.
+    # `key_impl` needs an array, and `leaf` may be a type.
     impl = str(jax.random.key_impl(jnp.empty((), leaf.dtype))) if is_key(leaf) else ""
     dtype = "uint32" if impl else jnp.dtype(leaf.dtype).name
     return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
 
 
 def as_stored(tree: PyTree) -> list[jax.Array]:
-    """The leaves of a state as they are stored: PRNG keys as their data."""
+    """Return the leaves of a state as they are stored: PRNG keys as their data."""
     return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
 
 
-_SHARDINGS = "_sharding"  # where orbax notes how each array lay
+_SHARDINGS = "_sharding"  # orbax's file with the sharding of each array
 
 
-def lies_alike(
+def has_equal_layout(
     path: epath.Path,
     record: Record,
     structs: PyTree,
@@ -294,35 +296,35 @@ def lies_alike(
     old: StatePlacement,
     new: StatePlacement,
 ) -> bool:
-    """Whether state that is kept in shards lies inside a replica as it shall.
+    """Return whether the arrays have the layout of the new run, including state in shards.
 
     Args:
-      path: of the checkpoint.
-      record: of it.
-      structs: what the new run's parameter transform keeps.
+      path: path of the checkpoint.
+      record: record of the checkpoint.
+      structs: types of the state of the new run's parameter transform.
       wanted: types of the new run's arrays, in the order of the leaves.
-      sync: the parameter transform.
-      old: where the checkpoint comes from.
-      new: where it goes.
+      sync: the parameter transform of the new run, or None.
+      old: placement of the checkpoint.
+      new: placement of the new run.
 
     Raises:
-      CheckpointError: of a version that did not note how shards were cut, where nothing else tells
-        that it was as they shall be.
+      CheckpointError: the checkpoint's version did not record how shards were cut, and the files do
+        not show that they were cut as in the new run.
     """
     same_mesh = _large_axes(old) == _large_axes(new) and old.automatic == new.automatic
-    alike = same_mesh and old.form is None
+    is_equal = same_mesh and old.form is None
     if sync is None or not sync.shards(structs):
-        return alike
+        return is_equal
     if old.specs is None:
-        if alike and _arrays_lie_alike(path, record, wanted):
+        if is_equal and _has_equal_shardings(path, record, wanted):
             return True
         raise CheckpointError(
-            f"{path} does not tell how the anchor and what goes with it were cut inside a replica "
-            f"(over {', '.join(sorted(old.automatic))}): a version of jaxslowmo before 0.2 wrote "
-            "it, or the state was not the result of a step. Restore it with the same mesh and "
-            "`param_specs`, and save it again after a step."
+            f"{path} does not record how the anchor and its related state were cut inside a "
+            f"replica (over {', '.join(sorted(old.automatic))}): a version of jaxslowmo before 0.2 "
+            "wrote it, or the state was not the result of a step. Restore it with the same mesh "
+            "and `param_specs`, and save it again after a step."
         )
-    return alike and _cuts(old) == _cuts(new)
+    return is_equal and _cuts(old) == _cuts(new)
 
 
 def _large_axes(at: StatePlacement) -> dict[str, int]:
@@ -333,8 +335,8 @@ def _cuts(at: StatePlacement) -> list[P]:
     return [only_over(spec, at.automatic) for spec in at.specs or ()]
 
 
-def _arrays_lie_alike(path: epath.Path, record: Record, wanted: list[Any]) -> bool:
-    """Whether orbax's notes tell that all arrays lay over the axes of a mesh as they shall."""
+def _has_equal_shardings(path: epath.Path, record: Record, wanted: list[Any]) -> bool:
+    """Return whether orbax's file of shardings has those of `wanted` for all arrays."""
     try:
         notes = json.loads((path / ARRAYS / _SHARDINGS).read_text())
     except (OSError, ValueError):
@@ -351,5 +353,5 @@ def _arrays_lie_alike(path: epath.Path, record: Record, wanted: list[Any]) -> bo
 
 
 def _entries(note: str) -> list[Any]:
-    found = json.loads(note).get("partition_spec")
-    return found if isinstance(found, list) else []
+    entries = json.loads(note).get("partition_spec")
+    return entries if isinstance(entries, list) else []

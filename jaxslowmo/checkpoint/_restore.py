@@ -1,4 +1,4 @@
-"""A stored state on the replicas of a training step."""
+"""Restoring a stored state on the replicas of a training step."""
 
 import copy
 import dataclasses
@@ -28,29 +28,29 @@ from ._convert import (
     structs_then,
 )
 from ._folder import ARRAYS, CheckpointError, epath
-from ._record import LeafRecord, Record, as_stored, lies_alike, read_record, record_of
+from ._record import LeafRecord, Record, as_stored, has_equal_layout, read_record, record_of
 from ._stages import moved_note, parts_of, read_part, restaged, whole_types
 
 _OPTIMIZER = "opt_state/1/"
 NUM_LISTED = 5  # differences in a message
-Found = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
-"""State, extra, whether it is exact, notes."""
+RestoredParts = tuple[TrainState, dict[str, Any], bool, tuple[str, ...]]
+"""The fields of `Restored` without the step: state, extra, whether it is exact, notes."""
 
 
-FormThen = SavedForm | Callable[[dict[str, Any]], SavedForm | None] | None
-"""Of parameters when they were saved; a function finds it from what was saved beside them."""
+SavedFormLike = SavedForm | Callable[[dict[str, Any]], SavedForm | None] | None
+"""Form of the parameters when they were saved, or a function that returns it from `extra`."""
 
 
 class Template:
-    """What a fresh state of a training step looks like.
+    """The types and layouts of a fresh state of a training step.
 
     Attributes:
-      train_step: whose state it is.
-      seed: of PRNG keys that are made anew.
-      structs: the whole state: shapes, dtypes and shardings.
-      stored: its leaves as they are stored, likewise.
-      record: its record.
-      placement: the mesh.
+      train_step: the training step.
+      seed: seed of PRNG keys that are made anew.
+      structs: shapes, dtypes and shardings of the state.
+      stored: shapes, dtypes and shardings of its leaves as they are stored.
+      record: record of the state.
+      placement: placement of the state.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Template:
             specs=self.record.shards,
         )
         self._known_layout = fresh.known_layout
-        for array in jax.tree.leaves(fresh):  # copies, whose memory the restored state needs
+        for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
 
     def state(self, stored: list[jax.Array]) -> TrainState:
-        """The state whose leaves, as they are stored, these are."""
+        """Return the state from its leaves as they are stored."""
         state: TrainState = jax.tree.structure(self.structs).unflatten(
             [
                 jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
@@ -83,23 +83,23 @@ class Template:
         return state
 
     def structs_on(self, old: StatePlacement) -> TrainState:
-        """Return `structs` with what the parameter transform keeps on another placement.
+        """Return `structs` with the parameter transform's state as it is on another placement.
 
-        Only names, and the shapes of shards, are other ones.
+        Only names, and the shapes of shards, differ.
         """
-        *rest, own = self.structs.opt_state
+        *rest, sync_state = self.structs.opt_state
         sync, params = self.train_step.sync, one_copy(self.structs.params)
         if sync is None:
             return self.structs
-        return self.structs._replace(opt_state=(*rest, sync.like_on(own, params, old)))
+        return self.structs._replace(opt_state=(*rest, sync.like_on(sync_state, params, old)))
 
     def with_dtypes_of(self, saved: Record) -> "Template":
-        """The template of a state whose optimizer has been at work.
+        """Return the template with the optimizer's dtypes after its first update, as saved.
 
-        Its first update may widen what it keeps: `optax.inject_hyperparams(hyperparam_dtype=...)`
-        multiplies moments of half precision by hyperparameters of float32.
+        That update may widen its state: `optax.inject_hyperparams(hyperparam_dtype=...)` multiplies
+        moments in half precision by float32 hyperparameters.
         """
-        leaves = _as_wide_as(self.record, saved).leaves
+        leaves = _widened_like(self.record, saved).leaves
 
         def like(structs: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
             return [
@@ -116,15 +116,15 @@ class Template:
         return new
 
 
-def _as_wide_as(record: Record, saved: Record) -> Record:
-    """The record with leaves of the optimizer as wide as they were saved."""
+def _widened_like(record: Record, saved: Record) -> Record:
+    """Return the record with the wider dtypes of the optimizer's leaves in `saved`."""
     dtypes = {x.name: x.dtype for x in saved.leaves}
     leaves = tuple(_widened(x, dtypes.get(x.name)) for x in record.leaves)
     return dataclasses.replace(record, leaves=leaves)
 
 
 def _widened(leaf: LeafRecord, dtype: str | None) -> LeafRecord:
-    """A leaf as it may have been saved: one of the optimizer in a wider floating dtype."""
+    """Return a leaf of the optimizer with a saved floating dtype that is wider, or the leaf."""
     if dtype in (None, leaf.dtype) or not leaf.name.startswith(_OPTIMIZER):
         return leaf
     before, now = jnp.dtype(leaf.dtype), jnp.dtype(dtype)
@@ -144,15 +144,16 @@ class Reading:
     """A checkpoint in memory.
 
     Attributes:
-      path: where it was.
-      record: its record.
-      arrays: as they are stored; on the devices where they shall be, or whole on the host.
-      is_placed: whether they are on the devices.
-      template: of the state that they make.
-      old: where the arrays come from.
-      types: types of the state that the arrays are, in its structure.
-      convert: makes of that state, of NumPy arrays, one with the parameters' form of now.
-      notes: what `convert` does, in sentences.
+      path: path of the checkpoint.
+      record: record of the checkpoint.
+      arrays: the stored arrays, placed on devices, or whole NumPy arrays.
+      is_placed: whether the arrays are on devices, with the layout of the new run.
+      template: template of the state to restore.
+      old: placement of the arrays when they were saved.
+      types: types of the saved state, in whose structure the arrays are the leaves.
+      convert: function that converts that state, of NumPy arrays, to the current form of the
+        parameters.
+      notes: sentences that say what `convert` does.
     """
 
     path: epath.Path
@@ -166,13 +167,14 @@ class Reading:
     notes: tuple[str, ...] = ()
 
 
-def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> Reading:
-    """What this process needs of a checkpoint.
+def read(path: epath.Path, template: Template, saved_form: SavedFormLike = None) -> Reading:
+    """Read the part of a checkpoint that this process needs.
 
     Args:
-      path: of it.
-      template: of the state that it shall make.
-      saved_form: of the parameters when it was saved, where that was another one.
+      path: path of the checkpoint.
+      template: template of the state to restore.
+      saved_form: form of the parameters when it was saved, or a function that returns it from
+        `extra`; None if it is the current form or the record describes it.
 
     Raises:
       CheckpointError: see `Checkpoints.restore`.
@@ -189,12 +191,12 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
     template = template.with_dtypes_of(record)
     old, new = record.placement(template.placement, form), template.placement
     names = [x.name for x in record.leaves]
-    sync, own = template.train_step.sync, template.structs.opt_state[-1]
-    # What was saved without devices has no layout but the shapes of its shards.
-    alike = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
+    sync, sync_state = template.train_step.sync, template.structs.opt_state[-1]
+    # A state that was saved without devices has no layout except the shapes of its shards.
+    is_equal = [x.shape for x in record.leaves] == [x.shape for x in template.record.leaves]
     if old.is_certain or form is not None:
-        alike = lies_alike(path, record, own, template.stored, sync, old, new)
-    if old.replicas == new.replicas and alike:
+        is_equal = has_equal_layout(path, record, sync_state, template.stored, sync, old, new)
+    if old.replicas == new.replicas and is_equal:
         _check_leaves(path, record, template.record)
         arrays = _read(path, record, template.stored)
         return Reading(path, record, arrays, True, template, old, template.structs)
@@ -204,8 +206,8 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
             "or `gradients` of the training step hold a parameter transform: to move its state, "
             "pass it as `sync` of js.make_train_step, in both runs."
         )
-    make = _by_names if moves else _by_form
-    reading = make(Reading(path, record, [], False, template, old, template.structs))
+    prepare = _by_names if moves else _by_form
+    reading = prepare(Reading(path, record, [], False, template, old, template.structs))
     arrays = _read(path, record, None)
     check_prints(path, names, [host_print(x) for x in arrays], record.prints)
     if moves:
@@ -215,29 +217,30 @@ def read(path: epath.Path, template: Template, saved_form: FormThen = None) -> R
 
 
 def _by_form(reading: Reading) -> Reading:
-    """What is known before arrays are read, where the caller says the form of parameters, if any.
+    """Check leaves before arrays are read, and convert them by the caller's form, if any.
 
     Raises:
       CheckpointError: leaves of another model, optimizer or algorithm.
     """
     path, record, template, old = reading.path, reading.record, reading.template, reading.old
-    # Before anything is made of it: of which parameters it is.
+    # Check the parameters first: the conversion of types needs those of the right model.
     params = _params_record(template, old.form)
     _check_leaves(path, record.only("params"), params.only("params"))
     types, convert = template.structs_on(old), reading.convert
     if old.form is not None:
         types = structs_then(old.form, types, one_copy(template.structs.params))
         convert = functools.partial(converted, old.form, path=path)
-    # Where anchor and momentum lie depends on the mesh: their shapes are checked when joined.
+    # Shapes of anchor and momentum depend on the mesh: they are checked when shards are joined.
     _check_leaves(path, record, record_of(0, types, {}), skip=_names_of_sync(template.structs))
     return dataclasses.replace(reading, types=types, convert=convert)
 
 
 def _by_names(reading: Reading) -> Reading:
-    """What is known before arrays are read, where the state goes through the model's own tree.
+    """Check leaves before arrays are read, and convert them by their names in the model's tree.
 
     Raises:
-      CheckpointError: leaves of another model, optimizer or algorithm, or what is of no parameter.
+      CheckpointError: leaves of another model, optimizer or algorithm, or leaves that belong to no
+        parameter.
     """
     path, record, template, old = reading.path, reading.record, reading.template, reading.old
     whole, structs = record.whole(), template.structs
@@ -245,12 +248,12 @@ def _by_names(reading: Reading) -> Reading:
     _check_leaves(path, whole.only("params"), params.only("params"))
     staged = template.structs_on(old)
     types = whole_types(staged)
-    wanted = _as_wide_as(record_of(0, types, {}), whole)
-    # The parameter transform moves what its `like_on` makes anew. What an optax transform keeps
-    # beside the trees of stages is equal on all of them: `over_stages` sees to it.
+    wanted = _widened_like(record_of(0, types, {}), whole)
+    # The parameter transform converts the leaves that its `like_on` replaces. State of an optax
+    # transform outside the trees of stages is equal on all stages, because of `over_stages`.
     kept = {id(x) for x in jax.tree.leaves(structs)}
-    alike = spec_of(template.train_step.tx).unknown(structs.opt_state)
-    shared = {id(x) for x in jax.tree.leaves(alike)}
+    optax_states = spec_of(template.train_step.tx).unknown(structs.opt_state)
+    shared = {id(x) for x in jax.tree.leaves(optax_states)}
     free = {
         name
         for name, x in zip(leaf_names(staged), jax.tree.leaves(staged), strict=True)
@@ -267,27 +270,27 @@ def _by_names(reading: Reading) -> Reading:
 
 
 def _read(path: epath.Path, record: Record, like: list[jax.ShapeDtypeStruct] | None) -> list[Any]:
-    """`read_arrays` of what is in files, and what holds nothing, of which none were written."""
+    """Read all arrays; those of size 0, which have no files, are made."""
     full = [i for i, leaf in enumerate(record.leaves) if math.prod(leaf.shape)]
     keys = [record.leaves[i].key for i in full]
-    found = read_arrays(path / ARRAYS, keys, None if like is None else [like[i] for i in full])
-    files = dict(zip(full, found, strict=True))
+    arrays = read_arrays(path / ARRAYS, keys, None if like is None else [like[i] for i in full])
+    from_files = dict(zip(full, arrays, strict=True))
 
     def array(i: int, leaf: LeafRecord) -> Any:
-        if i in files:
-            return files[i]
-        nothing = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
-        return nothing if like is None else _placed(nothing, like[i])
+        if i in from_files:
+            return from_files[i]
+        empty = np.zeros(leaf.shape, jnp.dtype(leaf.dtype))
+        return empty if like is None else _placed(empty, like[i])
 
     return [array(i, leaf) for i, leaf in enumerate(record.leaves)]
 
 
-def finished(reading: Reading) -> Found:
-    """The state on the replicas of the training step, from what all processes have read.
+def finished(reading: Reading) -> RestoredParts:
+    """Make the state on the replicas of the training step, once all processes have read.
 
     Raises:
-      CheckpointError: other values than were saved, or sharded state that does not fit; alike on
-        all processes.
+      CheckpointError: other values than were saved, or sharded state that does not fit; on all
+        processes.
 
     Communication: where arrays are placed, that of `prints_of`.
     """
@@ -300,7 +303,7 @@ def finished(reading: Reading) -> Found:
     state = reading.convert(jax.tree.structure(reading.types).unflatten(reading.arrays))
     template = template.with_dtypes_of(record_of(0, state, {}))
     try:
-        moved, notes = resized(
+        new_state, notes = resized(
             state, template.structs, template.train_step.sync, record.step, template.seed, old, new
         )
     except ValueError as error:
@@ -308,7 +311,8 @@ def finished(reading: Reading) -> Found:
             f"{path} is from {_mesh_text(old)} and does not fit: {error}. Was it made with the "
             "same `sync`, `bucket_bytes` and `local_axis_name` included?"
         ) from error
-    arrays = [_placed(x, s) for x, s in zip(jax.tree.leaves(moved), template.stored, strict=True)]
+    leaves = zip(jax.tree.leaves(new_state), template.stored, strict=True)
+    arrays = [_placed(x, struct) for x, struct in leaves]
     is_exact = old.replicas == new.replicas
     return template.state(arrays), record.extra, is_exact, (*reading.notes, *notes)
 
@@ -325,7 +329,7 @@ def _placed(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _check_leaves(
     path: epath.Path, saved: Record, wanted: Record, skip: tuple[str, ...] = ()
 ) -> None:
-    """Both have the same leaves; of those whose names begin with one of `skip` only the names."""
+    """Raise unless both have the same leaves; only names count if they begin with one of `skip`."""
 
     def texts(record: Record) -> dict[str, str]:
         return {
@@ -333,24 +337,24 @@ def _check_leaves(
         }
 
     before, now = texts(saved), texts(wanted)
-    found = [
+    wrong = [
         f"{name} is {before.get(name, 'missing') or 'there'} in the checkpoint and "
         f"{now.get(name, 'missing') or 'there'} in this run"
         for name in dict.fromkeys([*now, *before])
         if before.get(name) != now.get(name)
     ]
-    if not found and [x.name for x in saved.leaves] != [x.name for x in wanted.leaves]:
-        found = ["the same leaves in another order"]
-    if found:
-        more = f"; and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
+    if not wrong and [x.name for x in saved.leaves] != [x.name for x in wanted.leaves]:
+        wrong = ["the same leaves in another order"]
+    if wrong:
+        more = f"; and {len(wrong) - NUM_LISTED} more" if len(wrong) > NUM_LISTED else ""
         raise CheckpointError(
             f"{path} is of another model, optimizer or algorithm: "
-            f"{'; '.join(found[:NUM_LISTED])}{more}. Restore it with those that it was made with."
+            f"{'; '.join(wrong[:NUM_LISTED])}{more}. Restore it with those that it was made with."
         )
 
 
 def _params_record(template: Template, form: SavedForm | None) -> Record:
-    """A record of the parameters, in the form that they had."""
+    """Return a record of the state whose parameters have the saved form; the rest is current."""
     params = template.structs.params
     if form is not None:
         replicas = template.placement.replicas
@@ -361,7 +365,7 @@ def _params_record(template: Template, form: SavedForm | None) -> Record:
 
 
 def _names_of_sync(structs: TrainState) -> tuple[str, ...]:
-    """Of the parameter transform's state in a `TrainState`."""
+    """Return the prefixes of leaf names in the parameter transform's state in a `TrainState`."""
     return (f"opt_state/{len(structs.opt_state) - 1}/",)
 
 

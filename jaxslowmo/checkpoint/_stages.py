@@ -1,7 +1,7 @@
-"""Where parameters lie in buffers of stages: as a checkpoint records it, and back out of them.
+"""Places of parameters in buffers of stages: recorded in checkpoints, and read back from buffers.
 
-A `Staged` tree tells two arrays apart by their place in a buffer alone, so a record notes the
-places. By them a state goes through the model's own tree, in which every parameter has its name.
+In a `Staged` tree only its place in a buffer identifies a parameter, so a record has the places. By
+them a state is converted to the model's tree, in which every parameter has its name.
 """
 
 import itertools
@@ -22,10 +22,10 @@ class StagePlace(NamedTuple):
     """The place of a leaf in a buffer (..., stages, *sizes, elements).
 
     Attributes:
-      stage: device stage that holds it.
-      start: its first element.
+      stage: number of the device stage that holds it.
+      start: index of its first element.
       shape: shape of the whole leaf.
-      spec: for each dimension the axes that split it.
+      spec: the axes that split each dimension.
       sizes: sizes of the axes that split it, in the order in which the buffer has them.
     """
 
@@ -37,12 +37,12 @@ class StagePlace(NamedTuple):
 
 
 class StoredLeaf(NamedTuple):
-    """A leaf of a state in which the model's own trees stand for those of stages.
+    """A leaf of a state that has the model's trees in place of those of stages.
 
     Attributes:
       name: name of the leaf.
       index: index of the stored array that holds it.
-      place: its place in that array; None where it is the whole array.
+      place: place of the leaf in that array; None if it is the whole array.
     """
 
     name: str
@@ -51,7 +51,7 @@ class StoredLeaf(NamedTuple):
 
 
 def layout_of(tree: PyTree) -> dict[str, Any] | None:
-    """Return what lies where in the `Staged` trees of a state, as plain JSON; None without any.
+    """Return the places of leaves in a state's `Staged` trees, as plain JSON; None without any.
 
     Args:
       tree: the state, of arrays or types.
@@ -60,8 +60,8 @@ def layout_of(tree: PyTree) -> dict[str, Any] | None:
       `nodes`, a list of [name of a `Staged` tree in the state, index of its packing], and
       `packings`, a list of dicts: `stages`, their number; `sizes`, a list of [axis, size] of the
       axes inside a stage that split leaves; `leaves`, a list of [name, buffer, stage, start, shape,
-      spec] of each leaf of the model's tree; `copies`, names of tied parameters that count at
-      another place.
+      spec] of each leaf of the model's tree; `copies`, names of tied parameters whose value is
+      taken from another place.
     """
     nodes: list[list[Any]] = []
     packings: dict[Any, int] = {}
@@ -69,11 +69,11 @@ def layout_of(tree: PyTree) -> dict[str, Any] | None:
         if is_staged(x) and x.buffers:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             nodes.append([name, packings.setdefault(x.packing, len(packings))])
-    return {"nodes": nodes, "packings": [_described(p) for p in packings]} if nodes else None
+    return {"nodes": nodes, "packings": [_packing_to_json(p) for p in packings]} if nodes else None
 
 
 def of_params(layout: Mapping[str, Any] | None) -> list[Any]:
-    """Return the entries of the layout that are of parameters, as [name, packing]."""
+    """Return the entries of the layout that belong to the parameters, as [name, packing]."""
     if layout is None:
         return []
     return [
@@ -84,9 +84,10 @@ def of_params(layout: Mapping[str, Any] | None) -> list[Any]:
 
 
 def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
-    """Return the names of the leaves that lie in buffers, and whether each is of one parameter.
+    """Return the names of leaves that are in buffers, and whether each belongs to one parameter.
 
-    What an optimizer keeps once for each stage, such as a vector of all its elements, is of none.
+    A leaf that an optimizer keeps once per stage, such as a vector of all the stage's elements,
+    belongs to none.
     """
     if layout is None:
         return {}
@@ -102,36 +103,36 @@ def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
 
 
 def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[StoredLeaf]:
-    """Return the leaves of the state with the model's own trees.
+    """Return the leaves of the state with the model's trees.
 
     Args:
       layout: the layout of the stored state; None: it has no stages.
       names: names of the stored arrays, in order.
     """
-    # Where the first buffer of a tree was, there are all leaves of the tree.
+    # All leaves of a tree take the position of the tree's first buffer.
     indices = {name: index for index, name in enumerate(names)}
-    found: dict[int, list[StoredLeaf]] = {index: [] for index in range(len(names))}
+    by_position: dict[int, list[StoredLeaf]] = {index: [] for index in range(len(names))}
     inside: set[int] = set()
     for node, number in () if layout is None else layout["nodes"]:
         packing = layout["packings"][number]  # type: ignore
-        own = [(leaf, indices.get(f"{node}/{leaf[1]}")) for leaf in packing["leaves"]]
-        stored = {index for _, index in own if index is not None}
+        pairs = [(leaf, indices.get(f"{node}/{leaf[1]}")) for leaf in packing["leaves"]]
+        stored = {index for _, index in pairs if index is not None}
         if not stored:  # `names` are those of another part of the state
             continue
         inside |= stored
-        found[min(stored)] = [
+        by_position[min(stored)] = [
             StoredLeaf(f"{node}/{leaf[0]}", index, _place(leaf, packing["sizes"]))
-            for leaf, index in own
+            for leaf, index in pairs
             if index is not None
         ]
     for index, name in enumerate(names):
         if index not in inside:
-            found[index] = [StoredLeaf(name, index, None)]
-    return [part for own in found.values() for part in own]
+            by_position[index] = [StoredLeaf(name, index, None)]
+    return [part for parts in by_position.values() for part in parts]
 
 
 def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
-    """Return a leaf (..., *shape) of the stored arrays, which are of NumPy."""
+    """Return a leaf (..., *shape) from the stored NumPy arrays."""
     place, array = part.place, arrays[part.index]
     if place is None:
         return array
@@ -142,15 +143,15 @@ def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     for dim, (size, entry) in enumerate(zip(place.shape, entries, strict=False)):
         order += [*map(axes.index, entry), len(axes) + dim]
         local.append(size // math.prod(place.sizes[a] for a in entry))
-    own = np.moveaxis(array, -len(axes) - 2, 0)[place.stage]
-    own = own[..., place.start : place.start + math.prod(local)]
-    lead = own.shape[: own.ndim - len(axes) - 1]
+    flat = np.moveaxis(array, -len(axes) - 2, 0)[place.stage]
+    flat = flat[..., place.start : place.start + math.prod(local)]
+    lead = flat.shape[: flat.ndim - len(axes) - 1]
     order = [*range(len(lead)), *(len(lead) + i for i in order)]
-    return own.reshape(*lead, *sizes, *local).transpose(order).reshape(*lead, *place.shape)
+    return flat.reshape(*lead, *sizes, *local).transpose(order).reshape(*lead, *place.shape)
 
 
 def whole_types(types: PyTree) -> PyTree:
-    """Return types of a state with the model's own trees in the places of those of stages."""
+    """Return types of a state with the model's trees in place of those of stages."""
 
     def whole(x: Any) -> PyTree:
         if not is_staged(x):
@@ -163,13 +164,14 @@ def whole_types(types: PyTree) -> PyTree:
             return jax.ShapeDtypeStruct((*lead, *place.leaf.shape), x[name].dtype)
 
         parts = zip(packing.subtrees, packing.places, strict=True)
-        return packing.outer.unflatten([tree.unflatten(map(leaf, own)) for tree, own in parts])
+        subtrees = [tree.unflatten(map(leaf, places)) for tree, places in parts]
+        return packing.outer.unflatten(subtrees)
 
     return jax.tree.map(whole, types, is_leaf=is_staged)
 
 
 def restaged(types: PyTree, tree: PyTree) -> PyTree:
-    """Return a state with the trees of stages in the places of the model's own.
+    """Return a state with the trees of stages in place of the model's trees.
 
     Args:
       types: the types of a state that has these stages; only its structure matters.
@@ -188,20 +190,20 @@ def moved_note(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) ->
 
 
 def is_staged(x: Any) -> bool:
-    """Return whether this is a tree of parameters in stages, or of what is like them."""
+    """Return whether `x` is a tree in buffers of stages, of parameters or of arrays like them."""
     return isinstance(x, Staged)
 
 
-def _described(packing: Any) -> dict[str, Any]:
-    """The packing as plain JSON; see `layout_of`."""
+def _packing_to_json(packing: Any) -> dict[str, Any]:
+    """Return the packing as plain JSON; see `layout_of`."""
     trees = [tree.unflatten(range(tree.num_leaves)) for tree in packing.subtrees]
     names = leaf_names(packing.outer.unflatten(trees))
     positions = [i for i, tree in enumerate(packing.subtrees) for _ in range(tree.num_leaves)]
-    places = [place for own in packing.places for place in own]
+    places = list(itertools.chain.from_iterable(packing.places))
     split = {axis for place in places for axis in place.leaf.axes}
     return {
         "stages": packing.num_stages,
-        # Of other axes, such as that of the replicas, nothing depends.
+        # The places do not depend on other axes, such as that of the replicas.
         "sizes": [[axis, size] for axis, size in packing.axis_sizes if axis in split],
         "leaves": [
             [name, x.leaf.buffer, x.stage, x.start, list(x.leaf.shape), spec_to_json(x.leaf.spec)]
@@ -212,7 +214,7 @@ def _described(packing: Any) -> dict[str, Any]:
 
 
 def spec_to_json(spec: P) -> list[list[str]]:
-    """Return for each dimension the axes that split it."""
+    """Return the axes that split each dimension."""
     return [list(axis_names(entry or ())) for entry in spec]
 
 
@@ -222,18 +224,19 @@ def _place(leaf: Sequence[Any], sizes: Sequence[Any]) -> StagePlace:
 
 
 def _packed(packing: Any, tree: PyTree) -> Staged:
-    """The tree of stages of one of the model, whose leaves may have dimensions before their own."""
+    """Pack a tree of the model into buffers; leaves may have additional leading dimensions."""
     parts = zip(packing.subtrees, packing.outer.flatten_up_to(tree), strict=True)
     values = [x for subtree, part in parts for x in subtree.flatten_up_to(part)]
-    pairs = list(zip(values, (p for own in packing.places for p in own), strict=True))
+    pairs = list(zip(values, itertools.chain.from_iterable(packing.places), strict=True))
     buffers = {}
     for name, shape in packing.shapes.items():
-        own = [(x, place) for x, place in pairs if place.leaf.buffer == name]
-        num_lead = own[0][0].ndim - len(own[0][1].leaf.shape)
-        dtype = np.result_type(*(x.dtype for x, _ in own))
-        buffers[name] = np.zeros((*own[0][0].shape[:num_lead], *shape), dtype)
+        inside = [(x, place) for x, place in pairs if place.leaf.buffer == name]
+        first, first_place = inside[0]
+        num_lead = first.ndim - len(first_place.leaf.shape)
+        dtype = np.result_type(*(x.dtype for x, _ in inside))
+        buffers[name] = np.zeros((*first.shape[:num_lead], *shape), dtype)
         stages = np.moveaxis(buffers[name], num_lead, 0)  # a view
-        for x, place in own:
+        for x, place in inside:
             end = place.start + packing.part_size(place.leaf)
             flat = packing.flat(x, place.leaf, np, num_lead)
             stages[place.stage][..., place.start : end] = flat

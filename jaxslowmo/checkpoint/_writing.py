@@ -1,8 +1,8 @@
-"""A folder that all processes write together: it appears whole, or not at all.
+"""`FolderWrite`: all processes write a folder together, which appears complete or not at all.
 
-Orbax writes the files. When a part is done, and what became of the whole, the processes tell each
-other by notes with a limit, so that a disk which fails for one of them fails the save on all, at
-once. Exchanges of devices or barriers would leave all others waiting for a process that fails.
+Orbax writes the files. By notes through the coordinator, with a time limit, the processes report
+when a part is written, and the outcome. So if a disk fails for one of them, the save fails on all
+at once. With collectives or barriers all others would wait for a process that fails.
 """
 
 import asyncio
@@ -42,79 +42,80 @@ _PREFIX = "jaxslowmo/checkpoint"
 
 
 def new_topic() -> str:
-    """A key for notes of one occasion; all processes ask in the same order."""
+    """Return a new key for notes; all processes must call this in the same order."""
     number = next(_numbers)
     if number >= 2 and jax.process_count() > 1 and jax.process_index() == 0:
-        # All that are asking for this one have read what came before the last.
+        # Every process that uses the previous key has read all notes of the one before it.
         forget(f"{_PREFIX}/{number - 2}")
     return f"{_PREFIX}/{number}"
 
 
 def unanswered(seconds: float) -> UnansweredError:
-    """No process has told anything, nor written, for so long."""
+    """Return the error for a process that has neither answered nor written for so many seconds."""
     return UnansweredError(f"another process has not answered for {seconds:g} s.")
 
 
-def gather(own: Any, seconds: float) -> list[Any]:
-    """Plain JSON of every process, by its number.
+def gather(value: Any, seconds: float) -> list[Any]:
+    """Return the `value`, plain JSON, of every process in the order of their numbers.
 
     Raises:
-      UnansweredError: one does not answer for so many seconds.
+      UnansweredError: a process does not answer for so many seconds.
 
     Communication: none with one process; else two messages of each process to the coordinator, and
       the answer.
     """
     if jax.process_count() == 1:
-        return [own]
-    everyone = range(jax.process_count())
+        return [value]
+    numbers = range(jax.process_count())
     try:
-        notes = gather_notes(new_topic(), json.dumps(own), everyone, seconds)
+        notes = gather_notes(new_topic(), json.dumps(value), numbers, seconds)
     except NoNoteError as error:
         raise unanswered(seconds) from error
     return [json.loads(note) for note in notes]
 
 
 def of_first_process(value: Any, seconds: float) -> Any:
-    """Process 0's plain JSON, on all processes.
+    """Return process 0's `value`, plain JSON, on all processes.
 
-    Process 0 waits, too: if it ran ahead, it would forget notes that others have not read.
+    Process 0 waits, too: if it ran ahead, it would delete notes that others have not read.
 
     Raises:
-      UnansweredError: one does not answer for so many seconds.
+      UnansweredError: a process does not answer for so many seconds.
 
     Communication: that of `gather`.
     """
     return gather(value if jax.process_index() == 0 else None, seconds)[0]
 
 
-# How often a process that waits looks whether anything is being written.
+# The interval at which a waiting process checks whether anything is being written.
 _LOOK_SECONDS = 5.0
-_LISTING_SECONDS = 70.0  # more than what a client of NFS remembers by default
-_STEP_METADATA = "_CHECKPOINT_METADATA"  # by which orbax's own tools know what is in the folder
+_LISTING_SECONDS = 70.0  # longer than an NFS client caches a listing by default
+_STEP_METADATA = "_CHECKPOINT_METADATA"  # the file in which orbax's tools look up the items
 _HANDLERS = {
     ARRAYS: "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
     RECORD: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
 }
 Failure = list[Any] | None
-"""Why, in words, and the operating system's number for it; as it travels in notes."""
+"""A failure in a note: the reason in words, and the operating system's error number or None."""
 
 
 class FolderWrite:
-    """One folder that is being written. Returns when the arrays may be changed or donated.
+    """A folder that is being written, in a thread that the constructor starts.
 
-    All processes make it alike. Process 0 makes the folder, under another name; each writes its
-    parts; process 0 looks whether all of them are there and gives the folder its name.
+    The constructor returns when the arrays may be changed or donated. All processes must construct
+    it with the same arguments. Process 0 makes the folder, under another name; each process writes
+    its parts; process 0 checks that all of them exist and renames the folder.
 
     Args:
-      target: the folder; one that is there is replaced when the new one is complete.
-      arrays: tree of arrays, of NumPy or jax.
-      record: plain JSON to put beside them; process 0's is kept.
-      seconds: how long to wait for other processes while nothing is being written.
-      before: what process 0 does before the folder is made.
-      after: what it does once the folder has its name; where it fails, that is a warning.
+      target: path of the folder; an existing folder is replaced when the new one is complete.
+      arrays: tree of NumPy or jax arrays.
+      record: plain JSON to write next to the arrays; process 0's is written.
+      seconds: time in seconds to wait for other processes while nothing is being written.
+      before: function that process 0 calls before it makes the folder.
+      after: function that process 0 calls once the folder has its name; its errors become warnings.
 
     Raises:
-      CheckpointError: the folder cannot be made; on all processes alike.
+      CheckpointError: the folder cannot be made; on all processes.
       UnansweredError: process 0 does not answer.
 
     Communication: with several processes three messages of each to the coordinator, and answers.
@@ -135,7 +136,7 @@ class FolderWrite:
         self._topic = new_topic()
         self._folder = target
         if can_rename(target):
-            # Of this write alone: what is still writing after one that failed writes elsewhere.
+            # Threads of a failed write may still be writing, so each write has a new folder.
             number = self._topic.rpartition("/")[2]
             self._folder = target.parent / f"{target.name}.{number}{UNFINISHED}"
         self._handler = _handler()
@@ -145,32 +146,32 @@ class FolderWrite:
         copied = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(arrays, copied), name="checkpoint")
         self._thread.start()
-        _unasked.add(self)
+        _unjoined.add(self)
         copied.wait()
 
     @property
     def is_done(self) -> bool:
-        """Whether it is known what became of it."""
+        """True if the write has ended, complete or with an error."""
         return not self._thread.is_alive()
 
     @property
     def failure(self) -> Exception | None:
-        """What went wrong, as far as is known."""
+        """The error of the write; None without one, or while it is in progress."""
         return self._error
 
     def written(self) -> int:
-        """Bytes in the unfinished folder, of all processes."""
+        """Return how many bytes all processes have written to the unfinished folder."""
         return sum(size for _, size in files_below(self._folder))
 
     def result(self) -> None:
-        """Wait until it is complete.
+        """Wait until the folder is complete.
 
         Raises:
-          CheckpointError: it could not be written; on all processes alike.
+          CheckpointError: it could not be written; on all processes.
           UnansweredError: another process does not answer.
         """
         self._thread.join()
-        _unasked.discard(self)
+        _unjoined.discard(self)
         if self._error is not None:
             raise self._error
 
@@ -182,7 +183,7 @@ class FolderWrite:
                 if self._folder.exists():
                     self._folder.rmtree()
                 (self._folder / ARRAYS).mkdir(parents=True)
-            except Exception as error:  # the others must hear of it, whatever it is
+            except Exception as error:  # any kind: the other processes must learn of it
                 failure = self._failure(error)
             if self._count > 1:
                 tell(f"{self._topic}/begun", json.dumps(failure))
@@ -195,7 +196,7 @@ class FolderWrite:
 
     def _run(self, arrays: Any, copied: threading.Event) -> None:
         try:
-            failure, files = self._own_part(arrays, copied)
+            failure, files = self._write_part(arrays, copied)
             if self._count > 1 and self._index > 0:
                 tell(f"{self._topic}/{self._index}", json.dumps([failure, files]))
                 _raise(json.loads(self._wait("outcome")))
@@ -212,24 +213,24 @@ class FolderWrite:
         finally:
             copied.set()
 
-    def _own_part(
+    def _write_part(
         self, arrays: Any, copied: threading.Event
     ) -> tuple[Failure, list[tuple[str, int]]]:
-        """Writes what this process has; what went wrong, and the files."""
+        """Write the part of this process; return the failure and the files with their sizes."""
         path = self._folder / ARRAYS
         try:
             saving = self._handler.async_save(path, args=ocp.args.PyTreeSave(arrays))
             for part in asyncio.run(saving) or ():
                 copied.set()
                 part.result()
-            own = f"ocdbt.process_{self._index}/"
-            found = [(f"{own}{name}", size) for name, size in files_below(path / own[:-1])]
-            return None, found
+            folder = f"ocdbt.process_{self._index}"
+            files = [(f"{folder}/{name}", size) for name, size in files_below(path / folder)]
+            return None, files
         except Exception as error:  # tensorstore raises many kinds
             return self._failure(error), []
 
     def _finish(self, parts: Sequence[tuple[Failure, Sequence[Any]]]) -> Failure:
-        """On process 0: makes one checkpoint of the parts, or removes them."""
+        """Make one checkpoint from the parts, or remove them; process 0 calls it."""
         try:
             _raise(next((failure for failure, _ in parts if failure), None))
             path = self._folder / ARRAYS
@@ -240,7 +241,7 @@ class FolderWrite:
             about = {"item_handlers": _HANDLERS, "commit_timestamp_nsecs": time.time_ns()}
             (self._folder / _STEP_METADATA).write_text(json.dumps(about))
             self._give_name()
-        except Exception as error:  # the others must hear of it, whatever it is
+        except Exception as error:  # any kind: the other processes must learn of it
             failure = self._failure(error)
             with contextlib.suppress(OSError):
                 self._folder.rmtree()
@@ -250,10 +251,11 @@ class FolderWrite:
     def _check_files(
         self, path: epath.Path, parts: Sequence[tuple[Failure, Sequence[Any]]]
     ) -> None:
-        """Whether all that was written is there: someone may have deleted it, or not share it.
+        """Raise `CheckpointError` unless process 0 sees all files that were written.
 
-        Files are asked for by name. The client of a file server may list a folder as it was a
-        minute ago, and orbax lists it to find the parts: so it must list them all.
+        A file may have been deleted, or a process may write to a folder that is not shared. Files
+        are looked up by name. But orbax lists the folder to find the parts, and the client of a
+        file server may return a listing that is a minute old, so this waits until all are listed.
         """
         for index, (_, files) in enumerate(parts):
             lost = [name for name, size in files if _size(path / name) != size]
@@ -273,7 +275,7 @@ class FolderWrite:
         if not can_rename(self._target):
             (self._target / COMMITTED).write_text("")
             return
-        # Removed later: that takes time, in which a kill would leave neither.
+        # The old folder is removed later: a kill during the removal would leave neither.
         self._replaced = put_away(self._target) if self._target.exists() else None
         self._folder.rename(self._target)
 
@@ -286,7 +288,7 @@ class FolderWrite:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
 
     def _wait(self, what: str) -> str:
-        """A note, for which a process waits as long as something is being written."""
+        """Return a note; wait for it as long as something is being written."""
         written, since = -1, time.monotonic()
         while True:
             try:
@@ -299,7 +301,7 @@ class FolderWrite:
                     raise unanswered(self._seconds) from error
 
     def _failure(self, error: Exception) -> Failure:
-        """What goes into a note."""
+        """Return the failure that other processes receive in a note."""
         number = io_errno(error)
         if isinstance(error, CheckpointError):
             return [str(error), number]
@@ -311,7 +313,10 @@ class FolderWrite:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    """What writes the parts. Its store of shapes would wait ten minutes for process 0's folder."""
+    """Return orbax's handler that writes the parts, without its store of array metadata.
+
+    With that store, a process would wait ten minutes for process 0's folder.
+    """
     types = ocp.type_handlers
     return ocp.PyTreeCheckpointHandler(
         multiprocessing_options=processes(),
@@ -322,7 +327,7 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _size(path: epath.Path) -> int | None:
-    """Bytes of a file; None where it is not."""
+    """Return the size of a file in bytes; None if there is no such file."""
     try:
         return path.stat().length
     except OSError:
@@ -335,20 +340,20 @@ def _raise(failure: Failure) -> None:
         raise CheckpointError(text, errno=number)
 
 
-_unasked: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
-"""Those whose result nobody has asked for."""
+_unjoined: weakref.WeakSet[FolderWrite] = weakref.WeakSet()
+"""The writes whose `result` has not been called yet."""
 
 
 @atexit.register
 def _at_exit() -> None:
-    """A program that does not wait at its end may lose what is being written: not silently.
+    """Warn of saves that fail because the program ends without waiting for them.
 
-    Python starts no threads by then, which orbax needs.
+    Orbax needs threads, and Python starts none at that point.
     """
-    for writing in list(_unasked):
+    for writing in list(_unjoined):
         try:
             writing.result()
-        except Exception as error:  # whatever it is, nobody has heard of it
+        except Exception as error:  # any kind: nothing else has reported it
             warn_user(
                 f"a checkpoint could not be written: {error}. `wait()` or `close()` before a "
                 "program ends let it be completed."

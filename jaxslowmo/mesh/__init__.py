@@ -1,4 +1,4 @@
-"""Which devices form which axis, and what holds along a mapped axis."""
+"""Meshes of replicas, mapped axes, and stacked trees: how they are built, compared and averaged."""
 
 from ._axes import axes_of as axes_of
 from ._axes import axis_names as axis_names

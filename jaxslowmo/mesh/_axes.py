@@ -1,8 +1,8 @@
 """Facts about named axes at trace time, and values that are equal or differ along them.
 
 `shard_map(check_vma=True)`, the default, types every value with the axes it varies over; under
-`vmap`, `pmap` and `check_vma=False` no value carries such a type. The helpers here do the right
-thing, often nothing, in each of these.
+`vmap`, `pmap` and `check_vma=False` no value carries such a type. The functions here work in all
+of these cases, and often have nothing to do.
 """
 
 from collections.abc import Collection, Hashable, Iterable
@@ -18,13 +18,13 @@ from .._support.types import AxisName, PyTree
 
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
-    """`axis_name` as a tuple of names."""
+    """Return `axis_name` as a tuple of names."""
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def _bound_axes() -> list[str]:
-    """Names of the axes bound here, for messages."""
-    try:  # No public way lists the axes that vmap binds.
+    """Return the names of the axes bound at this point of the trace, for error messages."""
+    try:  # No public function of jax lists the axes that vmap binds.
         from jax._src.core import get_axis_env
 
         return [str(name) for name in get_axis_env().axis_sizes]
@@ -33,10 +33,10 @@ def _bound_axes() -> list[str]:
 
 
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:
-    """Raise `ValueError` if any name in `axis_name` is not bound here, saying which are.
+    """Raise `ValueError` that lists the bound axes if any name in `axis_name` is not bound.
 
-    A misspelt axis would otherwise die in a collective with an empty AssertionError. `more` is what
-    else to say.
+    A misspelt axis would otherwise fail in a collective with an empty AssertionError. `more` is
+    appended to the message.
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
@@ -50,7 +50,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
 
 
 def is_bound(name: str) -> bool:
-    """Whether `name` is a mapped axis here."""
+    """Return whether `name` is a mapped axis at this point of the trace."""
     try:
         lax.axis_size(name)
     except NameError:
@@ -59,12 +59,15 @@ def is_bound(name: str) -> bool:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Number of positions along `axis_name`; product over a tuple."""
+    """Return the number of positions along `axis_name`: the product of sizes for a tuple."""
     return lax.axis_size(axis_name)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Axes that an array or type `x` is typed as varying over; empty where nothing is tracked."""
+    """Return the axes that the type of `x` says it varies over; empty where jax tracks none.
+
+    `x` is an array, or a type of one.
+    """
     is_type = isinstance(x, jax.ShapeDtypeStruct | core.ShapedArray)
     aval = x if is_type else jax.typeof(x)
     tracked = getattr(aval, "manual_axis_type", None)
@@ -72,37 +75,40 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def axes_of(tree: PyTree) -> frozenset[str]:
-    """Axes that some leaf is typed as varying over."""
+    """Return the axes that at least one leaf is typed as varying over."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
 def checks_varying(name: str) -> bool:
-    """Whether values here are typed with whether they vary over axis `name`."""
+    """Return whether jax tracks, at this point of the trace, which values vary over axis `name`."""
     return name in varying_axes(lax.axis_index(name))
 
 
 def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark every leaf as varying over `axes`, where that is tracked and not yet so."""
-    wanted = tuple(axes)
+    required = tuple(axes)
     leaves, treedef = jax.tree.flatten(tree)
-    lacking = [{a for a in wanted if a not in has} for has in map(varying_axes, leaves)]
-    # Asked once per axis and tree, and not at all where nothing is lacking: asking is an equation.
-    tracked = {a for a in wanted if any(a in each for each in lacking) and checks_varying(a)}
+    missing = [
+        {a for a in required if a not in axes_of_x} for axes_of_x in map(varying_axes, leaves)
+    ]
+    # `checks_varying` adds an equation to the program: call it once per axis and tree, and only for
+    # axes that some leaf lacks.
+    tracked = {a for a in required if any(a in each for each in missing) and checks_varying(a)}
     return treedef.unflatten(
-        [cast_varying(x, each & tracked) for x, each in zip(leaves, lacking, strict=True)]
+        [cast_varying(x, each & tracked) for x, each in zip(leaves, missing, strict=True)]
     )
 
 
 def cast_varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
-    """`x`, which does not vary over any of `axes` yet, as varying there; types must be tracked."""
-    # In an order that does not change from process to process, as that of a set does.
+    """Mark `x`, which varies over none of `axes` yet, as varying over these tracked axes."""
+    # Sorted, because the order of a set differs between processes and all need the same program.
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`x`, equal over axes of size 1 as it is, typed so too.
+    """Return `x` typed as equal over axes of size 1, which is true of every value.
 
-    Communication: none (a sum over one position, where that is tracked).
+    Communication: none (a sum over one position, where jax tracks what varies).
     """
     tracked = tuple(a for a in axis_names(axis_name) if a in varying_axes(x))
     return lax.psum(x, tracked) if tracked else x
@@ -110,18 +116,18 @@ def settle(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 def match_varying(tree: PyTree, like: PyTree) -> PyTree:
     """Mark each leaf of `tree` as varying at least over the axes its partner in `like` does."""
-    # What a partner varies over is tracked.
+    # No need for `checks_varying`: an axis in the partner's type is tracked.
     return jax.tree.map(
         lambda x, ref: cast_varying(x, varying_axes(ref) - varying_axes(x)), tree, like
     )
 
 
 def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """A predicate or index that is equal along `axes`, typed so that `lax.cond` stays one.
+    """Return a predicate or index, equal along `axes`, in a type for which `lax.cond` stays a cond.
 
     Under `vmap` a cond with a batched predicate becomes a select that computes both branches. The
-    largest value along those of `axes` that `vmap` maps is unbatched there. A further `vmap`, over
-    runs whose values differ, still makes a select, which is what is right for them.
+    maximum along those of `axes` that `vmap` maps is not batched. An outer `vmap` over runs whose
+    values differ still makes a select, as it must.
 
     Communication: none; along axes of devices the value is taken as it is.
     """
@@ -134,9 +140,9 @@ def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def typed_specs(tree: PyTree) -> PyTree | None:
-    """A `PartitionSpec` per leaf over Explicit axes, whose layout is part of the types.
+    """Return a `PartitionSpec` per leaf over the Explicit axes, read from the leaves' types.
 
-    None where nothing is sharded over one.
+    None where no leaf is sharded over such an axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -148,18 +154,18 @@ def typed_specs(tree: PyTree) -> PyTree | None:
 
 
 def specs_key(specs: PyTree | None) -> Hashable:
-    """What tells two trees of specs apart, for dicts."""
+    """Return a dictionary key that is equal for equal trees of specs."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
     return treedef, tuple(leaves)
 
 
 def specs_over(specs: PyTree, axes: frozenset[str]) -> PyTree:
-    """Every spec of a tree without other axes than these."""
+    """Return a tree of specs restricted to `axes`."""
     return jax.tree.map(lambda spec: only_over(spec, axes), specs, is_leaf=_is_spec)
 
 
 def specs_of_leaves(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:
-    """A spec for each leaf of `tree`, of specs that are a prefix of it; None is whole leaves."""
+    """Return a spec for each leaf of `tree`; `specs` is a prefix of it, None for whole leaves."""
     whole = jax.tree.broadcast(P() if specs is None else specs, tree, is_leaf=_is_spec)
     return tuple(jax.tree.leaves(whole, is_leaf=_is_spec))
 
@@ -169,7 +175,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def only_over(spec: Any, axes: frozenset[str]) -> P:
-    """`spec` without other axes, and without what is whole at its end."""
+    """Return `spec` restricted to `axes`, without trailing entries that split nothing."""
     entries: list[Any] = []
     for entry in spec:
         names = tuple(n for n in axis_names(entry or ()) if n in axes)
@@ -180,10 +186,10 @@ def only_over(spec: Any, axes: frozenset[str]) -> P:
 
 
 def between_cpu_processes(axis_name: AxisName) -> bool:
-    """Whether collectives over the axis run between processes on CPU: some need another form there.
+    """Return whether collectives over the axis run between processes on CPU.
 
-    False for what is compiled for other platforms, for the devices of one process, and under vmap,
-    where nothing is sent: there the compiler's own collectives are what to use.
+    Some collectives need another form there. False on other platforms, for the devices of one
+    process, and under vmap, where nothing is sent: XLA's collectives are right for these.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not all(name in manual for name in axis_names(axis_name)):
@@ -192,7 +198,7 @@ def between_cpu_processes(axis_name: AxisName) -> bool:
 
 
 def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
+    """Return every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
 
     Communication: one all-reduce of each leaf over `axis_name` (all others add zeros); none where
       its size is 1.
@@ -204,32 +210,32 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
             return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=implementation)
         if axis_size(axis_name) == 1:
             return settle(x, axis_name)
-        mine = jnp.where(lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
-        return lax.psum(mine, axis_name).astype(x.dtype)
+        summand = jnp.where(lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
+        return lax.psum(summand, axis_name).astype(x.dtype)
 
     return jax.tree.map(first, tree)
 
 
 def own_keys(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """`tree` with keys of its own at every position of `axis_name`; position 0 keeps those given.
+    """Return `tree` with a different PRNG key at every position of `axis_name`; 0 keeps its key.
 
-    Typed keys alone (`jax.random.key`): of others nothing tells that they are keys.
+    Only typed keys (`jax.random.key`) change: raw keys cannot be distinguished from other arrays.
 
     Communication: none.
     """
 
-    def own(x: jax.Array) -> jax.Array:
+    def with_position(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         for name in axis_names(axis_name):
             x = numbered_key(x, lax.axis_index(name))
         return x
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(with_position, tree)
 
 
 def numbered_key(keys: jax.Array, number: jax.Array) -> jax.Array:
-    """Keys of any shape with a number folded in; as they are for number 0."""
+    """Return keys of any shape with `number` folded in; number 0 leaves them unchanged."""
     folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
     data = jnp.where(
         number == 0, jax.random.key_data(keys), jax.random.key_data(folded.reshape(keys.shape))

@@ -1,4 +1,4 @@
-"""From stacked replicas to one copy: their mean."""
+"""The mean of stacked replicas as one copy: `consensus`."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_stacked, on_mesh
 
 Shares = Sequence[tuple[Any, PyTree | None]]
-"""Weights (replicas,) and stacked parameters, None for the replicas' own; see `consensus`."""
+"""Pairs of weights (replicas,) and stacked parameters, or None for `params`; see `consensus`."""
 
 
 def consensus(
@@ -28,22 +28,23 @@ def consensus(
     shares: Shares | None = None,
     whole: bool = True,
 ) -> PyTree:
-    """The mean over replicas as one exact copy: the model to evaluate, export or save.
+    """Return the mean over replicas as one exact copy: the model to evaluate, export or save.
 
-    Of a training step's state take `step.consensus(state)`, which knows how replicas count: gossip
-    (`js.sgp`) tends to a weighted mean in which what is on its way counts, too. In a loop of your
-    own its state tells the weights, `shares=sync.shares(sync_state)`; other transforms say there
-    that all replicas count alike.
+    For the state of a training step call `step.consensus(state)`, which knows the weights: gossip
+    (`js.sgp`) converges to a weighted mean that also counts messages in flight. In your own loop
+    take the weights from the state of the transform, `shares=sync.shares(sync_state)`; for
+    transforms other than gossip these weigh all replicas equally.
 
     Args:
       params: stacked tree, leaves `(replicas, *s)`.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
-      shares: what the mean consists of: pairs (w, x) of weights (replicas,), or one number for all,
-        and a stacked tree like `params`, or None for `params`. None: all replicas alike.
-      whole: give parameters that lie in the stages of a pipeline back as the model's own tree,
-        whole on every stage. False leaves them in the buffers of their stages, which the loss
-        function of the pipeline takes, too: for models that are larger than a device.
+      shares: the terms of the mean: pairs (w, x), where w is an array (replicas,) of weights, or
+        one number for all replicas, and x is a stacked tree like `params`, or None for `params`.
+        The default, None, weighs all replicas equally.
+      whole: whether to return parameters that are in the stages of a pipeline as the model's tree,
+        whole on every stage. False leaves them in the buffers of their stages, for models that are
+        larger than a device; the loss function of the pipeline takes these buffers, too.
 
     Returns:
       Tree of `s`, in the leaves' dtypes: sum w x / sum w over pairs and replicas, in at least
@@ -55,7 +56,7 @@ def consensus(
         such pairs.
 
     Communication: one all-reduce of the tree over `axis_name` per call (the compiler may merge the
-      leaves); where replicas weigh one of the weights too, 4 bytes, 8 for float64.
+      leaves), and with weights one of their sum, 4 bytes (8 for float64).
     """
     replicas = check_stacked("consensus", params, mesh, axis_name)
     pairs = [(1.0, None)] if shares is None else _checked(shares, params, replicas)
@@ -78,7 +79,7 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
     def first(x: jax.Array) -> jax.Array:
         return x if is_alone else from_first(x, axis_name)
 
-    def plain(x: jax.Array) -> jax.Array:
+    def equal_mean(x: jax.Array) -> jax.Array:
         if is_alone or not jnp.issubdtype(x.dtype, jnp.floating):
             return first(x)
         wide = x.astype(at_least_float32(x.dtype))
@@ -86,25 +87,25 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
 
     def per_replica(weights: tuple[jax.Array, ...] | None, values: tuple[PyTree, ...]) -> PyTree:
         if weights is None:
-            return jax.tree.map(plain, values[0])
+            return jax.tree.map(equal_mean, values[0])
 
         @functools.cache
-        def of_all(dtype: Any) -> jax.Array:
+        def sum_of_weights(dtype: Any) -> jax.Array:
             return total(functools.reduce(jnp.add, [w.astype(dtype) for w in weights]))
 
-        def weighted(*parts: jax.Array) -> jax.Array:
-            own = parts[0]
-            if not jnp.issubdtype(own.dtype, jnp.floating):
-                return first(own)
-            wide = at_least_float32(own.dtype)
-            terms = zip(weights, parts, strict=True)
-            masses = [w.astype(wide) * x.astype(wide) for w, x in terms]
-            return (total(functools.reduce(jnp.add, masses)) / of_all(wide)).astype(own.dtype)
+        def weighted_mean(*leaves: jax.Array) -> jax.Array:
+            dtype = leaves[0].dtype
+            if not jnp.issubdtype(dtype, jnp.floating):
+                return first(leaves[0])
+            wide = at_least_float32(dtype)
+            terms = zip(weights, leaves, strict=True)
+            weighted = [w.astype(wide) * x.astype(wide) for w, x in terms]
+            return (total(functools.reduce(jnp.add, weighted)) / sum_of_weights(wide)).astype(dtype)
 
-        return jax.tree.map(weighted, *values)
+        return jax.tree.map(weighted_mean, *values)
 
     if is_alone:
-        # XLA refuses a sum over a manual axis of size 1 where leaves lie over automatic ones.
+        # XLA refuses a sum over a manual axis of size 1 if leaves are sharded over automatic axes.
         return jax.jit(lambda *stacked: per_replica(*jax.tree.map(lambda x: x[0], stacked)))
     return jax.jit(
         map_replicas(
@@ -119,25 +120,25 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
 
 
 def _checked(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, PyTree | None]]:
-    """`shares` as a list of pairs; `ValueError` for what is none."""
+    """Return `shares` as a list of pairs; raise `ValueError` for an entry that is no such pair."""
 
-    def refused(what: str) -> ValueError:
+    def error(got: str) -> ValueError:
         return ValueError(
             f"consensus: `shares` must be pairs of weights of shape ({replicas},), or one number, "
             "and of parameters like `params`, or None, as `sync.shares(state.opt_state[-1])` gives "
-            f"them; got {what}."
+            f"them; got {got}."
         )
 
     if not isinstance(shares, Sequence) or not shares:
-        raise refused(f"{shares!r}")
+        raise error(f"{shares!r}")
     for number, pair in enumerate(shares):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise refused(f"a {type(pair).__name__} as number {number}")
+            raise error(f"a {type(pair).__name__} as number {number}")
         weight, values = pair
         if np.shape(weight) not in ((), (replicas,)):
-            raise refused(f"weights of shape {np.shape(weight)} as number {number}")
+            raise error(f"weights of shape {np.shape(weight)} as number {number}")
         if values is not None and _shapes(values) != _shapes(params):
-            raise refused(f"parameters of other names or shapes as number {number}")
+            raise error(f"parameters of other names or shapes as number {number}")
     return list(shares)
 
 

@@ -1,4 +1,4 @@
-"""Do all replicas hold the same values? By fingerprints of their bits."""
+"""`check_in_sync`: whether all replicas hold the same values, by fingerprints of their bits."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ FINGERPRINT_SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
 
 def bit_words(x: jax.Array) -> jax.Array:
-    """The bits of `x` as uint32, of its shape or with trailing axes; any dtype."""
+    """Return the bits of `x`, of any dtype, as uint32 of the shape of `x` or with trailing axes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x).astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -37,13 +37,13 @@ def bit_words(x: jax.Array) -> jax.Array:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """(2,) uint32; equal for equal bits.
+    """Return a (2,) uint32 fingerprint of `x`, equal for equal bits.
 
-    The sum over all words of a hash of word and position. For one position the hash is one-to-one,
-    so arrays that differ in one word always differ in both sums; for others the chance that both
-    agree is about 2**-64.
+    It is the sum over all words of a hash of word and position, with two seeds. At one position the
+    hash is one-to-one, so arrays that differ in one word always differ in both sums. Arrays that
+    differ in more words agree in both sums with a chance of about 2**-64.
 
-    Communication: none; of an array sharded over automatic axes, an all-reduce of 8 bytes there.
+    Communication: none; for an array sharded over automatic axes, an all-reduce of 8 bytes there.
     """
     words = bit_words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
@@ -55,7 +55,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """A one-to-one function of uint32 (the last steps of MurmurHash3)."""
+    """Return a hash of uint32 that is one-to-one (the last steps of MurmurHash3)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))
@@ -65,12 +65,12 @@ class Divergence(NamedTuple):
     """One leaf of one replica that differs from replica 0's.
 
     Attributes:
-      leaf: its name.
-      replica: which one.
-      difference: largest absolute difference; inf where NaN or an infinity stands against another
-        value, 0 where only signs of zeros or bits of NaNs differ.
-      elements: how many elements differ in their bits.
-      size: elements of the leaf.
+      leaf: name of the leaf.
+      replica: number of the replica.
+      difference: largest absolute difference; inf if a NaN or an infinity differs from the value in
+        replica 0, 0 if only signs of zeros or bits of NaNs differ.
+      elements: number of elements whose bits differ.
+      size: number of elements of the leaf.
       device: position inside the replica, along the inner axes of the mesh; 0 without any.
     """
 
@@ -88,12 +88,12 @@ class Divergence(NamedTuple):
 
 
 class SyncReport(NamedTuple):
-    """What `js.check_in_sync` found where it did not raise.
+    """The result of `js.check_in_sync` if all differences are within the tolerance.
 
     Attributes:
-      num_leaves: leaves that were compared.
-      num_replicas: replicas that were compared.
-      divergences: those within the tolerance; empty where all bits are equal.
+      num_leaves: number of leaves that were compared.
+      num_replicas: number of replicas that were compared.
+      divergences: the differences, all within the tolerance; empty if all bits are equal.
     """
 
     num_leaves: int
@@ -102,11 +102,11 @@ class SyncReport(NamedTuple):
 
 
 class OutOfSyncError(ValueError):
-    """Replicas hold different values.
+    """Raised by `js.check_in_sync` if replicas hold different values.
 
     Attributes:
       divergences: a `Divergence` for every leaf and replica beyond the tolerance.
-      tolerance: that was accepted.
+      tolerance: the largest difference that was accepted.
     """
 
     def __init__(self, divergences: tuple[Divergence, ...], tolerance: float) -> None:
@@ -122,7 +122,7 @@ class OutOfSyncError(ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are made again from `args`, which is the message alone.
+        # Pickle rebuilds an exception from `args` by default, and these hold only the message.
         return type(self), (self.divergences, self.tolerance), self.__dict__
 
 
@@ -135,12 +135,12 @@ def check_in_sync(
 ) -> SyncReport:
     """Check that all replicas hold the same values; name the leaves and replicas that do not.
 
-    For states that should be equal: after a synchronisation, under plain data parallelism, of
-    `state.params` or any other stacked tree. With several processes all must call it, and all get
-    the same report or error.
+    Use it for `state.params`, or any other stacked tree, when replicas should be equal: after a
+    synchronisation, or under plain data parallelism. With several processes all must call it, and
+    all get the same report or error.
 
-    Without a tolerance bits are compared, so equal NaNs are equal and 0.0 and -0.0 are not. Bits
-    are compared by fingerprints of 64 bits: a difference in a single element is always found, and
+    Without a tolerance bits are compared, so equal NaNs are equal and 0.0 and -0.0 are not. The
+    comparison uses fingerprints of 64 bits: a difference in a single element is always found, and
     others are missed with a chance of about 2**-64.
 
     Args:
@@ -166,8 +166,8 @@ def check_in_sync(
       Divergence(leaf='w', replica=1, difference=0.5, elements=1, size=3, device=0)
 
     Communication: one all-reduce of 8 bytes per leaf and device over all devices that are compared.
-      Where fingerprints differ, besides, one all-reduce of each such leaf (replica 0's values) and
-      one of 8 bytes per such leaf and device.
+      If fingerprints differ, also one all-reduce of each such leaf (replica 0's values) and one of
+      8 bytes per such leaf and device.
     """
     if not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
         raise ValueError(
@@ -184,8 +184,8 @@ def check_in_sync(
     suspects = np.flatnonzero(differ.any(0)).tolist()
     if not suspects:
         return SyncReport(len(names), replicas, ())
-    found = _differences_fn(mesh, axis_name, automatic)([placed[i] for i in suspects])
-    largest, counts = (np.asarray(x) for x in found)
+    results = _differences_fn(mesh, axis_name, automatic)([placed[i] for i in suspects])
+    largest, counts = (np.asarray(x) for x in results)
     devices_each = len(prints) // replicas
     divergences = tuple(
         Divergence(
@@ -217,14 +217,14 @@ def _is_floating(x: jax.Array) -> bool:
 def _compared_axes(
     mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str]
 ) -> tuple[str, ...]:
-    """Replica axes, then those inside a replica that hold copies."""
+    """Return the replica axes, then the axes inside a replica along which devices hold copies."""
     replicas = axis_names(axis_name)
     inner = (a for a in mesh.axis_names if a not in replicas and a not in automatic)
     return (*replicas, *inner)
 
 
 def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x` of every position along `axes`, `(positions, *x.shape)`, equal on all of them."""
+    """Gather `x` of every position along `axes` to all, as `(positions, *x.shape)`."""
     every = jnp.zeros((lax.axis_size(axes), *x.shape), x.dtype)
     return lax.psum(vary_over(every.at[lax.axis_index(axes)].set(x), axes), axes)
 
@@ -250,10 +250,10 @@ def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str
         if words.ndim > x.ndim:  # several words for each element
             unequal = jnp.any(unequal, axis=tuple(range(x.ndim, words.ndim)))
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            apart = jnp.where(unequal, jnp.inf, 0.0)
+            errors = jnp.where(unequal, jnp.inf, 0.0)
         else:
-            apart = _apart(x, first)
-        return jnp.max(apart, initial=0.0).astype(jnp.float32), jnp.sum(unequal, dtype=jnp.int32)
+            errors = _absolute_differences(x, first)
+        return jnp.max(errors, initial=0.0).astype(jnp.float32), jnp.sum(unequal, dtype=jnp.int32)
 
     def per_device(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         largest, counts = zip(*map(one, leaves), strict=True)
@@ -263,7 +263,7 @@ def _differences_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str
 
 
 def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`from_first` that keeps the sign of zeros and the bits of NaNs, which a sum does not."""
+    """Do what `from_first` does, but keep signs of zeros and bits of NaNs, which a sum changes."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(_bits_from_first(x.real, axes), _bits_from_first(x.imag, axes))
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 8:
@@ -272,8 +272,8 @@ def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.bitcast_convert_type(from_first(bits, axes), x.dtype)
 
 
-def _apart(x: jax.Array, first: jax.Array) -> jax.Array:
-    """Absolute differences, inf where there is none."""
+def _absolute_differences(x: jax.Array, first: jax.Array) -> jax.Array:
+    """Return |x - first| by element: 0 for two NaNs, inf where the difference is NaN."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         wide = jnp.promote_types(at_least_float32(x.dtype), x.dtype)
     else:
@@ -296,5 +296,5 @@ def _jitted(fn, mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str], r
     )
     if isinstance(mesh, VirtualMesh):
         return jax.jit(mapped)
-    # Whole on every device, along automatic axes too, so that each process can read it.
+    # The result must be whole on every device, along automatic axes too: each process reads it.
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))

@@ -1,4 +1,4 @@
-"""Meshes of devices or of virtual replicas, functions of one replica mapped over them, and kept."""
+"""Meshes of devices or of virtual replicas, and functions of one replica mapped over them."""
 
 import math
 import weakref
@@ -19,28 +19,28 @@ from ._axes import axis_names
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """Devices of several slices as an array of the shape of `axes`.
+    """Return the devices of several slices as an array of the shape of `axes`.
 
     Args:
-      axes: size by name, outermost first; as many devices as there are. The outermost axis runs
-        over the slices. Where it is larger than their number, groups of its members share a slice;
-        where it is smaller, the next axis runs over the slices that each of its members has.
+      axes: size by name, outermost first; the product of sizes is the number of devices. The
+        outermost axis runs over the slices. If it is larger than their number, groups of its
+        members share a slice; if it is smaller, the next axis runs over the slices of each member.
       devices: the devices slice by slice, equally many of each.
 
     Returns:
-      An array of devices, in the order of their slices when flat; within a slice the order follows
-      the hardware topology, as in `jax.make_mesh`.
+      An array of devices that holds one slice after another when flattened; within a slice the
+      order follows the hardware topology, as in `jax.make_mesh`.
 
     Raises:
-      ValueError: slices that give different numbers of devices, or an axis that would split one
+      ValueError: slices with different numbers of devices, or an axis that would split a slice
         unevenly.
 
     Communication: none.
     """
-    found: dict[int, list[Any]] = {}
+    slices: dict[int, list[Any]] = {}
     for device in devices:
-        found.setdefault(_slice_of(device), []).append(device)
-    counts = {index: len(members) for index, members in found.items()}
+        slices.setdefault(_slice_of(device), []).append(device)
+    counts = {index: len(members) for index, members in slices.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{count} of slice {index}" for index, count in counts.items())
         raise ValueError(
@@ -48,15 +48,15 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
             "several slices needs equally many of each. Choose sizes whose product fills whole "
             "slices, or pass `devices`."
         )
-    between = _sizes_between(axes, len(found))
+    between = _sizes_between(axes, len(slices))
     within = [size // outer for size, outer in zip(axes.values(), between, strict=True)]
     grids = [
         jax.make_mesh(
             tuple(within), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=members
         ).devices
-        for members in found.values()
+        for members in slices.values()
     ]
-    # (outer sizes, inner sizes) -> each axis with its outer part first.
+    # Shape (*outer sizes, *inner sizes): move each axis's inner part next to its outer part.
     stacked = np.stack(grids).reshape(*between, *within)
     order = [place for i in range(len(axes)) for place in (i, i + len(axes))]
     return stacked.transpose(order).reshape(tuple(axes.values()))
@@ -67,24 +67,24 @@ def _slice_of(device: Any) -> int:
 
 
 def _sizes_between(axes: Mapping[str, int], slices: int) -> list[int]:
-    """The part of each axis that runs over slices, outermost axes first.
+    """Return the part of each axis's size that runs over slices, outermost axes first.
 
     >>> _sizes_between({"replica": 8, "device": 4}, 4)
     [4, 1]
     >>> _sizes_between({"replica": 2, "device": 16}, 4)
     [2, 2]
     """
-    parts, left = [], slices
+    parts, rest = [], slices
     for name, size in axes.items():
-        part = math.gcd(size, left)
-        if part not in (size, left):
+        part = math.gcd(size, rest)
+        if part not in (size, rest):
             raise ValueError(
                 f"`axes` {dict(axes)}: outer axes run over the {slices} slices, so the size of "
-                f"{name!r} must divide {left} or be a multiple of it, got {size}; it would split a "
+                f"{name!r} must divide {rest} or be a multiple of it, got {size}; it would split a "
                 "slice unevenly."
             )
         parts.append(part)
-        left //= part
+        rest //= part
     return parts
 
 
@@ -92,8 +92,8 @@ def _sizes_between(axes: Mapping[str, int], slices: int) -> list[int]:
 class VirtualMesh:
     """Axes without devices: replicas run under `vmap(axis_name=...)` on the default device.
 
-    Takes the place of a `jax.sharding.Mesh` in every function of this library that has a `mesh`
-    argument. Nothing is sent; collectives become reductions over a batch dimension.
+    Every function of this library with a `mesh` argument takes one in place of a
+    `jax.sharding.Mesh`. Nothing is sent; collectives become reductions over a batch dimension.
 
     Attributes:
       axes: `(name, size)` pairs, outermost first.
@@ -113,7 +113,7 @@ class VirtualMesh:
 
 
 def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
-    """Return `axes` with plain ints; raise `ValueError` for other sizes, or none."""
+    """Return `axes` with plain ints; raise `ValueError` for other sizes or an empty mapping."""
     if not axes:
         raise ValueError('`axes` must name at least one axis, such as {"replica": 4}.')
     sizes: dict[str, int] = {}
@@ -128,19 +128,20 @@ def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of real devices with Auto axes.
+    """Make a mesh of real devices with Auto axes.
 
     `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;
     meshes of either kind work with the rest of this library.
 
-    Over several TPU slices, which `jax.make_mesh` refuses, the outer axes run over the slices:
-    with 4 slices `{"replica": 4, "device": 16}` makes each a replica, `{"replica": 8, "device": 8}`
-    each two replicas, and `{"replica": 2, "device": 32}` gives each replica two slices.
+    `jax.make_mesh` rejects devices of several TPU slices. Here the outer axes run over the slices.
+    With 4 slices, `{"replica": 4, "device": 16}` makes each slice a replica,
+    `{"replica": 8, "device": 8}` puts two replicas on each slice, and
+    `{"replica": 2, "device": 32}` gives each replica two slices.
 
     Args:
       axes: size by name, outermost (slowest network) first: `{"replica": 4, "device": 2}`.
-      devices: devices to use; default all of `jax.devices()`, of which the first ones (slice by
-        slice) are taken.
+      devices: devices to use, of which the first ones (slice by slice) are taken; the default is
+        `jax.devices()`.
 
     Returns:
       A `jax.sharding.Mesh`; device order follows the hardware topology, as in `jax.make_mesh`, and
@@ -153,24 +154,24 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     Communication: none.
     """
     axes = _checked_axes(axes)
-    found = list(jax.devices() if devices is None else devices)
+    available = list(jax.devices() if devices is None else devices)
     needed = math.prod(axes.values())
-    if len(found) < needed:
+    if len(available) < needed:
         raise ValueError(
-            f"`axes` {axes} need {needed} devices, found {len(found)} "
-            f"({found[0].platform if found else 'none'}). On CPU, more can be made with "
+            f"`axes` {axes} need {needed} devices, found {len(available)} "
+            f"({available[0].platform if available else 'none'}). On CPU, more can be made with "
             f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
             "`js.virtual_mesh` runs replicas on one device."
         )
     types = (AxisType.Auto,) * len(axes)
-    chosen = sorted(found, key=_slice_of)[:needed]
+    chosen = sorted(available, key=_slice_of)[:needed]
     if len(set(map(_slice_of, chosen))) > 1:
         return Mesh(slice_major_devices(axes, chosen), tuple(axes), axis_types=types)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=chosen)
 
 
 def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
-    """A mesh of virtual replicas, `vmap`ped on the default device.
+    """Make a mesh of virtual replicas, which run under `vmap` on the default device.
 
     Args:
       axes: size by name, outermost first: `{"replica": 4}`.
@@ -181,7 +182,7 @@ def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
     Raises:
       ValueError: an empty mapping or a size below 1.
 
-    Communication: none, ever.
+    Communication: none, also when replicas exchange.
     """
     return VirtualMesh(tuple(_checked_axes(axes).items()))
 
@@ -190,19 +191,20 @@ AnyMesh = Mesh | VirtualMesh
 """Real devices, or virtual replicas under `vmap`."""
 
 Role = Literal["stacked", "device", "batch", "shared"]
-"""How an argument or result relates to the replicas.
+"""The role of an argument or a result of a mapped function: how it is split over replicas.
 
-`"stacked"`: leading axis of size replicas, which the function does not see. `"device"`: likewise,
-of size replicas times inner axes. `"batch"`: leading dimension split over replicas and inner axes.
-`"shared"`: the same for all.
+`"stacked"`: it has a leading axis of size replicas, which the function does not see. `"device"`:
+it has a leading axis of size replicas times inner axes, which the function does not see.
+`"batch"`: its leading dimension is split over replicas and inner axes. `"shared"`: it is the same
+for all.
 """
 
 Roles = Any
-"""A `Role`, or a tree of them: a prefix of the tree that has these roles."""
+"""A `Role`, or a tree of them that is a prefix of the argument's or result's tree."""
 
 
 def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
-    """Replicas of `mesh` along `axis_name`; `ValueError` for an axis it does not have."""
+    """Return the number of replicas of `mesh`; raise `ValueError` for an axis it does not have."""
     count = 1
     for name in axis_names(axis_name):
         if name not in mesh.shape:
@@ -215,19 +217,19 @@ def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
 
 
 def model_axes(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> frozenset[str]:
-    """Axes of `mesh`, `axis_name` apart, over which leaves of `tree` are sharded.
+    """Return the axes of `mesh` except `axis_name` over which leaves of `tree` are sharded.
 
-    They lie inside a replica (FSDP, tensor parallel, stages) and stay automatic.
+    These axes are inside a replica (FSDP, tensor parallel, stages) and stay automatic.
     """
-    found: set[str] = set()
-    # jax drops axes of size 1 from shardings, and a model may have one stage.
-    found.update(x.packing.axis_name for x in parts_of(tree, Staged))
+    axes: set[str] = set()
+    # jax drops axes of size 1 from shardings, and a pipeline may have a single stage.
+    axes.update(x.packing.axis_name for x in parts_of(tree, Staged))
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             for entry in sharding.spec:
-                found.update(entry if isinstance(entry, tuple) else (entry,))
-    return frozenset(found & set(mesh.axis_names)) - set(axis_names(axis_name))
+                axes.update(entry if isinstance(entry, tuple) else (entry,))
+    return frozenset(axes & set(mesh.axis_names)) - set(axis_names(axis_name))
 
 
 def map_replicas(
@@ -243,18 +245,18 @@ def map_replicas(
     """Map `fn`, written for one replica, over the axes of `mesh`.
 
     Args:
-      fn: takes one tree per role; inside it all axes of `mesh` are bound, `automatic` ones apart.
-      mesh: real devices, virtual, or abstract (to trace and lower only).
-      axis_name: the replica axis.
-      in_roles: a `Role` per argument, or a tree of them that is a prefix of it.
-      out_roles: of the results, likewise.
+      fn: takes one tree per role; inside it all axes of `mesh` except `automatic` are bound.
+      mesh: a mesh of devices, a `VirtualMesh`, or an abstract mesh (to trace and lower only).
+      axis_name: the replica axis, or several.
+      in_roles: a `Role` per argument, or a tree of them that is a prefix of the argument.
+      out_roles: a `Role` per result, or a tree of them that is a prefix of the results.
       automatic: axes inside a replica that the compiler handles.
-      check_vma: as of `jax.shard_map`; without it no sum over an axis is added on the way back.
+      check_vma: passed to `jax.shard_map`; with False the backward pass adds no sums over axes.
 
     Returns:
       A function of stacked trees, to be called under `jax.jit`.
 
-    Communication: none of its own.
+    Communication: that of `fn`.
     """
     if isinstance(mesh, VirtualMesh):
         return _map_virtual(fn, mesh, axis_name, in_roles, out_roles)
@@ -270,8 +272,8 @@ def map_replicas(
 
     def per_device(*args: PyTree) -> PyTree:
         # A device's block of a stacked tree has a leading axis of size 1.
-        own = _stacked_as(lambda x: x.shape[1:], in_roles, args)
-        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*own))
+        local_args = _stacked_as(lambda x: x.shape[1:], in_roles, args)
+        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*local_args))
 
     mapped = jax.shard_map(
         per_device,
@@ -287,23 +289,23 @@ def map_replicas(
 
 
 def _as_typed(x: jax.Array) -> jax.Array:
-    """`x` laid out over Explicit axes as its type says.
+    """Lay `x` out over Explicit axes as its type says.
 
-    Where other axes are Auto, jax 0.10 leaves the results of a `shard_map` whole, whatever theirs.
+    If other axes are Auto, jax 0.10 leaves the results of a `shard_map` whole despite their types.
     """
     sharding = jax.typeof(x).sharding
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
 def _with_roles(change: Callable[[PyTree, Role], PyTree], roles: Roles, tree: PyTree) -> PyTree:
-    """`change` of every part of a tree that has one role."""
+    """Return `tree` with `change(part, role)` in place of every part that has one role."""
     return jax.tree.map(lambda role, part: change(part, role), roles, tree)
 
 
 def _stacked_as(
     shape: Callable[[jax.Array], tuple[int, ...]], roles: Roles, tree: PyTree
 ) -> PyTree:
-    """A tree of these roles, in which leaves that are stacked have other shapes."""
+    """Reshape the stacked leaves of a tree with these roles to `shape(leaf)`."""
 
     def change(part: PyTree, role: Role) -> PyTree:
         if role not in ("stacked", "device"):
@@ -320,7 +322,7 @@ def _map_virtual(
     in_roles: tuple[Roles, ...],
     out_roles: Roles,
 ) -> Callable[..., Any]:
-    """Nested `vmap`s, replica axes outside, on arguments whose leading axis is split to match."""
+    """Map `fn` by nested `vmap`s, replica axes outermost; leading axes are split to match."""
     replicas = axis_names(axis_name)
     order = (*replicas, *(a for a in mesh.axis_names if a not in replicas))
     sizes = [mesh.shape[a] for a in order]
@@ -333,7 +335,7 @@ def _map_virtual(
             axis_name=name,
             axis_size=size,
         )
-    # How many of the axes a leading dimension of all runs over.
+    # The number of axes that the leading dimension of an argument or result runs over.
     num_axes = {"stacked": len(replicas), "device": len(sizes), "shared": 0}
 
     def split(tree: PyTree, role: Role) -> PyTree:
@@ -343,7 +345,7 @@ def _map_virtual(
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), tree)
 
     def join(tree: PyTree, role: Role) -> PyTree:
-        # Stacked results are equal over inner axes, and shared ones over all: keep the first.
+        # Stacked results are equal over inner axes and shared results over all: keep the first.
         kept = num_axes[role]
 
         def merge(x: jax.Array) -> jax.Array:
@@ -361,15 +363,15 @@ _programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKey
 def kept_with(
     fn: Callable[..., Any], key: Hashable, make: Callable[[Callable[..., Any]], Any]
 ) -> Any:
-    """`make(fn)`, made at the first call with this `fn` and `key`.
+    """Return `make(fn)` from a cache with keys `fn` and `key`, which does not keep `fn` alive.
 
-    A transform may hold arrays, so nothing here keeps it alive: what is made goes with `fn`, and
-    `make` is given a stand-in that only refers to it. A `fn` that cannot be referred to so, or a
-    key without a hash, is made again at each call.
+    `fn` may close over arrays, so it is referenced weakly: `make` receives a proxy that calls it,
+    and the entry is deleted together with `fn`. For a `fn` without weak references, or a key
+    without a hash, `make` is called each time.
 
     Args:
       fn: the function that the program runs.
-      key: all else that it depends on; must not hold arrays.
+      key: everything else that the program depends on; must not hold arrays.
       make: makes the program from `fn`.
 
     Communication: none.
@@ -380,14 +382,14 @@ def kept_with(
     except TypeError:
         return make(fn)
     if program is None:
-        program = programs[key] = make(_stand_in(weakref.ref(fn)))
+        program = programs[key] = make(_weak_proxy(weakref.ref(fn)))
     return program
 
 
-def _stand_in(reference: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
+def _weak_proxy(reference: weakref.ref[Callable[..., Any]]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         fn = reference()
-        assert fn is not None, "who asks for the program holds its function"
+        assert fn is not None, "the caller of the program holds its function"
         return fn(*args)
 
     return call

@@ -1,4 +1,7 @@
-"""One copy of a tree, the same on all processes, to stacked replicas, and how their leaves lie."""
+"""Stacked replicas of one copy of a tree, and the layouts of their leaves over devices.
+
+The copy must be the same on all processes; `check_same_tree` compares it.
+"""
 
 import functools
 import hashlib
@@ -29,10 +32,9 @@ _VALUES = " of values "
 
 
 def is_of_host(x: Any) -> bool:
-    """Whether this process alone knows `x`.
+    """Return whether `x` has values that only this process holds, so that others' may differ.
 
-    Not arrays over several processes, nor shapes without values or values under a trace, which are
-    all of the whole.
+    False for arrays over several processes, for shapes without values and for traced values.
     """
     if isinstance(x, jax.ShapeDtypeStruct | Tracer):
         return False
@@ -40,21 +42,22 @@ def is_of_host(x: Any) -> bool:
 
 
 def digest(arrays: Sequence[Any]) -> str:
-    """16 letters that stand for the bits of arrays that this process has."""
-    found = hashlib.blake2b(digest_size=8)
+    """Return a hash, 16 hexadecimal digits, of the bits of arrays that this process can read."""
+    hasher = hashlib.blake2b(digest_size=8)
     for x in arrays:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        found.update(np.ascontiguousarray(x).tobytes())
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(x).tobytes())
+    return hasher.hexdigest()
 
 
 def describe(tree: PyTree, *, with_values: bool = False) -> Description:
-    """Name and type, such as `("layer/w", "float32[3,4]")`, of every leaf.
+    """Return name and type of every leaf, such as `("layer/w", "float32[3,4]")`.
 
     Args:
-      tree: of arrays.
-      with_values: also a digest of the values that this process alone knows.
+      tree: any tree of arrays.
+      with_values: whether to append a digest to the type of leaves of which this process alone
+        knows the values; the default is False.
     """
     seen: Counter[str] = Counter()
     lines = []
@@ -70,38 +73,38 @@ def describe(tree: PyTree, *, with_values: bool = False) -> Description:
 def differences(
     descriptions: Sequence[Description], processes: Sequence[int] | None = None
 ) -> list[str]:
-    """One line for each leaf that is not the same everywhere: what it is on which processes.
+    """Return a line for each leaf that differs between processes: its type on each of them.
 
     Args:
-      descriptions: one per process.
-      processes: their numbers; None: 0, 1, ...
+      descriptions: one `Description` per process.
+      processes: the processes' numbers; the default is 0, 1, ...
     """
     numbers = range(len(descriptions)) if processes is None else processes
     by_process = dict(zip(numbers, map(dict, descriptions), strict=True))
     names = dict.fromkeys(name for types in by_process.values() for name in types)
-    found = []
+    lines = []
     for name in names:
         groups: dict[str, list[int]] = {}
         for process, types in by_process.items():
             groups.setdefault(types.get(name, "missing"), []).append(process)
         if len(groups) > 1:
             parts = [f"{what} on {name_processes(where)}" for what, where in groups.items()]
-            found.append(f"{name}: {', '.join(parts)}")
-    if not found:
+            lines.append(f"{name}: {', '.join(parts)}")
+    if not lines:
         orders = [[name for name, _ in description] for description in descriptions]
         other = [
             process for process, order in zip(numbers, orders, strict=True) if order != orders[0]
         ]
         if other:
-            found.append(
+            lines.append(
                 f"the same leaves in another order than process {numbers[0]} on "
                 f"{name_processes(other)}"
             )
-    return found
+    return lines
 
 
 def name_processes(which: Sequence[int]) -> str:
-    """Such as "processes 0, 3"."""
+    """Return the text for these processes, such as "processes 0, 3"."""
     return f"process{'es' if len(which) > 1 else ''} {', '.join(map(str, which))}"
 
 
@@ -124,7 +127,7 @@ def check_same_tree(params: PyTree) -> None:
 
 
 def compare_trees(params: PyTree, *, with_values: bool = False) -> None:
-    """`check_same_tree`, also of the values that each process has by itself."""
+    """Check what `check_same_tree` does; `with_values` also compares values on single processes."""
     if jax.process_count() == 1:
         return
     described = describe(params, with_values=with_values)
@@ -133,27 +136,30 @@ def compare_trees(params: PyTree, *, with_values: bool = False) -> None:
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: payload.size] = payload
     gathered = multihost_utils.process_allgather(padded).reshape(lengths.size, -1)
-    told: list[Description] = [
+    descriptions: list[Description] = [
         [(name, what) for name, what in json.loads(bytes(row[:length]).decode())]
         for row, length in zip(gathered, lengths, strict=True)
     ]
-    types = [[(name, what.partition(_VALUES)[0]) for name, what in own] for own in told]
-    found = differences(types) or _few(differences(told))
-    if found:
+    types = [
+        [(name, what.partition(_VALUES)[0]) for name, what in description]
+        for description in descriptions
+    ]
+    lines = differences(types) or _abridged(differences(descriptions))
+    if lines:
         raise ValueError(
-            f"params: the parameter trees differ between processes: {'; '.join(found)}."
+            f"params: the parameter trees differ between processes: {'; '.join(lines)}."
         )
 
 
 _NUM_VALUES = 4
 
 
-def _few(found: list[str]) -> list[str]:
-    """Some of the leaves of other values, which may be all there are, and what to do."""
-    if not found:
+def _abridged(lines: list[str]) -> list[str]:
+    """Return the first of these lines and advice; often the values of all leaves differ."""
+    if not lines:
         return []
-    more = [f"{len(found) - _NUM_VALUES} more"] if len(found) > _NUM_VALUES else []
-    return [*found[:_NUM_VALUES], *more, "all must start from the same seed or file"]
+    more = [f"{len(lines) - _NUM_VALUES} more"] if len(lines) > _NUM_VALUES else []
+    return [*lines[:_NUM_VALUES], *more, "all must start from the same seed or file"]
 
 
 def _is_on(x: Any, mesh: Mesh) -> bool:
@@ -162,7 +168,7 @@ def _is_on(x: Any, mesh: Mesh) -> bool:
 
 
 def _place(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """Leaves on `mesh`, whole on every device unless they are sharded over it already."""
+    """Place leaves on `mesh`, whole on every device unless they are on it already."""
     if isinstance(mesh, VirtualMesh):
         return jax.tree.map(jnp.asarray, tree)
 
@@ -182,22 +188,22 @@ def _put(
 ) -> jax.Array:
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return put_one(x, sharding)
-    # As bits: of keys themselves jax puts none on devices of other processes.
+    # Put the bits: jax cannot put typed keys on devices of other processes.
     bits = put_one(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
 
 def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
-    """`device_put` of what is known to be equal on all processes, which that would gather it for.
+    """Put an array that all processes have on devices; `device_put` would gather it to compare.
 
     Communication: none.
     """
-    values = np.asarray(x).astype(jax.typeof(x).dtype)  # of float64 and Python's numbers, too
+    values = np.asarray(x).astype(jax.typeof(x).dtype)  # narrows float64 and Python's numbers
     return jax.make_array_from_callback(values.shape, sharding, lambda where: values[where])
 
 
 def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
-    """Number of replicas; `ValueError` naming every leaf without that leading axis."""
+    """Return the number of replicas; raise `ValueError` that names leaves without that axis."""
     count = replica_count(owner, mesh, axis_name)
     wrong = [
         f"{name} {tuple(np.shape(leaf))}"
@@ -233,8 +239,8 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
 
     Args:
       params: tree of arrays of shapes `s`; leaves already sharded over other axes of `mesh` stay
-        so. Copies on the host of what is stacked already (`np.asarray(state.params["w"])`) tell
-        nobody that they are, and would be stacked again.
+        so. Copies on the host of stacked leaves (`np.asarray(state.params["w"])`) cannot be
+        recognised as stacked, and would be stacked again.
       mesh: mesh with `axis_name`, or a `VirtualMesh`.
       axis_name: the replica axis, or several.
 
@@ -264,18 +270,18 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
     automatic = model_axes(placed, mesh, axis_name)
     stacked = _replicate_fn(mesh, axis_name, automatic)(placed)
     if isinstance(mesh, VirtualMesh):
-        _made.update({id(x): x for x in jax.tree.leaves(stacked)})
+        _virtual_leaves.update({id(x): x for x in jax.tree.leaves(stacked)})
     return stacked
 
 
-# What was made for one device, where no sharding tells of replicas.
-_made: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+# The leaves that `replicate` stacked for virtual meshes, by id: they have no sharding to know by.
+_virtual_leaves: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: AxisName) -> bool:
-    """Whether leaves have a replica axis, by how all of them lie or by where one comes from."""
+    """Return whether leaves have a replica axis: all by their shardings, or one by its origin."""
     if isinstance(mesh, VirtualMesh):
-        return any(_made.get(id(x)) is x for x in leaves)
+        return any(_virtual_leaves.get(id(x)) is x for x in leaves)
 
     def is_split(x: Any) -> bool:
         if not _is_on(x, mesh) or np.shape(x)[:1] != (replicas,) or not x.sharding.spec:
@@ -287,7 +293,7 @@ def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: Axis
 
 
 def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
-    """Stacked leaves that are not placed yet, split over the replica axis."""
+    """Place stacked leaves that are not on `mesh` yet, split over the replica axis."""
     if not isinstance(mesh, Mesh):
         return tree
     sharding = NamedSharding(mesh, P(axis_names(axis_name)))
@@ -302,12 +308,12 @@ Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
 
 
 def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree | None:
-    """A `PartitionSpec` per leaf over the axes inside a replica, read off concrete arrays.
+    """Return a `PartitionSpec` per leaf over the axes inside a replica, read from concrete arrays.
 
     Args:
       stacked: arrays `(replicas, *s)`, on `mesh` or not; specs are for `s`.
-      mesh: where the replicas lie.
-      axis_name: the replica axis.
+      mesh: the mesh of the replicas.
+      axis_name: the replica axis, or several.
 
     Returns:
       A tree like `stacked`; None where nothing is sharded inside a replica.
@@ -326,7 +332,7 @@ def inner_specs(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree |
 
 
 def layouts_of(stacked_params: PyTree) -> Layouts:
-    """How parameters `(replicas, *s)` lie inside a replica."""
+    """Return the layout inside a replica of stacked parameters `(replicas, *s)`."""
     return tuple(
         (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
         for path, leaf in jax.tree_util.tree_leaves_with_path(stacked_params)
@@ -335,12 +341,12 @@ def layouts_of(stacked_params: PyTree) -> Layouts:
 
 
 def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
-    """`tree` with every leaf laid out by its spec, over the axes that are the compiler's here.
+    """Constrain every leaf of `tree` to the layout of its spec, over the automatic axes.
 
-    Left to itself it may split what is whole, and gather it again for the next that wants it whole.
-    Over Explicit axes nothing is changed: there, types carry the layout already.
+    Without constraints the compiler may split a whole array and gather it again for its next use.
+    With Explicit axes nothing is changed: types carry the layout already.
 
-    Communication: none of its own.
+    Communication: what the compiler needs to change a leaf's layout.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
@@ -354,15 +360,15 @@ def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
 
 
 def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
-    """`state` with the leaves that mirror a parameter sharded as it is inside a replica.
+    """Shard the leaves of `state` that mirror a parameter as the parameter is inside a replica.
 
     Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
-    every device. A leaf mirrors a parameter if its path ends in the parameter's and its shape is
-    the parameter's, as in optax's states.
+    every device. A leaf mirrors a parameter if its path ends in the parameter's path and the shapes
+    are equal, as in optax's states.
 
     Args:
       state: one replica's state, under the replica axis.
-      layouts: of the parameters.
+      layouts: layouts of the parameters inside a replica, from `layouts_of`.
 
     Communication: none.
     """
@@ -374,6 +380,6 @@ def sharded_like(state: PyTree, layouts: Layouts) -> PyTree:
         return x
 
     mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in mesh.axis_types:  # there, types carry the layout already
+    if AxisType.Explicit in mesh.axis_types:  # types carry the layout already
         return state
     return jax.tree_util.tree_map_with_path(place, state)

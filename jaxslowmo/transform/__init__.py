@@ -1,4 +1,4 @@
-"""What transforms that exchange are made of, apart from their algorithms."""
+"""Building blocks of transforms that exchange, without the algorithms themselves."""
 
 from ._chain import Chain as Chain
 from ._chain import chain as chain

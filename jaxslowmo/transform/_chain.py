@@ -1,18 +1,19 @@
-"""Transforms joined, stacked states of them, and copies of the parameters that optimizers keep.
+"""Chains of transforms, their stacked states, and copies of the parameters in optimizers.
 
-Most optimizers read the parameters that they are given and remember gradients. Some keep
-parameters: COCOB computes every new value from the first one, schedule-free training from a
-sequence of its own. An exchange moves the parameters by d, and such an optimizer, which does not
-know, moves them back.
+Most optimizers read the parameters that they receive and store only gradients. Some store
+parameters: COCOB computes every new value from the initial one, schedule-free training from a
+sequence of points. An exchange changes the parameters by d. Such an optimizer does not know of the
+change and undoes it in its next step.
 
-An optimizer without weight decay does not care where the origin is: with all parameters that it
-knows shifted by d, its next step is the same step, from there. So an exchange is a shift of one
-replica's origin: copies that *stand for the replica's parameters* are shifted likewise, and what it
-has in store (momentum, bets, a point to come back to) keeps its meaning. Since the shifts of an
-average cancel, the mean of the copies over the replicas stays what it was, without communication.
+An optimizer without weight decay does not depend on the origin: with d added to all parameters that
+it stores, its next step is the same step from the new point. So an exchange is handled as a shift
+of one replica's origin. Copies that *stand for the replica's parameters* are shifted by d, too, and
+the rest of the state (momentum, bets, a point to return to) keeps its meaning. The shifts of an
+average sum to zero, so the mean of the copies over the replicas does not change, and nothing needs
+to be communicated.
 
-Other copies are *points to measure from*, such as the initial parameters of DoG, whose rate is the
-distance from there: they are the same on all replicas and stay where they are.
+Other copies are *reference points*, such as the initial parameters of DoG, whose learning rate is
+the distance from them. They are the same on all replicas and are not shifted.
 """
 
 from collections import Counter
@@ -47,8 +48,8 @@ from ._gradients import GradientTransform, joined, over_stages, spec_of
 from ._parameter_transform import ParameterTransform
 from ._spec import check_order, holds_state
 
-# By the class of a state: its fields that stand for the replica's own parameters, and move with
-# them, and those that something is measured from.
+# Maps the class of a state to its fields that stand for the replica's parameters and move with
+# them, and to its fields that are reference points.
 _MOVES: dict[type, tuple[str, ...]] = {}
 _STAYS: dict[type, tuple[str, ...]] = {}
 
@@ -56,17 +57,17 @@ _STAYS: dict[type, tuple[str, ...]] = {}
 def remembers_parameters(
     kind: type, *, moves: tuple[str, ...] = (), stays: tuple[str, ...] = ()
 ) -> None:
-    """Say which fields of an optimizer's state are copies of the parameters.
+    """Register the fields of an optimizer's state that are copies of the parameters.
 
-    For optimizers of your own; those of optax are known. `js.make_train_step(sync=...)` and
-    `js.chain` then add to the fields in `moves` what an exchange adds to the parameters.
+    Call it for your own optimizers; those of optax are registered. `js.make_train_step(sync=...)`
+    and `js.chain` then add to the fields in `moves` what an exchange adds to the parameters.
 
     Args:
-      kind: the state class, a NamedTuple, wherever it stands in the state of the optimizer.
-      moves: fields from which the optimizer computes where the parameters shall be: trees like the
+      kind: the state class, a NamedTuple, at any depth of the optimizer's state.
+      moves: names of fields from which the optimizer computes new parameters: trees like the
         parameters, in any floating dtype.
-      stays: fields that it measures from alone, such as the initial parameters as the origin of a
-        distance. They are left as they are.
+      stays: names of fields that are only reference points, such as the initial parameters from
+        which a distance is measured. An exchange does not change them.
 
     Raises:
       ValueError: `kind` is no NamedTuple or has no such fields, or a field is in both.
@@ -80,70 +81,70 @@ def remembers_parameters(
 
     Communication: none.
     """
-    known = getattr(kind, "_fields", None)
-    if known is None:
+    fields = getattr(kind, "_fields", None)
+    if fields is None:
         raise ValueError(f"remembers_parameters: `kind` must be a NamedTuple, got {kind!r}.")
-    wrong = [name for name in (*moves, *stays) if name not in known]
+    wrong = [name for name in (*moves, *stays) if name not in fields]
     if wrong or set(moves) & set(stays):
         raise ValueError(
             "remembers_parameters: `moves` and `stays` must name fields of "
-            f"{kind.__name__}, {list(known)}, each once; got moves={moves!r}, stays={stays!r}."
+            f"{kind.__name__}, {list(fields)}, each once; got moves={moves!r}, stays={stays!r}."
         )
     _MOVES[kind], _STAYS[kind] = tuple(moves), tuple(stays)
 
 
-def _know_optax() -> None:
-    """Those of optax and optax.contrib, as far as this version has them."""
-    known = {
+def _register_optax() -> None:
+    """Register the optimizers of optax and optax.contrib that the installed version has."""
+    copies = {
         # p = init_particles + bet.
         "COCOBState": (("init_particles",), ()),
         # p <- (1 - momentum) (x0 - s / sigma) + momentum p.
         "MadgradState": (("x0",), ()),
-        # z is the sequence that takes the steps; p lies between it and its average.
+        # z is the sequence that takes the steps; p is between it and its average.
         "ScheduleFreeState": (("z",), ()),
-        # Where the parameters return to after a step up the slope.
+        # The parameters return to the cache after a step that ascends.
         "SAMState": (("cache",), ()),
-        # Distances, or correlations with a distance, from the initial point set the rate.
+        # The rate depends on distances from the initial point, or on correlations with them.
         "DoGState": ((), ("init_params",)),
         "DoWGState": ((), ("init_params",)),
         "ProdigyState": ((), ("params0",)),
-        # p = x0 - s Delta, where Delta is computed anew from p in each update: it has what moved.
+        # p = x0 - s Delta; each update computes Delta from p, which includes the exchange.
         "MechanicState": ((), ("x0",)),
-        # Where the last gradient was taken; a secant is as long as the way to where the next is.
+        # The point of the last gradient; a secant must include the exchange up to the next point.
         "ScaleByLBFGSState": ((), ("params",)),
     }
-    for name, (moves, stays) in known.items():
+    for name, (moves, stays) in copies.items():
         kind = getattr(optax.contrib, name, None) or getattr(optax, name, None)
         if kind is not None and set(moves) | set(stays) <= set(kind._fields):
             remembers_parameters(kind, moves=moves, stays=stays)
 
 
-_know_optax()
+_register_optax()
 
 
 def has_origin(kind: type) -> bool:
-    """Whether a state class was said to hold a point to measure from, to which it may pull back."""
+    """Return whether a state class has a reference point, to which it may pull parameters back."""
     return bool(_STAYS.get(kind))
 
 
 def moving_states(state: PyTree) -> list[str]:
-    """The states in `state`, wrapped or not, that hold copies which must move: their classes."""
-    found = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
-    return sorted(type(x).__name__ for x in found)
+    """Return the class names of all states in `state`, at any depth, with copies that must move."""
+    states = [x for x in jax.tree.leaves(state, is_leaf=_moves) if _moves(x)]
+    return sorted(type(x).__name__ for x in states)
 
 
 def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """The state of an optimizer whose updates an exchange has changed.
+    """Return an optimizer's state whose copies of parameters follow a change by an exchange.
 
     Args:
-      state: of an optimizer, wrapped as one likes.
-      params: before the update.
+      state: the optimizer's state, which other transforms may wrap.
+      params: the parameters before the update.
       before: the optimizer's updates.
-      after: what the parameter transform made of them.
+      after: the updates that the parameter transform returned for them.
 
     Returns:
-      The state with `after - before` added to the copies that move; the state itself where there
-      are none.
+      The state with `after - before` added to the copies that move; `state` itself if it has no
+      such copies.
 
     Raises:
       ValueError: a copy that is no tree like the parameters.
@@ -154,24 +155,24 @@ def moved_copies(state: PyTree, params: PyTree, before: PyTree, after: PyTree) -
         return state
 
     def finite(d: jax.Array) -> jax.Array:
-        # Of parameters that are not finite nothing is to be learnt.
+        # A shift that is not finite would destroy the copies: leave them unchanged.
         return jnp.where(jnp.isfinite(d), d, jnp.zeros_like(d))
 
-    # As the dtypes of the parameters hold both.
+    # Subtract the new parameters as their dtypes round them, not the updates.
     old, new = (apply_exactly(params, updates) for updates in (before, after))
     return shifted_copies(state, jax.tree.map(finite, updates_to(old, new)))
 
 
 def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
-    """`state` with `shift`, a tree like the parameters, added to the copies that move."""
+    """Return `state` with `shift`, a tree like the parameters, added to the copies that move."""
 
     def shifted(x: Any) -> Any:
         if not _moves(x):
             return x
         fields, kind = x._asdict(), type(x)
-        moved = {n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _MOVES[kind]}
-        # Others may hold states of which copies move.
-        return x._replace(**moved, **{n: shifted_copies(y, shift) for n, y in fields.items()})
+        copies = {n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _MOVES[kind]}
+        # Other fields may hold inner states with copies that move.
+        return x._replace(**copies, **{n: shifted_copies(y, shift) for n, y in fields.items()})
 
     return jax.tree.map(shifted, state, is_leaf=_moves)
 
@@ -181,7 +182,7 @@ def _moves(x: Any) -> bool:
 
 
 def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
-    """Copies, of all parameters or of those that a mask leaves, moved."""
+    """Return `copies` plus `shift`; `copies` may be masked, as by `optax.masked`."""
 
     def one(copy: Any, d: Any) -> Any:
         if isinstance(copy, optax.MaskedNode):
@@ -190,7 +191,7 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
             raise ValueError
         return cast(added(cast(copy, jnp.promote_types(copy.dtype, d.dtype)), d), copy.dtype)
 
-    if not jax.tree.leaves(copies):  # as `optax.contrib.sam(opaque_mode=True)`
+    if not jax.tree.leaves(copies):  # `optax.contrib.sam(opaque_mode=True)` stores none
         return copies
     try:
         return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
@@ -202,44 +203,44 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
         ) from None
 
 
-# While somebody asks: states whose copies follow that chains of ours have made, by their classes.
+# Within `noting_followed`: class names of the states whose copies a `Chain` shifts, counted.
 _FOLLOWED: ContextVar[Counter[str] | None] = ContextVar("_FOLLOWED", default=None)
 
 
 class Chain(GradientTransform):
-    """Several transforms, one after the other, that can be told apart again. Made by `js.chain`.
+    """Several transforms, applied one after the other, that stay accessible. Made by `js.chain`.
 
     Attributes:
-      parts: the transforms; those of chains inside of it in their place.
-      spec: what those of them that say something of themselves say together.
+      parts: the transforms in order; a chain inside is replaced by its parts.
+      spec: the joined spec of the parts.
     """
 
     parts: tuple[optax.GradientTransformation, ...]
 
 
 def chain(*transforms: optax.GradientTransformation) -> Chain:
-    """`optax.chain` that keeps its parts: of optax, gradient and parameter transforms of ours.
+    """Chain gradient transforms, an optimizer and parameter transforms, and keep them accessible.
 
         tx = js.chain(
             js.all_reduce_gradients("replica"), optax.adamw(1e-3), js.local_sgd("replica")
         )
 
-    `js.make_train_step(loss_fn, tx, mesh=mesh)` takes it apart into `gradients`, `optimizer` and
-    `sync`; of an `optax.chain` it would not know what is in it.
+    `js.make_train_step(loss_fn, tx, mesh=mesh)` splits the chain into `gradients`, `optimizer` and
+    `sync`, which it cannot do with an `optax.chain`.
 
-    In a loop of one's own it is `optax.chain`, but for one thing. Optimizers that remember
-    parameters (`optax.contrib.cocob`, `madgrad`, `schedule_free`, `sam`) would take back what a
-    parameter transform behind them has moved. In this chain their copies move along, as with
-    `js.make_train_step(sync=...)`.
+    In your own loop it differs from `optax.chain` in one way. Optimizers that remember parameters
+    (`optax.contrib.cocob`, `madgrad`, `schedule_free`, `sam`) would undo the exchange of a
+    parameter transform that follows them. In this chain their copies of the parameters follow the
+    exchange, as with `js.make_train_step(sync=...)`.
 
     Args:
-      *transforms: gradient transforms, optimizer, and last any `js.ParameterTransform`, or several,
-        such as one per axis.
+      *transforms: gradient transforms, an optimizer, and last one or several
+        `js.ParameterTransform`s, such as one per axis.
 
     Returns:
       An optax transform whose state is that of `optax.chain` of its parts; with a parameter
-      transform `update` needs `params`. It passes on what else it is given. It may stand in other
-      transforms, such as `optax.masked`.
+      transform `update` needs `params`. It passes extra arguments on to its parts. Other
+      transforms, such as `optax.masked`, may wrap it.
 
     Raises:
       ValueError: something that is no optax transform.
@@ -249,7 +250,7 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     if wrong := [x for x in transforms if not (hasattr(x, "init") and hasattr(x, "update"))]:
         raise ValueError(f"chain: `transforms` must be optax transforms, got {wrong[0]!r}.")
     parts = [part for x in transforms for part in (x.parts if isinstance(x, Chain) else (x,))]
-    # Copies follow what the parameter transforms at the end have done together.
+    # Copies follow the joint change by all parameter transforms at the end.
     count = len(parts)
     while count and isinstance(parts[count - 1], ParameterTransform):
         count -= 1
@@ -269,35 +270,35 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
             transforms: list[optax.GradientTransformationExtraArgs], updates: PyTree, states: PyTree
         ) -> tuple[PyTree, PyTree]:
             after = []
-            for transform, own in zip(transforms, states, strict=True):
-                updates, new = transform.update(updates, own, params, **extra)
+            for transform, part_state in zip(transforms, states, strict=True):
+                updates, new = transform.update(updates, part_state, params, **extra)
                 after.append(new)
             return updates, tuple(after)
 
-        own, states = run(first, updates, state[:count])
+        steps, states = run(first, updates, state[:count])
         if not last:
-            return own, states
-        updates, after = run(last, own, state[count:])
-        own = unless_idle(own, check_weight("chain", extra.get("weight")))
-        return updates, (*moved_copies(states, params, own, updates), *after)
+            return steps, states
+        updates, after = run(last, steps, state[count:])
+        steps = unless_idle(steps, check_weight("chain", extra.get("weight")))
+        return updates, (*moved_copies(states, params, steps, updates), *after)
 
-    # The spec of each part reads its own part of the state, as `update` does.
-    made = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
-    made.parts = tuple(parts)
-    return made
+    # The joined spec reads the state part by part, as `update` does.
+    joined_chain = Chain(init_fn, update_fn, joined([spec_of(part) for part in parts]))
+    joined_chain.parts = tuple(parts)
+    return joined_chain
 
 
 def noting_followed() -> AbstractContextManager[Counter[str]]:
-    """State classes whose copies follow, of the states that are made meanwhile."""
+    """Make `note_followed` count state classes within the block, in the counter that it yields."""
     return setting(_FOLLOWED, Counter())
 
 
 def note_followed(states: PyTree) -> None:
-    """Take note of states that are being made, in which the copies of parameters will follow."""
-    found = _FOLLOWED.get()
-    # What an exchange among them has moved, they do not follow.
-    if found is not None and not holds_state(states, "parameters"):
-        found.update(moving_states(states))
+    """Count the classes of new states whose copies of parameters will follow exchanges."""
+    counter = _FOLLOWED.get()
+    # Copies do not follow an exchange by a transform that is among these states itself.
+    if counter is not None and not holds_state(states, "parameters"):
+        counter.update(moving_states(states))
 
 
 def init(
@@ -307,10 +308,9 @@ def init(
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
 ) -> PyTree:
-    """The state of `tx` for stacked parameters, made inside the mapped axes.
+    """Make the state of `tx` for stacked parameters, inside the mapped axes.
 
-    Transforms that shard their state over replicas cannot be initialised outside of the axis;
-    here they can.
+    Transforms that shard their state over replicas can only be initialised inside the axis.
 
     Args:
       tx: any optax transform or chain.
@@ -336,17 +336,18 @@ def init(
     placed = on_mesh(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
     over = (mesh, axis_name, automatic, layouts_of(placed) if automatic else ())
-    tx_init = tx.init  # held while it runs: a bound method, as of optax.MultiSteps, is made anew
+    # `kept_with` refers to it weakly, and a bound method, as of optax.MultiSteps, is a new object.
+    tx_init = tx.init
     return kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
-    """Warn of optimizers that take back what a parameter transform behind them does."""
-    found = sorted(Counter(moving_states(state)) - followed)
-    if found and holds_state(state, "parameters"):
+    """Warn of optimizers that undo the exchange of a parameter transform that follows them."""
+    names = sorted(Counter(moving_states(state)) - followed)
+    if names and holds_state(state, "parameters"):
         warn_user(
-            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(found)}) and a "
-            "parameter transform: it takes back what that moves. Make the chain by js.chain, whose "
+            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}) and a "
+            "parameter transform, whose exchange it undoes. Make the chain by js.chain, whose "
             "copies move along, or pass the two as `optimizer` and `sync` of js.make_train_step."
         )
 
@@ -378,7 +379,7 @@ def _init_fn(
 
 
 def _check_equal_inside(state: PyTree, allowed: set[str]) -> None:
-    """State is stacked over replicas: one copy for all devices of a replica."""
+    """Raise `ValueError` for state that differs inside a replica, where one copy is kept."""
     wrong = {
         name: axes
         for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)

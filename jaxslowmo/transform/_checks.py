@@ -1,4 +1,4 @@
-"""What updates of transforms are checked for."""
+"""Checks of the arguments, states and layouts that updates of transforms receive."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -29,17 +29,17 @@ from ._replica_exchange import Exchange
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
-    """`updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
+    """Return `updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
     if weight is None:
         return updates
-    # Selected, not multiplied: 0 * NaN is NaN.
+    # Select instead of multiplying: 0 * NaN is NaN.
     alive = weight > 0
     return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
 
 
 def require_bound(owner: str, over: Exchange) -> None:
-    """At trace time: raise `ValueError` unless its axes are bound, and no name is in both."""
-    # Asked first, since a collective over an unbound axis dies with an empty AssertionError.
+    """Raise `ValueError` unless all axes are bound, and local axes differ from replica axes."""
+    # A collective over an unbound axis would fail with an empty AssertionError.
     require_axes(owner, "axis_name", over.axis_name)
     if over.local_axis_name is None:
         return
@@ -58,7 +58,7 @@ _OUTER_AXES: ContextVar[frozenset[str] | None] = ContextVar("_OUTER_AXES", defau
 
 @contextmanager
 def setting(variable: ContextVar[Any], value: _Value) -> Iterator[_Value]:
-    """Set a context variable to a value, which is yielded, and back at the end."""
+    """Run the block with a context variable set to `value`, which is yielded."""
     token = variable.set(value)
     try:
         yield value
@@ -67,29 +67,30 @@ def setting(variable: ContextVar[Any], value: _Value) -> Iterator[_Value]:
 
 
 def layouts_known() -> AbstractContextManager[bool]:
-    """Around what reads layouts off the arrays itself, and says itself what it cannot mend."""
+    """Make no `LayoutNotice` warn within the block, whose caller reads layouts from the arrays."""
     return setting(_LAYOUTS_KNOWN, True)
 
 
 def inside(axes: Iterable[str]) -> AbstractContextManager[frozenset[str]]:
-    """Around the exchange of a transform inside another one over `axes`.
+    """Run the exchange of an inner transform, wrapped by one over `axes`, within the block.
 
-    What that one has checked and warned about is not for the inner one to say again.
+    The inner one then omits checks and warnings that the outer one has done already.
     """
     return setting(_OUTER_AXES, (_OUTER_AXES.get() or frozenset()) | frozenset(axes))
 
 
 @dataclass
 class LayoutNotice:
-    """A warning where exchanges gather leaves because nobody told how these are sharded.
+    """A warning that exchanges gather leaves because their shardings are unknown.
 
-    Types do not tell over Auto axes. `js.init` leaves those to the compiler over which leaves are
-    sharded, and no others, so it shows; in a loop that made its state otherwise they may be whole.
+    Over Auto axes types do not show how leaves are sharded. `js.init` makes exactly those axes
+    automatic over which leaves are sharded, so at `init` the warning is certain. In a loop that
+    made its state without `js.init`, leaves may be whole over an automatic axis.
 
     Attributes:
-      owner: public name, for messages.
-      over: what is exchanged over.
-      warn: issues a warning once.
+      owner: public name of the transform, for messages.
+      over: axes and layout of the exchange.
+      warn: function that issues a warning once.
     """
 
     owner: str
@@ -98,22 +99,22 @@ class LayoutNotice:
     _seen_by_init: bool = field(default=False, init=False)
 
     def at_init(self) -> None:
-        """Called where a state is made."""
+        """Warn if `init`, where this is called, shows that leaves may be sharded."""
         if not _LAYOUTS_KNOWN.get():
             self._seen_by_init |= bool(jax.sharding.get_abstract_mesh().manual_axes)
-            self._look()
+            self._warn_of_gathers()
 
     def at_update(self) -> None:
-        """Called where an update is traced."""
+        """Warn if `update`, where this is called, is the first to show that they may be."""
         if not (self._seen_by_init or _LAYOUTS_KNOWN.get()):
-            self._look()
+            self._warn_of_gathers()
 
-    def _look(self) -> None:
+    def _warn_of_gathers(self) -> None:
         if self.over.param_specs is not None:
             return
         mesh = jax.sharding.get_abstract_mesh()
         types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        # Outside of shard_map, as under vmap, nothing is a block of one device.
+        # Outside of shard_map, and under vmap, arrays are no blocks of one device.
         automatic = [name for name, kind in types if kind == AxisType.Auto and mesh.manual_axes]
         if wide := [name for name in automatic if mesh.shape[name] > 1]:
             self.warn(
@@ -124,15 +125,15 @@ class LayoutNotice:
 
 
 def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
-    """At trace time: the new parameters differ between replicas, by their types.
+    """Raise `ValueError` for new parameters whose types say that they are equal on all replicas.
 
-    Where they do not, the gradients were summed over the replicas by jax: `shard_map` with its
-    default check does that for parameters that are equal over an axis.
+    For parameters that are equal over an axis, `shard_map` with its default check sums gradients
+    over that axis.
     """
     tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
     if not tracked:
         return
-    # An update that varies is enough: the new parameters then do.
+    # If an update varies, so do the new parameters.
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
     missing = {
         i: ", ".join(map(repr, axes))
@@ -140,7 +141,7 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
     }
     if missing:
-        # Names of thousands of leaves take their time: only for a message.
+        # Naming thousands of leaves is slow, so it is done for a message only.
         names = leaf_names(params)
         wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
@@ -174,14 +175,14 @@ def _described(form: _Form) -> str:
 
 
 def check_weight(owner: str, weight: Any) -> jax.Array | None:
-    """`weight` as a () float32 array, or None.
+    """Return `weight` as a () float32 array, or None.
 
     Raises:
-      ValueError: not a real scalar; a number below 0 or not finite, where that is known.
+      ValueError: not a real scalar, or a Python number that is below 0 or not finite.
     """
     if weight is None:
         return None
-    # Traced values are checked by type; of numbers the value is known, too.
+    # Arrays are checked by type, since their values may be traced.
     shape, dtype = jnp.shape(weight), jnp.result_type(weight)
     if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
         raise ValueError(
@@ -195,21 +196,21 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
 
 @dataclass(frozen=True, eq=False)
 class CheckedStep:
-    """The functions of a parameter transform around its step.
+    """The functions of a parameter transform, which check arguments before they call its step.
 
     Attributes:
-      owner: public name, for messages.
-      make: makes the state.
-      like_make: as `make`, of which only types matter, where that is sooner traced.
-      step: see `js.parameter_transform`.
-      over: likewise.
-      events: the names that a phase may hold; None leaves that to a transform inside.
-      notice: where it packs leaves.
-      warn: issues a warning once.
-      widens: whether the step is given updates of half-precision leaves as float32. The package's
-        own steps do that where nothing is due: done before the optimizer's arithmetic has ended,
-        the compiler would leave its last rounding out.
-      forms: what `make` makes, for each kind of parameters that was looked at.
+      owner: public name of the transform, for messages.
+      make: function that makes the state.
+      like_make: function with the result types of `make` that traces faster, or `make`.
+      step: the `step` of `js.parameter_transform`.
+      over: the `over` of `js.parameter_transform`.
+      events: the names that a phase may hold; None leaves the check to an inner transform.
+      notice: warning about unknown layouts; None for a transform that does not pack leaves.
+      warn: function that issues a warning once.
+      widens: whether updates of half-precision leaves are cast to float32 for the step. Steps of
+        this package cast by themselves, in updates where nothing is due: if the cast came earlier,
+        the compiler would merge it with the optimizer's arithmetic and omit the last rounding.
+      forms: types of the state that `make` returns, by the types of the parameters.
     """
 
     owner: str
@@ -224,12 +225,12 @@ class CheckedStep:
     forms: dict[Hashable, _Form] = field(default_factory=dict)
 
     def init(self, params: PyTree) -> PyTree:
-        """The state of given parameters."""
+        """Make the state of `params`."""
         check_floating(self.owner, params)
         if self.notice is not None:
             self.notice.at_init()
         state = self.make(params)
-        # Where the axes are bound an update need not ask again what the state should be.
+        # With bound axes this is the state that updates expect, so `check_state` need not trace.
         if all(map(is_bound, self._axes())):
             self.forms[self._kind(params)] = _form(state)
         return state
@@ -237,7 +238,7 @@ class CheckedStep:
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        """As optax calls it."""
+        """Return new updates and the new state, with the signature of optax."""
         updates, _, state = self.exchange(updates, [], state, params, **extra)
         return updates, state
 
@@ -253,14 +254,14 @@ class CheckedStep:
         phase: Phase | None = None,
         **extra: Any,
     ) -> tuple[PyTree, list[jax.Array], PyTree]:
-        """See `ExchangeSpec.exchange`."""
-        # Cheap checks first, and none that needs the axis before it is known to be bound.
+        """Exchange as `ExchangeSpec.exchange` says."""
+        # Cheap checks come first, and checks that need an axis after the check that it is bound.
         self.check_arguments(params, phase)
         outer = _OUTER_AXES.get()
         for group in self.over:
             require_bound(self.owner, group)
             names = axis_names(group.axis_name)
-            # An outer one over these axes has warned.
+            # An outer transform over these axes has warned already.
             if axis_size(names) == 1 and not set(names) <= (outer or frozenset()):
                 axis = repr(names[0] if len(names) == 1 else names)
                 self.warn(
@@ -269,20 +270,20 @@ class CheckedStep:
         if self.notice is not None:
             self.notice.at_update()
         share = check_weight(self.owner, weight)
-        # The one around it has looked at the whole state, and at updates of idle replicas.
+        # An outer transform has checked the whole state and zeroed the updates of idle replicas.
         if outer is None:
             self.check_state(state, params)
             updates = unless_idle(updates, share)
-        if self.widens:  # half precision could not hold the way to given parameters
+        if self.widens:  # parameters + updates must reach any value, which half precision cannot
             updates = widen_updates(updates)
         check_varying(self.owner, params, updates, self.over[-1].axis_name)
-        now = {"communicate": communicate, "weight": share, "phase": phase}
-        updates, others, after = self.step(updates, others, state, params, **now, **extra)
-        # The types stay as they were, so that an update can be the body of a loop.
+        options = {"communicate": communicate, "weight": share, "phase": phase}
+        updates, others, after = self.step(updates, others, state, params, **options, **extra)
+        # The types of the state do not change, so that an update can be the body of a loop.
         return updates, others, match_varying(after, state)
 
     def check_arguments(self, params: PyTree | None, phase: object) -> None:
-        """Raise `ValueError` for parameters that are missing or not floating, or another phase."""
+        """Raise `ValueError` for missing or non-floating parameters, or for an unknown phase."""
         if params is None:
             raise ValueError(
                 f"{self.owner} moves parameters and needs them: call `update(updates, state, "
@@ -298,25 +299,25 @@ class CheckedStep:
         check_floating(self.owner, params)
 
     def check_state(self, state: PyTree, params: PyTree) -> None:
-        """At trace time: raise `ValueError` for the state of another transform or configuration."""
+        """Raise `ValueError` for the state of another transform or configuration, by its types."""
         kind = self._kind(params)
         if kind not in self.forms:
-            # A state that was restored, or made by another object: what it should be is traced.
+            # A state that was restored or made by another object: trace what it should be.
             self.forms[kind] = _form(jax.eval_shape(self.like_make, params))
-        wanted, found = self.forms[kind], _form(state)
-        if found != wanted:
+        expected, actual = self.forms[kind], _form(state)
+        if actual != expected:
             raise ValueError(
                 f"{self.owner}: `state` must be what this transform's `init` makes for these "
-                f"parameters, {_described(wanted)}, got {_described(found)}: was it made by "
+                f"parameters, {_described(expected)}, got {_described(actual)}: was it made by "
                 "another transform, or with other arguments?"
             )
 
     def _axes(self) -> tuple[str, ...]:
-        everyone = self.over[-1]
-        return (*axis_names(everyone.axis_name), *axis_names(everyone.local_axis_name or ()))
+        largest = self.over[-1]
+        return (*axis_names(largest.axis_name), *axis_names(largest.local_axis_name or ()))
 
     def _kind(self, params: PyTree) -> Hashable:
-        # Shards of leaves that are sharded inside a replica depend on the mesh, too.
+        # For leaves that are sharded inside a replica the state's shards depend on the mesh, too.
         mesh = jax.sharding.get_abstract_mesh()
-        sizes = tuple(map(axis_size, self._axes()))  # under vmap no mesh tells them
+        sizes = tuple(map(axis_size, self._axes()))  # under vmap the mesh does not have these axes
         return _form(params), sizes, mesh, specs_key(typed_specs(params))

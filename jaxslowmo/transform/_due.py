@@ -1,4 +1,4 @@
-"""When an exchange is due, on the host and inside the program, and conditionals of what runs."""
+"""Schedules of exchanges, on the host and inside the program, and conditionals that run them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +20,13 @@ from ..tracing import collective_axes
 
 @dataclass(frozen=True)
 class Every:
-    """Every `k`-th update. Made by `every`; call it with t, the 1-based number of the update.
+    """A schedule of every `k`-th update. Made by `every`; call it with the update's number t >= 1.
 
     Attributes:
       k: period in updates.
-      start: updates before the schedule begins.
-      offset: shift of the first due update after `start`.
-      before: whether updates up to `start` are due, `"none"` or `"all"`.
+      start: number of updates before the schedule begins.
+      offset: number of updates by which due updates after `start` are shifted.
+      before: which of the updates up to `start` are due, `"none"` or `"all"`.
     """
 
     k: int
@@ -37,18 +37,18 @@ class Every:
     def __post_init__(self) -> None:
         for name, least in {"k": 1, "start": 0, "offset": None}.items():
             number = checked_int(f"`{name}` counts updates and", getattr(self, name), least)
-            object.__setattr__(self, name, number)  # as plain ints, whatever they were
+            object.__setattr__(self, name, number)  # convert NumPy integers to int
         if self.before not in ("none", "all"):
             raise ValueError(f'`before` must be "none" or "all", got {self.before!r}.')
 
     def __call__(self, t: Any) -> Any:
-        """Whether update `t` is due: a bool for an int, an array for an array of integers."""
+        """Return whether update `t` is due: a bool for an int, an array for an integer array."""
         start, shifted = self.start, self.start + self.offset
-        # The same answer for an int on the host and for a counter in the program.
+        # An int on the host and a counter in the program must give the same answer.
         if isinstance(t, int):
             is_met = (t - shifted) % self.k == 0
         else:
-            start = min(start, int(np.iinfo(t.dtype).max))  # decides the same of all that t can be
+            start = min(start, int(np.iinfo(t.dtype).max))  # no value of t is beyond that
             is_met = _is_congruent(t, shifted, self.k)
         running = (t > start) & is_met
         if self.before == "all":
@@ -56,33 +56,33 @@ class Every:
         return running
 
     def times(self, t: int) -> int:
-        """How many of the updates 1 to `t` are due, on the host."""
-        # Up to `start` all or none; after it as many as multiples of k between the shifted ends.
+        """Return, on the host, how many of the updates 1 to `t` are due."""
+        # Up to `start` all or none are due, after it one per multiple of k between shifted ends.
         first = min(t, self.start) if self.before == "all" else 0
         running = max(0, t - self.start)
         return first + (running - self.offset) // self.k - (-self.offset) // self.k
 
     @property
     def is_plain(self) -> bool:
-        """Due exactly when t is a multiple of k."""
+        """True if the due updates are exactly the multiples of k."""
         return self.before == "none" and (self.start + self.offset) % self.k == 0 == self.start
 
 
 def every(
     k: int, start: int = 0, offset: int = 0, before: Literal["none", "all"] = "none"
 ) -> Every:
-    """A schedule for `sync_every`: due when t > start and (t - start - offset) % k == 0.
+    """Return a schedule for `sync_every`: due if t > start and (t - start - offset) % k == 0.
 
     Args:
       k: period in updates, >= 1.
-      start: number of updates before it begins, >= 0. Post-local SGD is
+      start: number of updates before the schedule begins, >= 0; the default is 0. Post-local SGD is
         `every(k, start=s, before="all")`: exchange at every update up to s, then every k-th.
-      offset: shifts the due updates after `start` by this many.
-      before: `"none"` or `"all"` updates up to `start` are due.
+      offset: number of updates by which due updates after `start` are shifted; the default is 0.
+      before: which of the updates up to `start` are due, `"none"` (the default) or `"all"`.
 
     Returns:
-      An `Every`: callable with t = 1, 2, ..., as int on the host or as array in a program;
-      hashable.
+      An `Every`: hashable, and callable with t = 1, 2, ..., an int on the host or an array in a
+      program.
 
     Raises:
       ValueError: k < 1, start < 0, another `before`, or values that are no ints.
@@ -99,62 +99,61 @@ def every(
 
 
 def as_schedule(period: int | Every, argument: str = "sync_every") -> Every:
-    """`period` as a schedule; `ValueError` naming `argument` for periods below 1."""
+    """Return `period` as a schedule; raise `ValueError` naming `argument` for periods below 1."""
     if isinstance(period, Every):
         return period
     return Every(checked_int(f"`{argument}` counts updates and", period, 1))
 
 
-_SCAN = 2**16  # instants looked at per schedule; exact for all periods up to that
+_SCAN = 2**16  # number of instants per schedule; all combinations are found for periods up to that
 
 
 def instants(schedules: Iterable[Every]) -> list[int]:
-    """Updates t among which every combination of due schedules that occurs is found.
+    """Return numbers of updates among which every combination of due schedules occurs.
 
-    A whole cycle is at most as long as the product of the periods (of their least common multiple,
-    where no schedule holds up another, as the slow step does a base that counts its exchanges),
-    which may be huge; so beside its beginning only the due updates of each schedule and their
-    successors are listed.
+    A cycle may be as long as the product of the periods, which may be huge. So only its beginning,
+    and the due updates of each schedule with their successors, are listed. (It is the least common
+    multiple of the periods unless one schedule delays another, as the slow step delays a base
+    transform that counts its exchanges.)
     """
-    # The product, not the least common multiple: one schedule may hold another one up.
-    known = list(schedules)
-    cycle = math.prod(s.k for s in known)
-    begin = max((s.start + abs(s.offset) for s in known), default=0)
-    found = set(range(1, min(begin + cycle, _SCAN) + 1))
-    for s in known:
+    schedules = list(schedules)
+    cycle = math.prod(s.k for s in schedules)
+    begin = max((s.start + abs(s.offset) for s in schedules), default=0)
+    updates = set(range(1, min(begin + cycle, _SCAN) + 1))
+    for s in schedules:
         first = s.start + s.offset % s.k
         due = range(first, first + s.k * min(cycle // s.k + 1, _SCAN), s.k)
-        found.update(t for d in due for t in (d, d + 1) if t >= 1)
-    return sorted(found)
+        updates.update(t for d in due for t in (d, d + 1) if t >= 1)
+    return sorted(updates)
 
 
 def _is_congruent(t: Any, shift: int, k: int) -> Any:
-    """`(t - shift) % k == 0` for an array of integers and ints that it may be too narrow for."""
+    """Return `(t - shift) % k == 0` for an integer array whose dtype may not hold the ints."""
     least, most = np.iinfo(t.dtype).min, np.iinfo(t.dtype).max
     first = shift % k
     if k <= most:
         return t % k == first
-    # All of its values lie within one period on either side of 0.
-    found = t != t  # nowhere
+    # All values of the dtype are within one period on either side of 0.
+    is_congruent = t != t  # False everywhere
     for candidate in (first - k, first):
         if least <= candidate <= most:
-            found = found | (t == candidate)
-    return found
+            is_congruent = is_congruent | (t == candidate)
+    return is_congruent
 
 
 Communicate = bool | jax.Array
 
 
 def increment(count: jax.Array) -> jax.Array:
-    """`count + 1`, staying at the largest int32."""
+    """Return `count + 1`, or `count` if that is the largest int32."""
     return jnp.asarray(optax.safe_increment(count))
 
 
 def phase_scope(event: str) -> Any:
-    """Named scope around the exchange of an event, by which `js.comm_report` knows it.
+    """Return a named scope for the exchange of an event, which `js.comm_report` recognises.
 
     Args:
-      event: its name, as phases hold it.
+      event: name of the event, as in phases.
 
     Returns:
       A context manager.
@@ -165,8 +164,8 @@ def phase_scope(event: str) -> Any:
 
 
 def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
-    """`a or b`, a bool where that is static."""
-    # Not `or`: an array of which the value is not known has no truth.
+    """Return `a or b`: a bool where that is static, else an array."""
+    # Python's `or` would need the truth value of a traced array.
     return b if a is False else True if a is True or b is True else a | b
 
 
@@ -177,14 +176,14 @@ def is_due(
     communicate: Communicate,
     phase: Phase | None,
 ) -> bool | jax.Array:
-    """Whether an event runs in this update.
+    """Return whether an event runs in this update.
 
     Args:
-      event: its name, as phases hold it.
-      schedule: when it is due.
+      event: name of the event, as in phases.
+      schedule: schedule of the event.
       count: () int32, the number of this update, from 1.
-      communicate: as `update` of a parameter transform is given it.
-      phase: likewise; None leaves it to the schedule.
+      communicate: the argument of the parameter transform's `update`; False skips the event.
+      phase: the argument of the parameter transform's `update`; None leaves it to the schedule.
 
     Returns:
       A bool where that is static, else a () bool array.
@@ -195,7 +194,7 @@ def is_due(
 
 
 def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
-    """`due and communicate`, a bool where that is static."""
+    """Return `due and communicate`: a bool where that is static, else an array."""
     if communicate is True or due is False:
         return due
     return False if communicate is False else jnp.logical_and(due, communicate)
@@ -207,65 +206,65 @@ def run_if(
     otherwise: Callable[[PyTree], PyTree],
     operand: PyTree,
 ) -> PyTree:
-    """`exchange(operand)` if `due` else `otherwise(operand)`, as a `lax.cond` where undecided.
+    """Return `exchange(operand)` if `due`, else `otherwise(operand)`; a `lax.cond` if traced.
 
-    A branch may have collectives where `due` is equal on all replicas, as it is where it comes from
-    the counter; under vmap it stays a cond.
+    Branches may have collectives if `due` is equal on all replicas, as it is if computed from the
+    counter. Under vmap the conditional stays a cond.
 
     Args:
-      due: whether to exchange: a bool, of which the program holds that branch alone, or a () bool
-        array, as `js.is_due` returns it.
+      due: whether to exchange: a bool, for which the program holds only one of the branches, or a
+        () bool array, as `js.is_due` returns it.
       exchange: function of the operand.
-      otherwise: likewise, with results of the same shapes and dtypes. Over which axes these vary
-        may differ: the result of a mean varies over fewer.
+      otherwise: function of the operand, with results of the same shapes and dtypes. The axes over
+        which results vary may differ: the result of a mean varies over fewer.
       operand: tree of arrays.
 
     Returns:
-      What the function returned.
+      The result of the function that ran.
 
-    Communication: that of the function which runs.
+    Communication: that of the function that runs.
     """
-    # Static: the program holds one of the two, and no conditional.
     if isinstance(due, bool):
         return exchange(operand) if due else otherwise(operand)
-    # Not a select: collectives must not run where nothing is due.
-    (run, leave), axes = _alike([exchange, otherwise], operand)
+    # A select would run the collectives of both branches in every update.
+    (run, leave), axes = _with_equal_types([exchange, otherwise], operand)
     return lax.cond(uniform(due, axes), run, leave, operand)
 
 
 def run_one_of(
     index: int | jax.Array, branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
 ) -> PyTree:
-    """`branches[index](operand)`, as a `lax.switch` where that is undecided; see `run_if`."""
+    """Return `branches[index](operand)`; a `lax.switch` if `index` is traced. See `run_if`."""
     if len(branches) == 1:
-        index = 0  # whatever the counter says
+        index = 0  # no switch, even if the index is traced
     if isinstance(index, int):
         return branches[index](operand)
-    alike, axes = _alike(branches, operand)
-    return lax.switch(uniform(index, axes), alike, operand)
+    cast_branches, axes = _with_equal_types(branches, operand)
+    return lax.switch(uniform(index, axes), cast_branches, operand)
 
 
-def _alike(
+def _with_equal_types(
     branches: Sequence[Callable[[PyTree], PyTree]], operand: PyTree
 ) -> tuple[list[Callable[[PyTree], PyTree]], frozenset[str]]:
-    """Branches that agree in what their results vary over, and the axes over which they exchange.
+    """Return branches whose results vary over equal axes, and the axes of their collectives.
 
-    A mean varies over less than others. Each branch is run once: the conditional finds it in the
-    cache of `jax.jit`. Run twice per cond, branches would run four times in a cond inside a cond.
+    The result of a mean varies over fewer axes than that of other branches. Each branch is traced
+    once: the conditional finds the trace in the cache of `jax.jit`. With two traces per branch, a
+    cond inside a cond would trace its branches four times.
     """
-    # Inlined: the program is as if the branch stood there.
+    # `inline` adds no call to the program.
     jitted = [jax.jit(branch, inline=True) for branch in branches]
     jaxprs = [branch.trace(operand).jaxpr for branch in jitted]
     exchanged = frozenset[str]().union(*map(collective_axes, jaxprs))
-    # Of each result, the axes that it varies over in any branch: all are cast to those.
+    # Each result is cast to the union of the axes that it varies over in any branch.
     types = [[varying_axes(aval) for aval in jaxpr.out_avals] for jaxpr in jaxprs]
-    # Joined once: graphs can have hundreds of rounds, a branch each.
+    # Compute unions once: gossip graphs can have hundreds of rounds, with a branch for each.
     axes = [frozenset[str]().union(*each) for each in zip(*types, strict=True)]
 
-    def alike(
-        branch: Callable[[PyTree], PyTree], own: list[frozenset[str]]
+    def with_casts(
+        branch: Callable[[PyTree], PyTree], branch_axes: list[frozenset[str]]
     ) -> Callable[[PyTree], PyTree]:
-        missing = [wanted - has for wanted, has in zip(axes, own, strict=True)]
+        missing = [wanted - has for wanted, has in zip(axes, branch_axes, strict=True)]
         if not any(missing):
             return branch
 
@@ -275,23 +274,24 @@ def _alike(
 
         return cast
 
-    return [alike(*each) for each in zip(jitted, types, strict=True)], exchanged
+    return [with_casts(*each) for each in zip(jitted, types, strict=True)], exchanged
 
 
-def isolated(fn: Callable[..., PyTree], known: jax.Array, *operands: PyTree) -> PyTree:
-    """`fn(*operands)`, on CPU compiled by itself.
+def isolated(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) -> PyTree:
+    """Return `fn(*operands)`; on CPU the compiler cannot fuse it with its surroundings.
 
-    Compilers join operations with those before and behind them, and where they multiply and add in
-    one instruction is then another place, and the last bit another. What stands in a conditional is
-    not joined with anything outside. A barrier is forgotten too soon (jax 0.10); and on devices
-    where work and exchanges overlap a conditional would keep them apart, so there is none.
+    XLA fuses operations with those before and after them. That changes where it multiplies and adds
+    in one instruction, and so the last bit of results. It does not fuse across a conditional, so
+    `fn` becomes a branch of one. (XLA removes an optimization barrier too early, jax 0.10.) On
+    other platforms, where work and exchanges may overlap, a conditional would prevent the overlap,
+    so `fn` is called directly.
 
     Args:
       fn: function of the operands.
-      known: some array, whatever it holds.
-      *operands: of `fn`.
+      source: array of any values, from which the predicate is computed; see `unseen_zero`.
+      *operands: arguments of `fn`.
 
-    Communication: that of `fn`.
+    Communication: only that of `fn`.
     """
     if jax.default_backend() != "cpu":
         return fn(*operands)
@@ -302,11 +302,11 @@ def isolated(fn: Callable[..., PyTree], known: jax.Array, *operands: PyTree) -> 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return match_varying(zeros, shapes)
 
-    return lax.cond(unseen_zero(known) == 0, fn, never, *operands)
+    return lax.cond(unseen_zero(source) == 0, fn, never, *operands)
 
 
 def unseen_zero(x: jax.Array) -> jax.Array:
-    """() int32: 0, computed from the bits of `x` in a way that no compiler sees through.
+    """Return 0 as () int32, computed from the bits of `x` so that no compiler can simplify it.
 
     Communication: none.
     """

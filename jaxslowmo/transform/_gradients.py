@@ -1,4 +1,4 @@
-"""Gradient transforms: optax's pair, and what one says of itself to others and to the step."""
+"""Gradient transforms: an optax transform with a `GradientSpec` that describes what it does."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ TAKEN = frozenset({"weight", "ready_order", "param_specs", "validation", "finite
 
 
 class Reduction(NamedTuple):
-    """One way in which an update may reduce gradients.
+    """A reduction of gradients that an update may do.
 
     Attributes:
       axes: mapped axes that it reduces over.
-      due: whether the coming update does: a bool where that is static, else a () bool array that is
-        equal on all replicas.
+      due: whether the next update does it: a bool where that is static, else a () bool array that
+        is equal on all replicas.
     """
 
     axes: tuple[str, ...]
@@ -36,27 +36,27 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradientSpec:
-    """What a gradient transform says, beside optax's pair, to other transforms and to the step.
+    """A description of a gradient transform, for other transforms and for the training step.
 
     Attributes:
       axes: names of the mapped axes over which some update reduces gradients.
-      due: `due(state)`: whether the coming update reduces, from the state of one replica before it:
+      due: `due(state)`: whether the next update reduces, from the state of one replica before it:
         a bool, or a () bool array that is equal on all replicas.
-      takes: which of "weight", "ready_order", "param_specs", "validation", "finite" and "unscaled"
-        its `update` listens to.
-      clips: whether it clips.
+      takes: the extra arguments that its `update` uses, out of "weight", "ready_order",
+        "param_specs", "validation", "finite" and "unscaled".
+      clips: whether it clips gradients.
       skips: whether it may drop an update.
-      returns_updates: whether it holds an optimizer, so that what it returns are updates of
-        parameters, and no gradients any more.
-      of_rows: whether gradients of rows of tables may be beside those of dense parameters, which it
-        then treats alike.
-      reductions: `reductions(state)`: all ways in which updates reduce, one after the other, as
-        pairs (axes, due). None: over `axes` where `due`.
-      unknown: `unknown(state)`: the states of transforms that it holds and that say nothing of
-        themselves, such as those of optax.
+      returns_updates: whether it holds an optimizer, so that it returns updates of parameters
+        instead of gradients.
+      of_rows: whether it accepts gradients of rows of tables together with those of dense
+        parameters, and treats both in the same way.
+      reductions: `reductions(state)`: all reductions of an update in order, as pairs (axes, due).
+        None: one over `axes` if `due`.
+      unknown: `unknown(state)`: the states of inner transforms without a spec, such as those of
+        optax.
 
     Raises:
-      ValueError: `takes` that holds another word.
+      ValueError: `takes` with another name.
     """
 
     axes: tuple[str, ...] = ()
@@ -70,15 +70,14 @@ class GradientSpec:
     unknown: Callable[[PyTree], list[PyTree]] = lambda state: []
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for words that no step says."""
-        if unheard := sorted(set(self.takes) - TAKEN):
+        """Raise `ValueError` for names of arguments that no step passes."""
+        if wrong := sorted(set(self.takes) - TAKEN):
             raise ValueError(
-                f"GradientSpec: `takes` must be words of {sorted(TAKEN)}, got {unheard}."
+                f"GradientSpec: `takes` must be words of {sorted(TAKEN)}, got {wrong}."
             )
 
     def reductions_of(self, state: PyTree) -> list[Reduction]:
-        """Return the ways in which the coming update may reduce gradients, in order."""
-        # What the transforms inside say, each of its own part of the state.
+        """Return the reductions of gradients that the next update may do, in order."""
         if self.reductions is not None:
             return [Reduction(*each) for each in self.reductions(state)]
         return [Reduction(self.axes, self.due(state))] if self.axes else []
@@ -87,14 +86,15 @@ class GradientSpec:
         self,
         inner: Callable[[Any], PyTree],
         due: Callable[[Any], Communicate] = lambda state: True,
-        **own: Any,
+        **values: Any,
     ) -> "GradientSpec":
-        """Return what a transform says that holds the one of this spec.
+        """Return the spec of a transform that wraps the one of this spec.
 
         Args:
-          inner: of its state, the state of the one that it holds.
-          due: of its state, whether the coming update calls that one.
-          **own: what it says itself, in place of what the inner one says.
+          inner: `inner(state)`: the state of the wrapped transform, from the wrapper's state.
+          due: `due(state)`: whether the next update calls the wrapped transform, from the wrapper's
+            state. By default every update does.
+          **values: values of the new spec, in place of those of this one.
         """
 
         def reductions(state: PyTree) -> list[Reduction]:
@@ -104,13 +104,13 @@ class GradientSpec:
                 Reduction(x.axes, called if x.due is True else decide(x.due, called)) for x in every
             ]
 
-        # The axes stay those of all updates; which of them reduces is asked of the state.
+        # `axes` are those of all updates; `due` depends on the state.
         return dataclasses.replace(
             self,
             reductions=reductions,
             due=lambda state: _any_due(reductions(state)),
             unknown=lambda state: self.unknown(inner(state)),
-            **own,
+            **values,
         )
 
 
@@ -118,25 +118,25 @@ def _any_due(reductions: Sequence[Reduction]) -> Communicate:
     return functools.reduce(either, [each.due for each in reductions], False)
 
 
-# Of a transform that says nothing of itself; it may be an optimizer.
+# The spec of a transform that has none; it may be an optimizer.
 _UNKNOWN = GradientSpec(returns_updates=True, unknown=lambda state: [state])
 
 
 def spec_of(transform: optax.GradientTransformation) -> GradientSpec:
-    """Return the spec of a gradient transform; of others one that says nothing."""
-    # A parameter transform has a spec, too, of another kind.
+    """Return the spec of a gradient transform, or for other transforms one that claims nothing."""
+    # The spec of a parameter transform is of another class.
     spec = getattr(transform, "spec", None)
     return spec if isinstance(spec, GradientSpec) else _UNKNOWN
 
 
 def joined(specs: Sequence[GradientSpec]) -> GradientSpec:
-    """Return what a chain says of transforms with these specs, its state a tuple of theirs."""
+    """Return the spec of a chain of transforms with these specs; its state is a tuple of theirs."""
 
     def reductions(state: PyTree) -> list[Reduction]:
         pairs = zip(specs, state, strict=True)
-        return [each for spec, own in pairs for each in spec.reductions_of(own)]
+        return [each for spec, part in pairs for each in spec.reductions_of(part)]
 
-    # One part that clips, skips or makes updates is enough; rows must pass through all of them.
+    # A chain clips, skips or returns updates if one part does; rows must pass through all parts.
     return GradientSpec(
         axes=tuple(dict.fromkeys(axis for spec in specs for axis in spec.axes)),
         due=lambda state: _any_due(reductions(state)),
@@ -147,33 +147,34 @@ def joined(specs: Sequence[GradientSpec]) -> GradientSpec:
         of_rows=all(spec.of_rows for spec in specs),
         reductions=reductions,
         unknown=lambda state: [
-            x for spec, own in zip(specs, state, strict=True) for x in spec.unknown(own)
+            x for spec, part in zip(specs, state, strict=True) for x in spec.unknown(part)
         ],
     )
 
 
 def is_identity(transform: optax.GradientTransformation) -> bool:
-    """Return whether a transform returns what it is given, tried with an object of no other use."""
-    # No array, so that nothing can be computed with it.
+    """Return whether a transform returns its updates unchanged, tried with a leaf of no use."""
+    # The leaf is no array, so that any computation with it fails.
     leaf: Any = object()
     try:
         return transform.update(leaf, transform.init(leaf), leaf)[0] is leaf
-    except Exception:  # It computes with its gradients.
+    except Exception:  # The transform computes with its updates.
         return False
 
 
 class Validation(NamedTuple):
-    """Passed on as `validation=` to all transforms of an optimizer; None where nothing is late.
+    """The `validation=` argument of transforms whose updates are checked late, after they are made.
 
-    A transform that would hold up the update until something is known on all devices (the norm of
-    all gradients, whether one is infinite) does not. It makes the update as if all were well, and
-    its new state says what was found. The step then chooses.
+    Some transforms need a value from all devices: the norm of all gradients, or whether one is
+    infinite. With late validation they do not wait for it. They make the update as if no clipping
+    or skipping were needed, and put the value into their new state. From it the step decides
+    whether the update stands. It passes None to all transforms if nothing is validated late.
 
     Attributes:
-      clipped: the state of `js.clip_by_global_norm`, found by an earlier run of the same update,
-        for it to clip by without looking again; None: it looks, and does not clip.
-      skipped: () bool, whether that run found something that is not finite, for
-        `js.dynamic_loss_scale`; None: it looks.
+      clipped: the state of `js.clip_by_global_norm` from an earlier run of the same update, by
+        which it clips without computing a norm. None: it computes the norm and does not clip.
+      skipped: () bool for `js.dynamic_loss_scale`, whether that run had a gradient that is not
+        finite. None: the transform checks gradients itself.
     """
 
     clipped: Any = None
@@ -181,23 +182,24 @@ class Validation(NamedTuple):
 
 
 class GradientTransform(WithSpec):
-    """An optax transform of gradients that says what it does.
+    """An optax transform of gradients with a description of what it does.
 
-    All gradient transforms of this package are such, and `js.gradient_transform` makes one of your
-    own. `js.make_train_step` reads the spec: over which axes the loss is averaged for optimizers
-    that ask for it, what `update` is told, which transforms of a `js.chain` are its `gradients`.
+    All gradient transforms of this package are such, and `js.gradient_transform` makes one from
+    your own optax transform. `js.make_train_step` reads from the spec over which axes to average
+    the loss for optimizers that use it, which extra arguments to pass to `update`, and which
+    transforms of a `js.chain` are its `gradients`.
 
     Args:
       init: `init(params) -> state`.
       update: `update(updates, state, params=None, **extra) -> (updates, state)`.
-      spec: what it does.
+      spec: a `js.GradientSpec` that describes the transform.
 
     Attributes:
-      spec: a `js.GradientSpec`. With another `init`, by `_replace`, a transform keeps it; with
-        another `update` it is an `optax.GradientTransformationExtraArgs`, of which nobody knows.
+      spec: the `js.GradientSpec`. `_replace` with another `init` keeps it; with another `update` it
+        returns an `optax.GradientTransformationExtraArgs` without a spec.
 
     Raises:
-      ValueError: `spec` that is none.
+      ValueError: `spec` that is no `js.GradientSpec`.
     """
 
     spec: GradientSpec
@@ -208,7 +210,7 @@ class GradientTransform(WithSpec):
         update: Callable[..., tuple[PyTree, PyTree]],
         spec: GradientSpec,
     ) -> Self:
-        """Make one from its functions and its spec."""
+        """Make a transform from its functions and its spec."""
         if not isinstance(spec, GradientSpec):
             raise ValueError(f"GradientTransform: `spec` must be a js.GradientSpec, got {spec!r}.")
         self = super().__new__(cls, cast("optax.TransformInitFn", init), update)
@@ -224,9 +226,9 @@ class GradientTransform(WithSpec):
 
 @gradient_state
 class OwnReductionState(NamedTuple):
-    """State of `gradient_transform`, by which it is known in chains of optax, too."""
+    """The state of `gradient_transform`; its class identifies the transform in optax chains."""
 
-    inner: PyTree  # of the wrapped transform
+    inner: PyTree  # state of the wrapped transform
 
 
 def gradient_transform(
@@ -235,16 +237,16 @@ def gradient_transform(
     *,
     due: Callable[[PyTree], Communicate] | None = None,
 ) -> GradientTransform:
-    """Says of an optax transform of your own that it reduces gradients, and over which axes.
+    """Declare that your own optax transform reduces gradients, and over which axes.
 
-    A training step refuses transforms with collectives over its replicas (`jax.lax.pmean` by hand)
-    of which it does not know this. It averages the loss that optimizers ask for likewise.
+    A training step refuses transforms with undeclared collectives over its replicas, such as a
+    `jax.lax.pmean`. It averages the loss for optimizers that use it over the declared axes, too.
 
     Args:
       tx: an optax transform whose `update` takes gradients and returns gradients.
-      axes: mapped axes over which it reduces, a name or a tuple.
-      due: `due(state)`: whether the coming update reduces, from the state of `tx`: a bool or a ()
-        bool array equal on all replicas; None: every one does.
+      axes: mapped axes over which it reduces, a name or a tuple; the default is `("replica",)`.
+      due: `due(state)`: whether the next update reduces, from the state of `tx`: a bool or a ()
+        bool array equal on all replicas. By default every update reduces.
 
     Returns:
       The same transform as a `js.GradientTransform`, with state `OwnReductionState`.
@@ -270,7 +272,7 @@ def gradient_transform(
         raise ValueError(
             f"gradient_transform: `due` must be a function of the state, or None, got {due!r}."
         )
-    # Of what a step says, those of optax's transforms that take no more hear nothing.
+    # The step passes extra arguments, which plain optax transforms do not take.
     transform = optax.with_extra_args_support(tx)
 
     def init_fn(params: PyTree) -> OwnReductionState:
@@ -279,7 +281,7 @@ def gradient_transform(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        # By this scope its collectives are known wherever the transform stands.
+        # The scope marks its collectives as declared, at any depth of other transforms.
         with jax.named_scope(GRADIENT_TRANSFORM):
             updates, inner = transform.update(updates, state.inner, params, **extra)
         return updates, OwnReductionState(inner)
@@ -291,14 +293,15 @@ def gradient_transform(
 
 
 def over_stages(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return a transform that sees, of parameters in stages, the model's own leaves on each stage.
+    """Return a transform that, for parameters in stages, applies `tx` to the model's leaves.
 
-    Transforms of ours stay as they are: they see the buffers of all stages, take their norms of
-    those, and what they hold passes through here, too. Other trees reach `tx` as they are.
+    `tx` then runs on each stage with the leaves of that stage, instead of buffers. Transforms of
+    this package are returned as they are: they work on the buffers of all stages, compute norms
+    from these, and call `over_stages` for inner transforms. Other trees reach `tx` unchanged.
 
     Raises:
-      ValueError: at `init` and of parameters in stages, `tx` whose results for a leaf depend on
-        leaves of other stages.
+      ValueError: at `init` for parameters in stages, if results of `tx` for a leaf depend on leaves
+        of other stages.
     """
     transform = optax.with_extra_args_support(tx)
     if isinstance(tx, GradientTransform | ParameterTransform):
@@ -322,7 +325,7 @@ def over_stages(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def checked_optax(owner: str, argument: str, tx: object) -> optax.GradientTransformationExtraArgs:
-    """Return a transform as `over_stages` makes it; raise `ValueError` for what is none."""
+    """Return `over_stages(tx)`; raise `ValueError` unless `tx` is an optax transform."""
     if not isinstance(tx, optax.GradientTransformation):
         more = " Of an optax.MultiSteps pass its gradient_transformation()."
         raise ValueError(

@@ -1,9 +1,9 @@
-"""What an exchange between replicas is over, and which blocks of leaves each device exchanges.
+"""The axes of an exchange between replicas, and the blocks of leaves that each device exchanges.
 
-On a pure data-parallel mesh the block is the leaf. Where leaves are sharded over automatic axes
-inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes hands the exchange
-local blocks, so that it gathers nothing over them. Leaves are packed together only with leaves that
-are sharded over the same axes: others would be exchanged once per device of those axes.
+On a pure data-parallel mesh a block is a whole leaf. If leaves are sharded over automatic axes
+inside a replica (FSDP, tensor parallel), a nested `shard_map` over those axes passes local blocks
+to the exchange, so that it gathers nothing over them. Leaves are packed together only with leaves
+that are sharded over the same axes: others would be exchanged once per device of those axes.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from ..mesh import axis_names, specs_of_leaves
 
 @dataclass(frozen=True)
 class Exchange:
-    """Over which axes trees are exchanged, in which pieces, and in which form.
+    """The axes over which trees are exchanged, and the form in which they are sent.
 
     Attributes:
       axis_name: mapped axis of the replicas, or several.
-      local_axis_name: axis of the devices inside a replica, which hold equal trees: each then
+      local_axis_name: axis of the L devices inside a replica, which hold equal trees: each then
         exchanges 1/L of them. None: every device exchanges all.
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
-        replica. None: leaves are whole there, or their types tell (Explicit axes).
-      bucket_bytes: at which size a flat buffer closes; None: one buffer per dtype.
-      codec: the form in which buffers travel that it narrows; None: as they are.
+        replica. None: leaves are whole there, or their types have the layout (Explicit axes).
+      bucket_bytes: size in bytes at which a flat buffer is closed; None: one buffer per dtype.
+      codec: encoding of buffers that are wider than its dtype; None: none.
     """
 
     axis_name: AxisName
@@ -44,7 +44,7 @@ class Exchange:
     codec: Codec | None = None
 
     def with_specs(self, param_specs: PyTree) -> "Exchange":
-        """The same for leaves of which the layout is known; specs that were given stay."""
+        """Return this exchange for leaves with these layouts, unless it has `param_specs`."""
         if self.param_specs is not None:
             return self
         return dataclasses.replace(self, param_specs=param_specs)
@@ -52,7 +52,7 @@ class Exchange:
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
     """Raise `ValueError` unless `axis_name` is a name or a tuple of distinct names."""
-    # Before anything is traced: a misspelt name is found at trace time, a wrong type here.
+    # Called before tracing. Whether the axes are bound is checked at trace time.
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(n, str) and n for n in names):
         raise ValueError(
@@ -64,7 +64,7 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
 
 
 def check_are_specs(owner: str, param_specs: PyTree | None) -> list[P]:
-    """The leaves of a tree of specs; raise `ValueError` where it holds something else."""
+    """Return the leaves of a tree of specs; raise `ValueError` if it has leaves of other types."""
     specs = jax.tree.leaves(param_specs, is_leaf=lambda x: isinstance(x, P))
     if wrong := [x for x in specs if not isinstance(x, P)]:
         raise ValueError(
@@ -87,11 +87,11 @@ def checked_exchange(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> Exchange:
-    """The `Exchange` of these arguments.
+    """Return the `Exchange` of these arguments, which are checked.
 
     Raises:
-      ValueError: axes that are no names, specs that are none or of stacked leaves, a negative
-        size, or a codec that is none.
+      ValueError: axes that are no names, specs that are no `PartitionSpec`s or name the replica
+        axis, a negative size, or a codec that is no `Codec`.
     """
     check_axis_argument(owner, "axis_name", axis_name)
     if local_axis_name is not None:
@@ -122,10 +122,11 @@ class BlockGroup:
     """Leaves that are sharded over the same automatic axes.
 
     Attributes:
-      axis_sizes: those axes; empty for leaves that are whole on every device, or blocks already.
+      axis_sizes: sizes of those axes by name; empty for leaves that are whole on every device, or
+        are local blocks already.
       indices: positions of the leaves in flattening order.
-      specs: one per leaf.
-      shapes: of the leaves.
+      specs: a spec for each leaf.
+      shapes: shapes of the leaves.
     """
 
     axis_sizes: Mapping[str, int]
@@ -135,23 +136,23 @@ class BlockGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Devices that hold different blocks."""
+        """The number of devices that hold different blocks."""
         return math.prod(self.axis_sizes.values())
 
     def blocks(self) -> list[list[Slices]]:
-        """For each device along the group's axes, in order: which part it holds of each leaf."""
-        # Row-major over the axes, as `PartitionSpec((a, b))` deals a dimension out.
-        found = []
+        """Return, for each device along the group's axes, the slices of each leaf that it holds."""
+        # Row-major over the axes, as `PartitionSpec((a, b))` splits a dimension.
+        slices = []
         for index in np.ndindex(*self.axis_sizes.values()):
             where = dict(zip(self.axis_sizes, index, strict=True))
             leaves = zip(self.shapes, self.specs, strict=True)
-            found.append([self._part(shape, spec, where) for shape, spec in leaves])
-        return found
+            slices.append([self._part(shape, spec, where) for shape, spec in leaves])
+        return slices
 
     def _part(self, shape: tuple[int, ...], spec: P, where: Mapping[str, int]) -> Slices:
         slices = []
         for size, entry in zip(shape, (*spec, *[None] * (len(shape) - len(spec))), strict=True):
-            # Manual axes do not count: what is seen here is a block along them already.
+            # Manual axes do not count: `shape` is that of a block along them already.
             index, count = 0, 1
             for name in axis_names(entry or ()):
                 if name in where:
@@ -162,7 +163,7 @@ class BlockGroup:
         return tuple(slices)
 
     def block_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of one device's blocks; all have the same."""
+        """Return the shapes of one device's blocks, which are equal on all devices."""
         first = dict.fromkeys(self.axis_sizes, 0)
         return [
             tuple(part.stop for part in self._part(shape, spec, first))
@@ -174,7 +175,7 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
     """Group the leaves of `tree` by the automatic axes that `param_specs` shards them over.
 
     Raises:
-      ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
     # One spec may stand for a whole subtree, as in jit and shard_map.
@@ -186,7 +187,7 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
             f"or a prefix of it: {error}"
         ) from None
     mesh = jax.sharding.get_abstract_mesh()
-    # In the order of first appearance, which is part of the layout of sharded states.
+    # Groups keep the order of first appearance, which is part of the layout of sharded states.
     members: dict[tuple[str, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         members.setdefault(_automatic_axes(spec, mesh), []).append(i)
@@ -202,7 +203,7 @@ def block_groups(tree: PyTree, param_specs: PyTree | None) -> list[BlockGroup]:
 
 
 def _automatic_axes(spec: P, mesh: Any) -> tuple[str, ...]:
-    """Axes in `spec` that the compiler still handles here; manual ones are blocks already."""
+    """Return the axes in `spec` that are automatic; along manual ones leaves are blocks already."""
     named = dict.fromkeys(name for entry in spec for name in axis_names(entry or ()))
     if not named:
         return ()

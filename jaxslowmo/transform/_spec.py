@@ -1,6 +1,6 @@
-"""What a parameter transform says of itself, and the states that belong to such transforms.
+"""Specs of parameter transforms, and the registry of their states' classes.
 
-A `TransformSpec` has four groups, of which an algorithm must give two.
+A `TransformSpec` has four groups. Schedule and exchange are required.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from ._due import Every, as_schedule
 from ._transform_states import Carry, LikeOn, Shares, carry_plainly
 
 Others = list[jax.Array]
-"""Floating arrays that are no parameters and travel with them, such as batch statistics."""
+"""Floating arrays that are averaged with the parameters, such as batch statistics."""
 
 Step = Callable[..., tuple[PyTree, Others, PyTree]]
 """`step(updates, others, state, params, ...)`: see `ExchangeSpec.exchange`."""
 
 
 Numerator = tuple[PyTree, jax.Array | None]
-"""Weighted parameters and their weight; None where it is always 1."""
+"""Weighted parameters and their weight; None if it is always 1."""
 
-_UNKNOWN: Any = None  # until there is a transform, which is made with `update`
+_UNKNOWN: Any = None  # `ParameterTransform` replaces it by an exchange that calls `update`
 
 
 class WithSpec(optax.GradientTransformationExtraArgs):
-    """An optax transform that has a spec beside its functions, and copies that have it too."""
+    """An optax transform with a spec, which copies keep."""
 
-    # Tuples are copied from their items alone, without what they have beside these. What is here
-    # are functions, which copies of any depth share.
+    # `copy` makes a tuple from its items, without other attributes. Copies of any depth share
+    # functions, so a transform is its own copy.
 
     def __copy__(self) -> Self:
         return self
@@ -44,18 +44,18 @@ class WithSpec(optax.GradientTransformationExtraArgs):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleSpec:
-    """When a parameter transform exchanges.
+    """The schedule of a parameter transform: in which updates it exchanges.
 
     Attributes:
       phase: `phase(t, skipped=0)` on the host: the events of update t = 1, 2, ... as a hashable
-        tuple of names; `()` exchanges nothing. `skipped`: in how many updates before t its exchange
-        was skipped (`communicate=False`); gossip does not rotate in those. Slow steps with an exact
-        average do not count: gossip does not rotate in them anyway.
+        tuple of names; `()` exchanges nothing. `skipped` is the number of updates before t whose
+        exchange was skipped (`communicate=False`), in which gossip does not rotate. Slow steps with
+        an exact average are not counted, since gossip does not rotate in them in any case.
       due: `due(t)`: whether update t exchanges anything, for an int or an array.
-      schedules: when it exchanges by itself, then what else its phases repeat with.
-      skipped: `skipped(state)`: see `phase`, from the state of one replica; None where phases do
-        not ask for it.
-      events: the names that a phase may hold; None where a transform inside knows some.
+      schedules: the schedule of its own exchange, then other schedules on which phases depend.
+      skipped: `skipped(state)`: the `skipped` of `phase`, from the state of one replica. None if
+        phases do not depend on it.
+      events: the names that a phase may hold; None if a transform that it wraps adds others.
     """
 
     phase: Callable[..., Phase]
@@ -66,11 +66,11 @@ class ScheduleSpec:
 
     @classmethod
     def of(cls, event: str, sync_every: int | Every) -> "ScheduleSpec":
-        """The schedule of one event.
+        """Return the schedule of a single event.
 
         Args:
-          event: its name.
-          sync_every: its period in updates, or `js.every(...)`.
+          event: name of the event.
+          sync_every: period of the event in updates, or `js.every(...)`.
 
         Returns:
           A `ScheduleSpec` with `(event,)` as the phase of updates in which it is due.
@@ -82,7 +82,8 @@ class ScheduleSpec:
         """
         due = as_schedule(sync_every)
         return cls(
-            phase=lambda t, skipped=0: (event,) if due(t) else (),  # `due` counts updates
+            # `due` counts updates, so skipped exchanges do not matter.
+            phase=lambda t, skipped=0: (event,) if due(t) else (),
             due=due,
             schedules=(due,),
             events=(event,),
@@ -91,22 +92,23 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExchangeSpec:
-    """What a parameter transform exchanges, and what others must know who exchange around it.
+    """The exchange of a parameter transform, and functions for transforms that wrap it.
 
     Attributes:
       axes: names of all mapped axes over which it exchanges.
-      local_axes: names of those inside a replica, whose devices share an exchange.
-      exchange: `exchange(updates, others, state, params, ...)`, `update` that also takes a list of
-        other floating arrays, such as batch statistics, and returns `(updates, others, state)`. In
-        an update that averages the parameters, these are averaged too, over the same axes and with
-        the same weights; in others they stay as they are. `js.make_train_step` calls it. None:
-        `update`, which takes no others.
+      local_axes: names of axes inside a replica, whose devices split the work of an exchange.
+      exchange: `exchange(updates, others, state, params, ...)`: like `update`, with a list of other
+        floating arrays, such as batch statistics, and returns `(updates, others, state)`. In an
+        update that averages the parameters, it averages the other arrays, too, over the same axes
+        and with the same weights; otherwise it returns them unchanged. `js.make_train_step` calls
+        it. None: a function that calls `update` and takes no other arrays.
       numerator: `numerator(state, y) -> (x, w)`: the weighted parameters and their weight, whose
-        sums over replicas give the exact mean; w is None where it is always 1.
+        sums over replicas give the exact mean; w is None if it is always 1.
       reset: `reset(state)`: the state after all replicas were set to one mean.
-      permit: `permit(state, y, others, axes) -> (allowed, state)`: asked by who wraps it before an
-        exchange of its own over `axes`, which takes place if all allow it; None allows all.
-      wants_learning_rate: whether each update must be told the optimizer's rate, `learning_rate=`.
+      permit: `permit(state, y, others, axes) -> (allowed, state)`: called by a transform that wraps
+        it before the wrapper's exchange over `axes`, which runs if all replicas allow it. None
+        allows every exchange.
+      wants_learning_rate: whether each update needs the optimizer's rate as `learning_rate=`.
     """
 
     axes: tuple[str, ...] = ()
@@ -120,22 +122,22 @@ class ExchangeSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointSpec:
-    """What becomes of the state of a parameter transform on disk, and on other replicas.
+    """The conversion of a parameter transform's state for checkpoints and other meshes.
 
-    Without it the state moves leaf by leaf: floats are averaged where replicas differ.
+    By default the state is converted leaf by leaf: floats are averaged if replicas differ.
 
     Attributes:
-      state: class of its state, which no other transform uses. None: that of the first state that
-        is made, if it is a NamedTuple of its own.
-      shards: `shards(state)`: the leaves of which each replica keeps another part.
-      carry: `carry(state, params, old, new)` on the host: the state of all replicas, NumPy arrays
-        stacked on placement `old`, as it is on `new` once all parameters are the consensus; where
-        the number of replicas is the same, in another layout only. Given shapes and dtypes of one
-        copy of the parameters.
-      like_on: `like_on(state, params, at)` likewise: of the types of a state those that it has on
-        placement `at`, where shards are others in number and shape.
-      shares: `shares(state)` likewise: pairs of weights (replicas,) and stacked parameters, None
-        for the replicas' own, whose weighted mean is the consensus.
+      state: class of its state, which no other transform uses. None: the class of the first state
+        that it makes, if that is a NamedTuple which optax does not define.
+      shards: `shards(state)`: the leaves of which each replica keeps a different part.
+      carry: `carry(state, params, old, new)` on the host: converts the state of all replicas, NumPy
+        arrays stacked on placement `old`, to placement `new`, for parameters that are all the
+        consensus. If the number of replicas is the same, only the layout changes. `params` are
+        shapes and dtypes of one copy of the parameters.
+      like_on: `like_on(state, params, at)` on the host: converts the types of a state to those on
+        placement `at`, where shards have another number and shape.
+      shares: `shares(state)` on the host: pairs of weights (replicas,) and stacked parameters, or
+        None for the replicas' parameters, whose weighted mean is the consensus.
     """
 
     state: type | None = None
@@ -147,21 +149,21 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayoutSpec:
-    """How a parameter transform depends on the mesh, and on how leaves lie inside a replica.
+    """The dependence of a parameter transform on the mesh and on layouts inside a replica.
 
     Attributes:
-      sized: `sized(axis_sizes)`: the transform for axes of known sizes, by name. That fixes what
-        depends on them: the graph that `js.sgp` chooses by itself. None: nothing does.
-      with_specs: `with_specs(param_specs)`: the transform for parameters of which the layout over
-        automatic axes is known; specs that it was made with stay, and so does the layout of its
-        state. Where it says `shards_whole_leaves`, `of_state=True` gives the state that layout
-        too, before there is one. None: nothing depends on it.
-      shards_whole_leaves: whether it keeps shards of leaves and was given no specs, so that it
-        gathers leaves that are sharded over Auto axes inside a replica (types tell of others).
-      shard_specs: `PartitionSpec` per leaf (or prefix of the tree) by which it cuts what it keeps
-        in shards, if it was given any. It is part of the layout of its state.
-      anchor: `anchor(state, params)`: the anchor, which may lie in shards, as a tree like the
-        parameters, under the axis; None without one.
+      sized: `sized(axis_sizes)`: the transform for axes with these sizes by name, for a transform
+        that depends on them, such as `js.sgp` with a default graph. None: nothing depends on them.
+      with_specs: `with_specs(param_specs)`: the transform for parameters with this layout over
+        automatic axes. It keeps specs that it was made with, and the layout of its state. If
+        `shards_whole_leaves`, `of_state=True` changes the layout of the state, too; no state may
+        exist yet. None: nothing depends on the layout.
+      shards_whole_leaves: whether it keeps shards of leaves and has no specs, so that it gathers
+        leaves that are sharded over Auto axes inside a replica (over others their types have it).
+      shard_specs: `PartitionSpec` per leaf (or prefix of the tree) by which it cuts leaves into
+        shards, or None. It is part of the layout of its state.
+      anchor: `anchor(state, params)`: the anchor as a tree like the parameters, gathered from its
+        shards; called inside the mapped axes. None: there is no anchor.
     """
 
     sized: Callable[[Mapping[str, int]], Any] | None = None
@@ -172,7 +174,7 @@ class LayoutSpec:
 
 
 class Origin(NamedTuple):
-    """A transform as it was made, before somebody changed it."""
+    """The parts of a transform as it was made first, before `_replace` changed it."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -181,20 +183,20 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransformSpec:
-    """What a parameter transform says, beside optax's pair, to other transforms and to the step.
+    """A description of a parameter transform, for other transforms and for the training step.
 
-    `dataclasses.replace` makes a changed one. Where a group is changed it is of its class:
+    `dataclasses.replace` makes a changed spec. To change a value, replace its group:
 
         never = dataclasses.replace(tx.spec.schedule, phase=lambda t, skipped=0: ())
         js.ParameterTransform(tx.init, tx.update, dataclasses.replace(tx.spec, schedule=never))
 
     Attributes:
-      schedule: when it exchanges.
-      exchange: what it exchanges.
-      checkpoint: what becomes of its state elsewhere; by default it moves leaf by leaf.
+      schedule: the updates in which it exchanges.
+      exchange: what it exchanges, over which axes.
+      checkpoint: how its state is converted for other meshes; by default leaf by leaf.
       layout: what depends on the mesh; by default nothing does.
-      origin: not for you: the transform that this was first the spec of. What differs from it
-        stays different in the transforms that `sized` and `with_specs` make.
+      origin: internal: the transform whose spec this was first. The transforms that `sized` and
+        `with_specs` make keep all differences from it.
 
     Raises:
       ValueError: a group that is of another class.
@@ -223,39 +225,39 @@ _GROUPS: dict[str, Any] = {
 Moves = Literal["gradients", "parameters"]
 _Class = TypeVar("_Class", bound=type)
 
-# What the owner of a state class exchanges, and whether the state can be moved to other replicas
-# by its owner alone (`CheckpointSpec.carry`).
+# Maps the class of a state to what its transform exchanges, and to whether only that transform can
+# convert the state for other replicas (`CheckpointSpec.carry`).
 _OWNERS: dict[type, tuple[Moves, bool]] = {}
 _PASSING: set[type] = set()
 
 
 def register_state(kind: type, moves: Moves, *, needs_owner: bool = False) -> None:
-    """Take note of the state class of a transform that exchanges.
+    """Register the state class of a transform that exchanges.
 
     Args:
-      kind: a class of its own, which no other transform uses.
+      kind: the class, which only this kind of transform uses.
       moves: what its transform exchanges.
-      needs_owner: whether it can't be moved to other replicas leaf by leaf. A class for which some
-        can (`js.only_finite` around this or that) does not by itself.
+      needs_owner: whether the state cannot be converted leaf by leaf for other replicas. It is kept
+        as False once a transform with this class (`js.only_finite` around another) says False.
     """
     _, before = _OWNERS.get(kind, (moves, True))
     _OWNERS[kind] = moves, needs_owner and before
 
 
 def gradient_state(kind: _Class) -> _Class:
-    """Decorator of the state class of a transform that exchanges gradients."""
+    """Register the decorated state class of a transform that exchanges gradients."""
     register_state(kind, "gradients")
     return kind
 
 
 def passing_state(kind: _Class) -> _Class:
-    """Decorator of a state class that tells of the last update, and of which none depends."""
+    """Register the decorated state class: it describes the last update, and no update reads it."""
     _PASSING.add(kind)
     return kind
 
 
 def remembered(state: PyTree) -> list[Any]:
-    """The leaves of a state on which later updates may depend."""
+    """Return the leaves of a state on which later updates may depend."""
 
     def is_passing(x: Any) -> bool:
         return type(x) in _PASSING
@@ -266,37 +268,37 @@ def remembered(state: PyTree) -> list[Any]:
 def learn_state(state: PyTree, *, needs_owner: bool) -> None:
     """Register the class of a state that its parameter transform did not name.
 
-    Only a class of its own tells anything: a NamedTuple with a `count` that neither optax has made
-    nor a gradient transform, around which the other one may be.
+    Only a NamedTuple with a `count` that is neither from optax nor the state of a gradient
+    transform identifies its transform. Other classes are not registered.
     """
     kind = type(state)
-    is_own = "count" in getattr(kind, "_fields", ()) and kind.__module__.split(".")[0] != "optax"
-    if is_own and _OWNERS.get(kind, ("parameters",))[0] == "parameters":
+    is_custom = "count" in getattr(kind, "_fields", ()) and kind.__module__.split(".")[0] != "optax"
+    if is_custom and _OWNERS.get(kind, ("parameters",))[0] == "parameters":
         register_state(kind, "parameters", needs_owner=needs_owner)
 
 
 def holds_state(tree: PyTree, moves: Moves, *, needs_owner: bool = False) -> bool:
-    """Whether a state of a transform that exchanges such is in `tree`, wrapped or not.
+    """Return whether `tree` holds, at any depth, a state of a transform that exchanges `moves`.
 
     Args:
-      tree: a state of optax transforms, of any depth.
+      tree: a state of optax transforms.
       moves: what the transform exchanges.
-      needs_owner: ask only for states that can't be moved to other replicas without it.
+      needs_owner: whether to count only states that only their transform can convert.
     """
 
-    def is_one(x: Any) -> bool:
-        known = _OWNERS.get(type(x))
-        return known is not None and known[0] == moves and (known[1] or not needs_owner)
+    def is_match(x: Any) -> bool:
+        entry = _OWNERS.get(type(x))
+        return entry is not None and entry[0] == moves and (entry[1] or not needs_owner)
 
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+    return any(map(is_match, jax.tree.leaves(tree, is_leaf=is_match)))
 
 
 class NoExchangeState(NamedTuple):
-    """State of `no_exchange`: unlike `optax.EmptyState`, which steps of optimizers have, too."""
+    """The state of `no_exchange`; not `optax.EmptyState`, which also optimizers' states hold."""
 
 
 def no_exchange() -> optax.GradientTransformation:
-    """What stands in the place of a parameter transform where there is none."""
+    """Return the identity transform that takes the place of a missing parameter transform."""
     return optax.GradientTransformation(
         lambda params: NoExchangeState(), lambda updates, state, params=None: (updates, state)
     )
@@ -305,12 +307,12 @@ def no_exchange() -> optax.GradientTransformation:
 def check_order(owner: str, state: PyTree) -> None:
     """Raise `ValueError` for a chain in which something follows a parameter transform.
 
-    A parameter transform returns the update that lands on the new parameters. What comes after
-    would take that for a step of the optimizer, such as a rate by which to scale it.
+    A parameter transform returns the difference of the new and the old parameters. A transform
+    after it would treat that as a step of the optimizer, and for example scale it by a rate.
 
     Args:
-      owner: who was given the chain, for the message.
-      state: of any optax transform. Chains are looked at wherever they are in it.
+      owner: public name of the function that received the chain, for the message.
+      state: state of any optax transform; chains are checked at any depth.
     """
     for chain in filter(_is_chain, jax.tree.leaves(state, is_leaf=_is_chain)):
         members = [x for x in _members(chain) if not isinstance(x[1], NoExchangeState)]
@@ -321,9 +323,8 @@ def check_order(owner: str, state: PyTree) -> None:
             raise ValueError(
                 f"{owner}: `tx` is a chain in which something follows a parameter transform, "
                 f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
-                f"{late[0]}, {type(late[1]).__name__}. What it does to an update would be done to "
-                "the way to the synchronised parameters, and replicas would drift apart: put it "
-                "before."
+                f"{late[0]}, {type(late[1]).__name__}. It would change the difference that leads "
+                "to the synchronised parameters, and replicas would drift apart: put it before."
             )
         for _, member in members:
             check_order(owner, member)
@@ -334,7 +335,7 @@ def _is_chain(x: PyTree) -> bool:
 
 
 def _members(chain: PyTree, name: str = "") -> Iterator[tuple[str, PyTree]]:
-    """The states of a chain, and of chains in it, as their transforms run, and where they stand."""
+    """Yield path and state of each transform in a chain, and in chains in it, in running order."""
     for key, x in chain.items() if isinstance(chain, OrderedDict) else enumerate(chain):
         where = f"{name}[{key!r}]"
         yield from _members(x, where) if _is_chain(x) else [(where, x)]

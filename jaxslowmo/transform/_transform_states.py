@@ -1,4 +1,4 @@
-"""How states of transforms move to other replicas, on the host.
+"""Conversion of transforms' states to another number of replicas, on the host.
 
 The functions here take and return NumPy arrays, so that a checkpoint of a mesh that no
 longer exists can be read.
@@ -21,35 +21,36 @@ from ..mesh import axis_names
 
 @dataclass(frozen=True)
 class SavedForm:
-    """The form that parameters had when a run was saved.
+    """The form that parameters had when a run was saved, and the conversion to the current form.
 
         then, now = saved_layout, pipe.layout  # of four stages, and of two
         SavedForm(then.stack_like(types), lambda tree: now.stack_like(then.unstack(tree)))
 
     Attributes:
       params: types of one copy of the parameters as they were saved, `ShapeDtypeStruct`s.
-      convert: of a tree like these, of NumPy arrays, the tree like the parameters of now. It moves
-        elements and computes nothing: moments, anchor and momentum are converted by it too, in
-        their own dtypes, and leaves may have a first dimension more, of replicas.
+      convert: function that converts a tree like `params`, of NumPy arrays, to a tree like the
+        current parameters. It moves elements and computes nothing: it also converts moments, anchor
+        and momentum, in their dtypes, and leaves may have an additional first dimension of
+        replicas.
     """
 
     params: PyTree
-    # By whoever knows both forms: nothing in a tree tells which element is whose.
+    # Written by the user, who knows both forms: a tree does not show how its elements correspond.
     convert: Callable[[PyTree], PyTree]
 
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """The mesh that stacked state belongs to.
+    """The mesh of stacked state, and the layout of parameters on it.
 
     Attributes:
-      replicas: their number, the leading dimension of every leaf.
-      axis_sizes: of all axes of the mesh.
+      replicas: number of replicas, the leading dimension of every leaf.
+      axis_sizes: sizes of all axes of the mesh by name.
       automatic: axes over which leaves of the parameters are sharded inside a replica.
-      is_certain: whether `axis_sizes` are known; without devices they leave no trace in arrays.
-      specs: how leaves are sharded over the automatic axes where state is kept in shards of them:
-        a `PartitionSpec` for each leaf of the parameters, in order. None: as the transform says.
-      form: of the parameters there, where it was another one than now.
+      is_certain: whether `axis_sizes` are known; arrays of a mesh without devices do not show them.
+      specs: the layout over automatic axes of leaves that the state holds shards of: a
+        `PartitionSpec` for each leaf of the parameters, in order. None: that of the transform.
+      form: form of the parameters on this placement; None if it is the current form.
     """
 
     replicas: int
@@ -60,22 +61,22 @@ class StatePlacement:
     form: SavedForm | None = None
 
     def size(self, axis_name: AxisName | None) -> int:
-        """Number of positions along an axis or several; 1 for what the mesh does not have."""
+        """Return the number of positions along one or several axes; missing axes count as 1."""
         names = () if axis_name is None else axis_names(axis_name)
         return math.prod(self.axis_sizes.get(name, 1) for name in names)
 
     def mesh(self) -> AbstractMesh:
-        """The mesh as a transform sees it while it is traced: replica axes are manual."""
-        # Axes over which leaves are sharded are the compiler's; all others are mapped by hand.
+        """Return the abstract mesh in which a transform is traced: replica axes are manual."""
+        # Axes over which leaves are sharded are automatic; all others are mapped by `shard_map`.
         kinds = [AxisType.Auto if a in self.automatic else AxisType.Manual for a in self.axis_sizes]
         return AbstractMesh(tuple(self.axis_sizes.values()), tuple(self.axis_sizes), tuple(kinds))
 
 
 class Carried(NamedTuple):
-    """State on another placement, and what became of it."""
+    """A state that was converted to another placement, and notes for the user."""
 
     state: PyTree
-    notes: tuple[str, ...] = ()  # sentences
+    notes: tuple[str, ...] = ()  # sentences that say what the conversion changed
 
 
 Carry = Callable[[PyTree, PyTree, StatePlacement, StatePlacement], Carried]
@@ -90,29 +91,29 @@ LikeOn = Callable[[PyTree, PyTree, StatePlacement], PyTree]
 
 
 def stacked(one: Any, new: StatePlacement) -> Any:
-    """The same array for every replica, as a view."""
-    # Nothing is copied: a model may be large, and each replica's part is read once.
+    """Return a view that stacks the same array for every replica."""
+    # A copy would multiply the memory of a large model, and each replica's part is read only once.
     one = np.asarray(one)
     return np.broadcast_to(one, (new.replicas, *one.shape))
 
 
 def carry_leaf(x: Any, old: StatePlacement, new: StatePlacement) -> Any:
-    """A leaf of which nothing else is known: the mean of floats, replica 0's of the others."""
+    """Return a leaf on `new`: the replicas' mean for floats, else replica 0's values."""
     return x if old.replicas == new.replicas else stacked(replica_average(x), new)
 
 
 def replica_average(x: np.ndarray) -> np.ndarray:
-    """The mean of a floating leaf over its replicas, exact where they agree; else replica 0's."""
-    # Counters are equal on all replicas; keys and flags have no mean.
+    """Return the mean over replicas of a floating leaf, or replica 0's values of other leaves."""
+    # Counters are equal on all replicas; keys and flags have no mean. Equal floats stay exact.
     if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
         return x[0]
-    # In float64: the sum of many replicas in half precision would lose digits.
+    # Half precision would lose digits in a sum of many replicas.
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
 
 
 def carry_plainly(
     state: PyTree, params: PyTree, old: StatePlacement, new: StatePlacement
 ) -> Carried:
-    """A state of counters, and of values that may be averaged."""
+    """Convert a state leaf by leaf: floats are averaged, other leaves are replica 0's."""
     del params
     return Carried(jax.tree.map(lambda x: carry_leaf(x, old, new), state))

@@ -1,4 +1,4 @@
-"""A tree as flat buffers: planned once, packed, exchanged, taken apart again; their mean."""
+"""Packing of trees into flat buffers, by a cached plan, and means of trees through buffers."""
 
 import functools
 import itertools
@@ -18,9 +18,9 @@ from ..tree import Buffer, BufferPlan, leaf_names, note_buffers, plan_buffers
 from ._replica_exchange import BlockGroup, Exchange, block_groups
 
 Kind = Literal["leaves", "flat", "whole"]
-Flats = list[list[jax.Array]]  # per group of leaves that are sharded alike
+Flats = list[list[jax.Array]]  # a list of buffers for each group of leaves
 OnBuffer = Callable[..., jax.Array]
-"""`fn(buffer, flat, *whole)`: of one flat buffer; `whole` are alike on a replica's devices."""
+"""`fn(buffer, flat, *whole)`: called for a flat buffer; a replica's devices have equal `whole`."""
 
 
 def on_blocks(
@@ -30,22 +30,22 @@ def on_blocks(
     kinds: Sequence[Kind],
     out: Kind | tuple[Kind, ...],
 ) -> Any:
-    """`fn` of the device's own blocks of a group of leaves.
+    """Call `fn` on each device with its blocks of a group of leaves.
 
     Args:
-      group: of which leaves.
+      group: the group of leaves.
       fn: function of the arguments.
-      *args: lists of the group's leaves; flat buffers, which are split over all axes along their
-        leading dimension; or values that are whole on every device.
-      kinds: which of these each argument is.
-      out: likewise for the result.
+      *args: lists of the group's leaves; flat buffers, which are split over the group's axes along
+        their leading dimension; or values that are whole on every device.
+      kinds: the kind of each argument.
+      out: the kind of the result, or of each result.
     """
-    # Along all axes that the compiler has, those too over which this group is not sharded: there it
-    # would lay out the buffers as it likes, and on CPU (jax 0.10.2, 0.12.0) it aborts on a sum of
-    # half precision that it lays out.
+    # Map over all automatic axes, including those over which this group is not sharded. Otherwise
+    # the compiler would choose layouts of buffers over these, and on CPU (jax 0.10.2, 0.12.0) it
+    # aborts on a sum in half precision whose layout it chose.
     mesh = jax.sharding.get_abstract_mesh()
     automatic = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
-    if not automatic:  # every array is this device's own
+    if not automatic:  # every array is local to this device
         return fn(*args)
     axes = tuple(group.axis_sizes)
     specs: dict[Kind, Any] = {
@@ -63,18 +63,18 @@ def on_blocks(
     )(*args)
 
 
-def _as_it_is(buffer: Buffer, flat: jax.Array) -> jax.Array:
+def _unchanged(buffer: Buffer, flat: jax.Array) -> jax.Array:
     del buffer
     return flat
 
 
 class BufferGroup(NamedTuple):
-    """Leaves that are sharded alike inside a replica, and the buffers of each device's blocks.
+    """Leaves that are sharded over the same axes, and the buffers of each device's blocks.
 
     Attributes:
-      first: number of the first buffer.
-      leaves: which these are.
-      plan: of the buffers.
+      first: number of the group's first buffer among the buffers of the tree.
+      leaves: the leaves' positions, specs and shapes.
+      plan: plan of the group's buffers.
     """
 
     first: int
@@ -82,21 +82,21 @@ class BufferGroup(NamedTuple):
     plan: BufferPlan
 
     def mapped(self, fn: Callable[..., Any], flats: Sequence[Any], *whole: Any) -> list[Any]:
-        """`fn(buffer, flat, *whole)` of each buffer."""
+        """Return `fn(buffer, flat, *whole)` for each buffer."""
         return [fn(b, flat, *whole) for b, flat in zip(self.plan.buffers, flats, strict=True)]
 
 
 @dataclass(frozen=True)
 class TreePacking:
-    """How trees of one kind become flat buffers.
+    """A plan by which trees of the same types are packed into flat buffers.
 
-    Where leaves are sharded over automatic axes inside a replica, each device has buffers of its
-    own blocks, and everything here runs on those.
+    If leaves are sharded over automatic axes inside a replica, each device has buffers of its local
+    blocks, and functions of buffers run on these.
 
     Attributes:
-      treedef: of the trees.
-      groups: of leaves that are sharded alike.
-      plans: of the buffers, one per group.
+      treedef: structure of the trees.
+      groups: groups of leaves that are sharded over the same axes.
+      plans: plan of the buffers of each group.
     """
 
     treedef: Any
@@ -104,49 +104,49 @@ class TreePacking:
     plans: tuple[BufferPlan, ...]
 
     def buffers(self) -> list[Buffer]:
-        """All buffers, in order."""
+        """Return all buffers, in order."""
         return [buffer for plan in self.plans for buffer in plan.buffers]
 
     def numbered(self) -> list[BufferGroup]:
-        """The groups, in order."""
+        """Return the groups with their plans, in order."""
         counts = [len(plan.buffers) for plan in self.plans]
         firsts = itertools.accumulate(counts[:-1], initial=0)
         return list(map(BufferGroup, firsts, self.groups, self.plans))
 
-    def pack(self, tree: PyTree, fn: OnBuffer = _as_it_is, *, role: str | None = None) -> Flats:
-        """`fn` of every flat buffer of `tree`.
+    def pack(self, tree: PyTree, fn: OnBuffer = _unchanged, *, role: str | None = None) -> Flats:
+        """Pack `tree` and return `fn(buffer, flat)` for every flat buffer.
 
         Args:
-          tree: as it was planned; leaves are cast to the dtypes of the buffers.
-          fn: of one buffer.
-          role: what the buffers are exchanged for, told to who listens (`note_buffers`).
+          tree: tree of the planned structure; leaves are cast to the dtypes of the buffers.
+          fn: function of a buffer; by default it returns the buffer.
+          role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
 
-        Communication: that of `fn`.
+        Communication: only that of `fn`.
         """
         return self.each(
-            lambda own, blocks: own.mapped(fn, own.plan.pack(blocks)),
+            lambda group, blocks: group.mapped(fn, group.plan.pack(blocks)),
             self.leaves(tree, role),
             kinds=["leaves"],
             out="flat",
         )
 
     def map(self, fn: Callable[..., Any], flats: Flats, *whole: Any) -> list[list[Any]]:
-        """`fn` of every flat buffer, an array or several.
+        """Return `fn(buffer, flat, *whole)`, an array or several, for every flat buffer.
 
-        Communication: that of `fn`.
+        Communication: only that of `fn`.
         """
         kinds: list[Kind] = ["flat", *["whole" for _ in whole]]
         return self.each(
-            lambda own, *args: own.mapped(fn, *args), flats, *whole, kinds=kinds, out="flat"
+            lambda group, *args: group.mapped(fn, *args), flats, *whole, kinds=kinds, out="flat"
         )
 
-    def unpack(self, flats: Flats, fn: OnBuffer = _as_it_is) -> PyTree:
-        """The tree of which the flat buffers are `fn` of these, in their dtypes.
+    def unpack(self, flats: Flats, fn: OnBuffer = _unchanged) -> PyTree:
+        """Return the tree that is packed in `fn(buffer, flat)` of these buffers, in their dtypes.
 
-        Communication: that of `fn`.
+        Communication: only that of `fn`.
         """
         leaves = self.each(
-            lambda own, flats: own.plan.unpack(own.mapped(fn, flats)),
+            lambda group, flats: group.plan.unpack(group.mapped(fn, flats)),
             flats,
             kinds=["flat"],
             out="leaves",
@@ -154,13 +154,13 @@ class TreePacking:
         return self.tree(leaves)
 
     def through(self, fn: OnBuffer, tree: PyTree, *whole: Any, role: str | None = None) -> PyTree:
-        """`tree` with every flat buffer replaced by `fn` of it; see `pack`.
+        """Return `tree` with every flat buffer replaced by `fn(buffer, flat, *whole)`; see `pack`.
 
-        Communication: that of `fn`.
+        Communication: only that of `fn`.
         """
 
-        def exchanged(own: BufferGroup, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
-            return own.plan.unpack(own.mapped(fn, own.plan.pack(blocks), *whole))
+        def exchanged(group: BufferGroup, blocks: list[jax.Array], *whole: Any) -> list[jax.Array]:
+            return group.plan.unpack(group.mapped(fn, group.plan.pack(blocks), *whole))
 
         kinds: list[Kind] = ["leaves", *["whole" for _ in whole]]
         leaves = self.leaves(tree, role)
@@ -173,25 +173,27 @@ class TreePacking:
         kinds: Sequence[Kind],
         out: Kind | tuple[Kind, ...],
     ) -> list[Any]:
-        """`fn(group, ...)` of each group and its blocks, as `on_blocks` calls it.
+        """Call `fn(group, ...)` by `on_blocks` for each group, and return the list of results.
 
-        Arguments are lists with an entry for each group, but for those that are whole.
+        Arguments are lists with an entry for each group, except those of the kind "whole".
         """
-        found = []
+        results = []
         for i, group in enumerate(self.numbered()):
-            own = [x if kind == "whole" else x[i] for x, kind in zip(args, kinds, strict=True)]
-            one = functools.partial(fn, group)
-            found.append(on_blocks(group.leaves, one, *own, kinds=kinds, out=out))
-        return found
+            group_args = [
+                x if kind == "whole" else x[i] for x, kind in zip(args, kinds, strict=True)
+            ]
+            fn_of_group = functools.partial(fn, group)
+            results.append(on_blocks(group.leaves, fn_of_group, *group_args, kinds=kinds, out=out))
+        return results
 
     def by_group(self, buffers: Sequence[Any]) -> list[list[Any]]:
-        """What there is for each buffer, as a list for each group."""
+        """Split a sequence with an entry for each buffer into a list for each group."""
         rest = iter(buffers)
         return [[next(rest) for _ in plan.buffers] for plan in self.plans]
 
     def leaves(self, tree: PyTree, role: str | None) -> list[list[jax.Array]]:
-        """Leaves of each group, on their way into buffers."""
-        # Who listens wants names; they are made once per plan.
+        """Return the leaves of each group, and report the group's buffers under `role`."""
+        # Names are for reports only, and are computed once per plan.
         if role is not None:
             for group, plan in zip(self.groups, self.plans, strict=True):
                 note_buffers(role, plan, [self.names[i] for i in group.indices])
@@ -199,7 +201,7 @@ class TreePacking:
         return [[leaves[i] for i in group.indices] for group in self.groups]
 
     def tree(self, by_group: Sequence[Sequence[Any]]) -> PyTree:
-        """The tree of the leaves of all groups."""
+        """Return the tree of the leaves of all groups."""
         leaves: list[Any] = [None] * self.treedef.num_leaves
         for group, blocks in zip(self.groups, by_group, strict=True):
             for i, block in zip(group.indices, blocks, strict=True):
@@ -208,30 +210,32 @@ class TreePacking:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Names of the tree's leaves."""
+        """The names of the tree's leaves."""
         return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
 
 
 def packing_of(
     tree: PyTree, exchange: Exchange, dtype_of: Callable[[np.dtype], np.dtype] = np.dtype
 ) -> TreePacking:
-    """How trees like `tree` are packed for an exchange; planned once for each kind of tree.
+    """Return the packing of trees like `tree` for an exchange, from a cache.
 
     Args:
-      tree: arrays or types.
-      exchange: of which `param_specs` (else the types, over Explicit axes) and `bucket_bytes` hold.
-      dtype_of: dtype that a leaf of a given dtype travels in.
+      tree: tree of arrays or types.
+      exchange: the exchange, of which `param_specs` and `bucket_bytes` are used. Without specs,
+        layouts over Explicit axes are read from the types.
+      dtype_of: function from the dtype of a leaf to the dtype in which it is sent; by default they
+        are equal.
 
     Raises:
-      ValueError: specs that don't fit the tree, or an axis that the mesh here does not have.
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    # By the dtype on the way, so that parameters in half precision and their float32 updates have
-    # one plan where both travel in float32.
+    # The key has the dtype that is sent, so that parameters in half precision and their float32
+    # updates have one plan if both are sent in float32.
     types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
     specs = exchange.param_specs
     specs = specs_key(typed_specs(tree) if specs is None else specs)
-    # Axes are manual, and sizes known, by the mesh of the place where this is asked.
+    # The context's mesh says which axes are manual, and their sizes.
     mesh = jax.sharding.get_abstract_mesh()
     return _planned(treedef, types, specs, exchange.bucket_bytes, mesh)
 
@@ -244,7 +248,7 @@ def _planned(
     bucket_bytes: int | None,
     mesh: Hashable,
 ) -> TreePacking:
-    del mesh  # the one that `block_groups` asks for
+    del mesh  # a key for the cache only: `block_groups` reads it from the context
     like = [jax.ShapeDtypeStruct(*each) for each in types]
     structure, leaves = specs
     limits = None if bucket_bytes is None else (bucket_bytes,)
@@ -262,17 +266,18 @@ def planned_by_group(
     specs: PyTree | None,
     plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
 ) -> TreePacking:
-    """How a tree is packed, of a plan for each group of leaves that are sharded alike.
+    """Return the packing of a tree by a plan for each group of leaves sharded over the same axes.
 
     Args:
-      treedef: of the tree.
-      leaves: its arrays or types.
-      specs: as `block_groups` takes them.
-      plan: `plan(blocks, place)` of the types of one device's blocks, which are alike on all, and
-        of their places by the positions of their leaves in the tree.
+      treedef: structure of the tree.
+      leaves: the tree's arrays or types.
+      specs: `PartitionSpec` per leaf, or prefix of the tree, or None for whole leaves.
+      plan: `plan(blocks, place)`: returns the plan for a group, where `blocks` are the types of one
+        device's blocks, equal on all devices, and `place` maps the position of a leaf in the tree
+        to that of its block in `blocks`.
 
     Raises:
-      ValueError: as `block_groups`.
+      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
     """
     groups = tuple(block_groups(treedef.unflatten(leaves), specs))
     plans = []
@@ -290,11 +295,11 @@ def replica_mean(
     *,
     role: str | None = None,
 ) -> PyTree:
-    """Mean of a tree over the replicas, through flat buffers, in the leaves' dtypes.
+    """Return the mean of a tree over the replicas, in the leaves' dtypes, through flat buffers.
 
-    With a weight it is the weighted mean; where all weights are 0, the tree as it is. With a codec
-    each replica's residual is on top, by which replicas then differ. `role` names what the buffers
-    are exchanged for, to those who listen (`note_buffers`).
+    With a weight it is the weighted mean, or `tree` itself if all weights are 0. With a codec each
+    replica's residual is added, so replicas then differ by it. `note_buffers` reports `role`, which
+    says what the buffers are exchanged for.
 
     Communication: one all-reduce per buffer over `exchange.axis_name`, in the dtype of a codec that
       narrows it; with `local_axis_name` 1/L of each per device, and an all-gather over that axis;
@@ -311,13 +316,13 @@ def replica_mean(
         anyone: jax.Array | None = None,
     ) -> jax.Array:
         del buffer
-        # With devices inside a replica each moves its part: N bytes leave a replica, not L * N.
+        # Each of L devices inside a replica sends its part: N bytes leave a replica, not L * N.
         if exchange.codec is None:
             mean = all_mean_in_slices(flat, axes, local, factor=factor)
         else:
             mean, residual = coded_mean(flat, exchange.codec, axes, local, factor=factor)
             mean += residual
-        # Where all have run out of data the mean is 0 / 0: all stay as they are.
+        # If all replicas have run out of data the mean is 0 / 0: keep the values.
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 
     return packing_of(tree, exchange).through(mean_of, tree, *_shares(exchange, weight), role=role)
@@ -330,16 +335,18 @@ def mean_and_residual(
     *,
     role: str | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Mean of what travels of the replicas' trees, and what of this replica's does not.
+    """Return the mean of the replicas' encoded trees, and this replica's residual.
+
+    The residual is the part of the tree that the codec does not send.
 
     Args:
-      tree: floating leaves.
-      exchange: with a codec.
-      weight: as in `replica_mean`. A replica of weight 0 has no residual; where all weights are 0,
-        so is the mean.
-      role: as in `replica_mean`.
+      tree: tree of floating leaves.
+      exchange: an exchange with a codec.
+      weight: () number >= 0, this replica's share in the mean; None weighs all replicas equally. A
+        replica of weight 0 has no residual. If all weights are 0, the mean is 0.
+      role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
 
-    Communication: as `replica_mean`.
+    Communication: only that of `replica_mean`.
     """
     codec, axes, local = exchange.codec, exchange.axis_name, exchange.local_axis_name
     assert codec is not None
@@ -356,7 +363,7 @@ def mean_and_residual(
 
 
 def _shares(exchange: Exchange, weight: jax.Array | None) -> list[jax.Array]:
-    """This replica's factor, and whether any replica weighs more than 0; [] without weights.
+    """Return this replica's factor, and whether any weight is above 0; [] without weights.
 
     Communication: with a weight one all-reduce of 8 bytes over `exchange.axis_name`.
     """

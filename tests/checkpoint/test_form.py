@@ -163,5 +163,5 @@ def test_what_nobody_can_tell_apart_is_refused(mesh_of, tmp_path):
         )
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, run.step.init(run.params), wait=True)
-        with pytest.raises(CheckpointError, match=r"cannot be told apart.*: 0/hook/0 \[288\]"):
+        with pytest.raises(CheckpointError, match=r"cannot be distinguished.*: 0/hook/0 \[288\]"):
             checkpoints.restore(other.step, other.params, saved_form=run.form(other))

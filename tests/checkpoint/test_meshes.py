@@ -149,7 +149,7 @@ def test_what_does_not_tell_how_it_was_cut_is_refused_where_that_matters(mesh_of
         assert checkpoints.restore(run.step, run.params).is_exact
         for place in ("turned", "both", "one device"):
             other = Placed(place, "slowmo", mesh_of)
-            with pytest.raises(CheckpointError, match=r"does not tell how the anchor.*over fsdp"):
+            with pytest.raises(CheckpointError, match=r"does not record how the anchor.*over fsdp"):
                 checkpoints.restore(other.step, other.params)
         # A step's own state tells, and so does one that was restored.
         checkpoints.save(1, checkpoints.restore(run.step, run.params).state, wait=True)

@@ -220,7 +220,7 @@ def test_what_is_of_no_parameter_is_refused(old, new, mesh_of, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, then_run.step.init(LAYERS), wait=True)
         with pytest.raises(
-            CheckpointError, match=r"told apart by parameter: opt_state/0/hook/0 \["
+            CheckpointError, match=r"distinguished by parameter: opt_state/0/hook/0 \["
         ):
             checkpoints.restore(run.step, LAYERS)
 
