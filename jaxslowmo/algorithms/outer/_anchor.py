@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.types import AxisName, PyTree
-from ...collectives import ShardLayout, all_gather_shards, mean_to_shards, own_shard, shard_layout
+from ...collectives import ShardLayout, all_gather_shards, local_shard, mean_to_shards, shard_layout
 from ...mesh import AnyMesh, axis_size, kept_with, map_replicas, model_axes
 from ...transform import (
     BlockGroup,
@@ -192,7 +192,7 @@ class ShardedAnchor(Anchor):
 
         # All replicas start from the same parameters, so each cuts its shards from its copy.
         def shard(buffer: Buffer, flat: jax.Array) -> jax.Array:
-            return own_shard(flat, self.layout(buffer), self.exchange.axis_name)
+            return local_shard(flat, self.layout(buffer), self.exchange.axis_name)
 
         return _joined(self.packing(params).pack(params, shard))
 
@@ -303,7 +303,7 @@ class ShardedAnchor(Anchor):
                 shard = np.zeros((new.replicas, group.num_blocks, layout.size), buffer.dtype)
                 for device, block in enumerate(group.blocks()):
                     values = [leaves[j][at] for j, at in zip(group.indices, block, strict=True)]
-                    # Zeros at the end, as `own_shard` pads on devices.
+                    # Zeros at the end, as `local_shard` pads on devices.
                     flat = np.zeros(new.replicas * layout.size, buffer.dtype)
                     parts = [values[p.label].reshape(-1)[p.start : p.stop] for p in buffer.pieces]
                     flat[: buffer.num_elements] = np.concatenate(parts)
