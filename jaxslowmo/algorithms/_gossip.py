@@ -343,12 +343,12 @@ def pulled_with_residual(
 
 
 class SGPState(NamedTuple):
-    """State of `sgp`."""
+    """The state of `sgp`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
     exchanges: jax.Array  # () int32, exchanges so far; equal on all replicas
     weight: jax.Array  # () float32, push-sum weight w; with `in_flight` it sums to the axis size
-    in_flight: tuple[Arrival, ...]  # overlap - 1 of them, oldest first; () for overlap 0 and 1
+    in_flight: tuple[Arrival, ...]  # overlap - 1 messages, oldest first; () for overlap 0, 1
 
 
 def shares_of_gossip(opt_state: PyTree) -> Shares | None:

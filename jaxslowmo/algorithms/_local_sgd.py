@@ -33,7 +33,7 @@ from ..tree import apply_exactly, updates_to, widen_updates
 
 
 class LocalSGDState(NamedTuple):
-    """State of `local_sgd` and `hierarchical_local_sgd`."""
+    """The state of `local_sgd` and `hierarchical_local_sgd`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
 

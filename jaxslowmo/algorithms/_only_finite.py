@@ -33,11 +33,11 @@ _OWNER = "only_finite"
 
 
 class OnlyFiniteState(NamedTuple):
-    """State of `only_finite`."""
+    """The state of `only_finite`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
     refused: jax.Array  # () int32, exchanges that were skipped; equal on all replicas
-    inner: PyTree  # state of the transform inside
+    inner: PyTree  # state of the wrapped transform
 
 
 def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
@@ -84,7 +84,7 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
         )
     if not inner.axes:
         raise ValueError(
-            f"{_OWNER}: `inner` must name its `axes`, the names of all axes over which it "
+            f"{_OWNER}: `inner` must have `axes`, the names of all axes over which it "
             "exchanges, got a ParameterTransform without."
         )
 

@@ -344,7 +344,7 @@ class _SGP:
         return (x, total) if plan.weight_differs else (divided(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """See `ExchangeSpec.reset`."""
+        """Return the state after all replicas took the mean; see `ExchangeSpec.reset`."""
         # All nodes hold the mean now, which includes what was in flight. `exchanges` is kept, so
         # that the rotation of the graph goes on.
         return state._replace(
@@ -355,7 +355,7 @@ class _SGP:
     def carry(
         self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        """See `CheckpointSpec.carry`."""
+        """Return the state on another placement; see `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

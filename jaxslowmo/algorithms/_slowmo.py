@@ -22,7 +22,7 @@ LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
 
 class SlowMomentumState(NamedTuple):
-    """State of `slow_momentum`.
+    """The state of `slow_momentum`.
 
     No field shares its name with a hyperparameter of optax, since
     `optax.tree.set(state, learning_rate=...)` sets every field of that name in a chain.
@@ -218,7 +218,7 @@ def slow_momentum(
         )
         velocity = jax.tree.map(lambda v, d: _times(carried, v) + d, state.velocity, updates)
         #   x_{t+1},0 = x_t,0 - alpha gamma_t u_t = x_t,0 - alpha v_t
-        # Nesterov takes beta u_t + D / gamma_t for u_t, so beta v_t + D for v_t.
+        # Nesterov uses beta u_t + D / gamma_t instead of u_t, so beta v_t + D instead of v_t.
         if nesterov:
             ahead = jax.tree.map(lambda v, d: _times(beta, v) + d, velocity, updates)
         else:
@@ -290,7 +290,7 @@ def _passed_rate(count: jax.Array, extra: Mapping[str, Any]) -> jax.Array:
     if extra.get("learning_rate") is None:
         raise ValueError(
             'slowmo: `learning_rate`="optimizer" needs the rate in every update. '
-            "js.make_train_step passes it to `sync`, not for a slowmo inside of `optimizer`; in a "
+            "js.make_train_step passes it to `sync`, not to a slowmo inside of `optimizer`; in a "
             "loop of your own call `update(updates, state, params, learning_rate=rate)`."
         )
     rate = _rate(extra["learning_rate"])

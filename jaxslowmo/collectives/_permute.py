@@ -15,14 +15,14 @@ from ..mesh import axis_names, axis_size, between_cpu_processes
 # 245 ms in pieces of 512 KiB and 222 ms in pieces of 256 KiB; the link's limit is 217 ms.
 _PIECE_BYTES = 2**18
 
-Permutation = Sequence[tuple[int, int]]  # (source, destination), partial
+Permutation = Sequence[tuple[int, int]]  # pairs (source, destination); may leave out nodes
 
 
 def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.Array:
     """Send `x` from every source in `permutation` to its destination.
 
     Args:
-      x: any shape.
+      x: array of any shape.
       axis_name: mapped axis of the nodes; over several, nodes count in row-major order.
       permutation: (source, destination) pairs, in which a node is source at most once and
         destination at most once.

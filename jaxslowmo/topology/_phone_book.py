@@ -150,7 +150,7 @@ def reachable(table: Sequence[Sequence[int]]) -> set[int]:
     return seen
 
 
-Peers = tuple[tuple[int, ...], ...]  # per node
+Peers = tuple[tuple[int, ...], ...]  # one tuple of peers per node
 
 # Rows of many different lengths start over together only after millions of exchanges, and every
 # exchange of a rotation is a branch of the program.

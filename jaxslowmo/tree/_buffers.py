@@ -47,8 +47,8 @@ class BufferPlan:
     """A plan that packs a tree into flat buffers and unpacks it; static, from shapes only."""
 
     buffers: tuple[Buffer, ...]
-    shapes: tuple[tuple[int, ...], ...]  # per leaf
-    treedef: Any  # of the planned tree
+    shapes: tuple[tuple[int, ...], ...]  # shape of each leaf
+    treedef: Any  # structure of the planned tree
 
     def pack(self, tree: PyTree) -> list[jax.Array]:
         """Return one 1-D array per buffer, in the buffer's dtype."""

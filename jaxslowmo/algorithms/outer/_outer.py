@@ -42,7 +42,7 @@ from ._anchor import Anchor, ShardedAnchor
 
 
 class OuterState(NamedTuple):
-    """State of `slowmo` and `diloco`."""
+    """The state of `slowmo` and `diloco`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
     anchor: PyTree  # float32; sharded: tuple of (rows, lanes) shards, else like the parameters
@@ -156,7 +156,7 @@ class Outer:
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `ScheduleSpec.phase`."""
+        """Return the events of update `t`; see `ScheduleSpec.phase`."""
         slow = bool(self.schedule(t))
         # An exact average replaces the base's exchange of that update, which is left out.
         if slow and self.exact_average:
@@ -168,7 +168,7 @@ class Outer:
         return (*base_events, SLOW) if slow else base_events
 
     def due(self, t: Any) -> Any:
-        """See `ScheduleSpec.due`."""
+        """Return whether update `t` exchanges anything; see `ScheduleSpec.due`."""
         slow = self.schedule(t)
         return either(self.base.spec.schedule.due(t), slow)
 
@@ -178,16 +178,16 @@ class Outer:
         return self.base.skipped(state.base) - slow
 
     def shards(self, state: OuterState) -> list[Any]:
-        """See `CheckpointSpec.shards`."""
+        """Return the arrays that are sharded over replicas; see `CheckpointSpec.shards`."""
         shards = jax.tree.leaves(state.anchor) if self.anchor.is_sharded else []
         return [*shards, *self.base.shards(state.base)]
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `LayoutSpec.sized`."""
+        """Return the transform for axes of these sizes; see `LayoutSpec.sized`."""
         return replace(self, base=self.base.sized(axis_sizes)).transform()
 
     def with_specs(self, specs: PyTree, *, of_state: bool = False) -> ParameterTransform:
-        """See `LayoutSpec.with_specs`."""
+        """Return the transform with `param_specs`; see `LayoutSpec.with_specs`."""
         # The layout of shards is part of the state, so only the argument `param_specs` decides it.
         keeps = self.anchor.is_sharded and not of_state
         exchange = self.exchange if keeps else self.exchange.with_specs(specs)
@@ -366,7 +366,7 @@ class Outer:
     def carry(
         self, state: OuterState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        """See `CheckpointSpec.carry`."""
+        """Return the state on another placement; see `CheckpointSpec.carry`."""
         move = functools.partial(self.anchor.carried, state.anchor, params, old, new)
         base = self.base.carry(state.base, params, old, new)
         count = carry_leaf(state.count, old, new)
@@ -380,7 +380,7 @@ class Outer:
         return Carried(carried, (note, *base.notes))
 
     def like_on(self, state: OuterState, params: PyTree, at: StatePlacement) -> OuterState:
-        """See `CheckpointSpec.like_on`."""
+        """Return the types of the state on placement `at`; see `CheckpointSpec.like_on`."""
         # Counters have one type on every mesh; trees of the anchor's form are split as it is.
         like = functools.partial(self.anchor.like_on, state.anchor, params, at)
         base = self.base.like_on(state.base, params, at)

@@ -38,12 +38,12 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text files in a fixed order.
+    """A corpus of text files in a fixed order.
 
     Attributes:
       source: the path that was read.
-      documents: sorted by name; no two have the same bytes.
-      skipped: (name, reason) of every file that was left out, sorted by name.
+      documents: the text files, sorted by name; no two have the same bytes.
+      skipped: (name, reason) of every file that was skipped, sorted by name.
       is_single_file: whether `source` is a file, which may be cut into parts.
     """
 

@@ -24,11 +24,11 @@ class GPTConfig:
     """The shape of a `GPT`.
 
     Attributes:
-      num_layers: transformer blocks, >= 1.
-      num_heads: attention heads; divides `embed_dim`.
+      num_layers: number of transformer blocks, >= 1.
+      num_heads: number of attention heads; divides `embed_dim`.
       embed_dim: width of the residual stream.
       context_length: number of bytes that the model sees; a training window has one more.
-      vocab_size: 256, one symbol per byte value.
+      vocab_size: number of symbols; the default 256 is one symbol per byte value.
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
         needs `js.dynamic_loss_scale` to train. Parameters, softmax, layer-norm statistics and the
         loss are always float32.
