@@ -1,8 +1,8 @@
-"""Training one model on many machines when the network between them is slow.
+"""Training one model on many machines with a slow network between them.
 
-`import jaxslowmo as js`: optax transforms that make communication rare (`local_sgd`, `slowmo`,
-`diloco`), a bucketed gradient all-reduce, the training step around them, and a report of what a
-step sends (`comm_report`).
+`import jaxslowmo as js` gives optax transforms that communicate rarely (`local_sgd`, `slowmo`,
+`diloco`), a bucketed gradient all-reduce, a training step that uses them, and a report of the bytes
+that a step sends (`comm_report`).
 """
 
 import sys as _sys
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 from . import topology as topology
 from ._version import __version__ as __version__
 
-# `_api` loads jax and optax. It waits for the first use of one of its names, because
-# `jaxslowmo.topology` is also for programs that have neither, such as those of torch.
+# `_api` loads jax and optax. It is imported at the first use of one of its names, because programs
+# without jax, such as those with torch, also use `jaxslowmo.topology`.
 if TYPE_CHECKING:
     from ._api import *  # noqa: F403
 else:  # hidden from type checkers, to which `__getattr__` would make every name a valid one
 
     def __getattr__(name: str) -> object:
-        """A name of `_api`, or a package that is loaded with it, such as `jaxslowmo.train`."""
-        # Python and its tools ask every module for underscored names, and `_api` has none.
+        """Return a name of `_api`, or a package that is loaded with it (`jaxslowmo.train`)."""
+        # Python and its tools look up underscored names in every module, and `_api` has none.
         if name == "__all__" or not name.startswith("_"):
             try:
                 from . import _api
-            except AttributeError as error:  # `hasattr` and `from` would read: no such name
+            except AttributeError as error:  # `hasattr` and `from` would hide it
                 raise ImportError(f"cannot import jaxslowmo._api: {error}") from error
             public = {key: value for key, value in vars(_api).items() if not key.startswith("_")}
             public["__all__"] = sorted({*public, "topology"})
-            globals().update(public | globals())  # what somebody has set since stays
+            globals().update(public | globals())  # names that were set since are kept
             if name in globals():
                 return globals()[name]
         message = f"module {__name__!r} has no attribute {name!r}"

@@ -1,3 +1,3 @@
-"""Text as batches, for `import jaxslowmo.data`."""
+"""Batches of text, for `import jaxslowmo.data`."""
 
 from .language.data import *  # noqa: F403

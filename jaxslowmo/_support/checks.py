@@ -1,4 +1,4 @@
-"""What users are told of what they give: errors about arguments, and warnings at their own line."""
+"""Checks of arguments with their error messages, and warnings at the line of the user's code."""
 
 import operator
 import sys
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
-# Between the line of a user and ours stand, for one, the frames of what traces a program.
+# Frames of these packages are between the user's line and ours, such as those that trace a program.
 _NOT_THE_USER = frozenset({"jaxslowmo", "jax", "jaxlib", "optax", "contextlib", "functools"})
 
 
@@ -25,9 +25,9 @@ def checked_int(what: str, value: Any, least: int | None = None) -> int:
     """Return `value` as an int, as `as_int` does, or raise `ValueError`.
 
     Args:
-      what: begins the message, up to "must be": the argument, and what it counts.
-      value: what was given as the argument.
-      least: the smallest that it may be.
+      what: start of the message, before "must be": the argument, and what it counts.
+      value: value of the argument.
+      least: smallest allowed value; None for no limit.
     """
     number = as_int(value, least)
     if number is None:
@@ -39,7 +39,7 @@ def checked_int(what: str, value: Any, least: int | None = None) -> int:
 def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
     """Raise `ValueError` unless `value` is one of the names in `kind`, a `Literal` of strings.
 
-    `owner` is a public name for the message; "" leaves it out.
+    `owner` is the public name at the start of the message; "" omits it.
     """
     if not isinstance(value, str) or value not in get_args(kind):
         *others, last = (f'"{name}"' for name in get_args(kind))
@@ -48,7 +48,7 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
 
 
 def warn_user(message: str) -> None:
-    """Issue a `UserWarning` at the innermost line that is neither ours nor jax's or optax's."""
+    """Issue a `UserWarning` at the innermost line outside jaxslowmo, jax, optax and the like."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _package_of(frame.f_globals) in _NOT_THE_USER:
         frame = frame.f_back
@@ -63,7 +63,7 @@ def warn_user(message: str) -> None:
 
 
 def warn_once() -> Callable[[str], None]:
-    """A function that issues each message as a `UserWarning` the first time only."""
+    """Return a function that issues each message as a `UserWarning`, only the first time."""
     seen: set[str] = set()
 
     def warn(message: str) -> None:

@@ -1,7 +1,7 @@
 """Notes that processes leave for each other at the coordinator of `jax.distributed`.
 
-An exchange between devices waits for all of them, and for ever where one does not come. A note does
-not: who reads it says how long it waits. So what goes wrong on one process travels by notes.
+An exchange between devices waits forever if one device does not take part. The reader of a note
+sets a time limit instead. So processes report errors to each other by notes.
 """
 
 import json
@@ -11,23 +11,23 @@ from typing import Any
 
 import jax
 
-# A call into the runtime that is never returned from would abort the process at its end.
+# A process that exits during a call into the runtime is aborted, so each call waits only this long.
 _SLICE_SECONDS = 1.0
 
 
 class NoNoteError(RuntimeError):
-    """A note that somebody waited for did not come in time."""
+    """The error that a note did not arrive in time."""
 
 
 def tell(key: str, text: str) -> bool:
-    """Leave a note for all processes; the first under a key stays.
+    """Leave a note for all processes, unless there is one under that key already.
 
     Args:
-      key: of the note; parts are divided by "/".
-      text: at most some 100 kB.
+      key: key of the note; its parts are separated by "/".
+      text: text of the note, at most about 100 kB.
 
     Returns:
-      Whether there was none yet.
+      Whether the note was stored: False if there was one already.
 
     Communication: one message to the coordinator, of the note's length.
     """
@@ -41,7 +41,7 @@ def tell(key: str, text: str) -> bool:
 
 
 def told(key: str) -> str | None:
-    """The note under a key; None where there is none yet.
+    """Return the note under a key, or None if there is none yet.
 
     Communication: one message to the coordinator and its answer.
     """
@@ -54,10 +54,10 @@ def told(key: str) -> str | None:
 
 
 def wait_for(key: str, seconds: float) -> str:
-    """The note under a key, once it is there.
+    """Wait for the note under a key, and return it.
 
     Raises:
-      NoNoteError: it has not come in time.
+      NoNoteError: the note did not arrive in time.
 
     Communication: one message to the coordinator per second, and the note.
     """
@@ -75,30 +75,30 @@ def wait_for(key: str, seconds: float) -> str:
 
 
 def gather_notes(key: str, text: str, processes: Sequence[int], seconds: float) -> list[str]:
-    """What each of some processes has to say, in their order, on all of them.
+    """Return the notes of several processes, in the order of `processes`, on all of them.
 
     Args:
-      key: of this occasion.
-      text: of this process, at most some kB.
-      processes: their numbers, alike on all of them.
-      seconds: how long to wait for each.
+      key: key of this exchange of notes.
+      text: note of this process, at most a few kB.
+      processes: indices of the processes, equal on all of them.
+      seconds: how long to wait for each note.
 
     Raises:
-      NoNoteError: one has not said anything in time.
+      NoNoteError: the note of a process did not arrive in time.
 
     Communication: two messages of each process to the coordinator, and the answer.
     """
-    first, here = processes[0], jax.process_index()
-    if here != first:
-        tell(f"{key}/{here}", text)
+    first, index = processes[0], jax.process_index()
+    if index != first:
+        tell(f"{key}/{index}", text)
         return json.loads(wait_for(f"{key}/all", seconds))
-    found = [text if i == here else wait_for(f"{key}/{i}", seconds) for i in processes]
-    tell(f"{key}/all", json.dumps(found))
-    return found
+    notes = [text if i == index else wait_for(f"{key}/{i}", seconds) for i in processes]
+    tell(f"{key}/all", json.dumps(notes))
+    return notes
 
 
 def forget(key: str) -> None:
-    """Remove the note under a key, and all below it.
+    """Remove the note under a key, and all notes under keys that start with it.
 
     Communication: one message to the coordinator.
     """
@@ -106,7 +106,7 @@ def forget(key: str) -> None:
 
 
 def _client() -> Any:
-    # jax has no public name for it; orbax takes it from here, too.
+    # jax has no public name for the client; orbax uses this one too.
     from jax._src import distributed
 
     client = distributed.global_state.client

@@ -1,22 +1,22 @@
-"""What needs more than the core says which extra brings it: one form for library and commands."""
+"""Errors about missing optional packages, which name the extra that installs them."""
 
 import contextlib
 from collections.abc import Iterator
 
-# What the `train` extra installs and jaxslowmo imports.
+# The packages of the `train` extra that jaxslowmo imports.
 _TRAIN = frozenset(
     {"etils", "flax", "matplotlib", "orbax", "rich", "tensorboardX", "tensorstore", "typer"}
 )
-# pip adds an extra to a package that is installed without asking an index for the package.
+# pip adds an extra to an installed package without downloading the package again.
 INSTALL = "pip install 'jaxslowmo[train]' (in a checkout: '.[train]')"
 
 
 def missing_extra(who: str, error: ModuleNotFoundError) -> str | None:
-    """What to say about a failed import, None if no part of the `train` extra is missing.
+    """Return the message for a failed import; None for packages outside the `train` extra.
 
     Args:
-      who: what needs the import, as users call it.
-      error: the failure.
+      who: name that users know of the module or command that needs the import.
+      error: error of the failed import.
     """
     package = (error.name or "").partition(".")[0]
     if package not in _TRAIN:
@@ -26,13 +26,13 @@ def missing_extra(who: str, error: ModuleNotFoundError) -> str | None:
 
 @contextlib.contextmanager
 def needed_by(who: str) -> Iterator[None]:
-    """Around imports of what the `train` extra brings: a missing one says how to get it.
+    """Make imports of the `train` extra's packages fail with advice within the block.
 
     Args:
-      who: the module that needs them, as users call it.
+      who: name that users know of the module that needs the imports.
 
     Raises:
-      ModuleNotFoundError: with the name of what is missing, and what to install.
+      ModuleNotFoundError: a package is missing; the message names it and what to install.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, complete checkpoints, and the operating system's errors."""
+"""Atomic replacement of files, complete checkpoints, and errors of the operating system."""
 
 import contextlib
 import errno
@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# A disk that is full or a file server that does not answer may be well again in a minute.
+# Errors that may pass in a minute: a full disk, or a file server that does not answer.
 PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
-# As tensorstore writes it, which raises errors without a number.
+# tensorstore raises errors without an `errno`, and writes the number into the text.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def io_errno(error: BaseException | None) -> int | None:
-    """The number of the operating system's error that an error is, or came from; None if of none.
+    """Return the number of the operating system's error that caused `error`; None without one.
 
-    An error may tell its number itself, by an attribute `errno`.
+    The number comes from the attribute `errno` or from the text, of `error` or of its causes.
     """
     while error is not None:
         number = getattr(error, "errno", None)
         if isinstance(number, int):
             return number
-        if found := _OS_ERROR.search(str(error)):
-            return int(found[1])
+        if match := _OS_ERROR.search(str(error)):
+            return int(match[1])
         error = error.__cause__ or error.__context__
     return None
 
@@ -35,10 +35,10 @@ _BEFORE, _AFTER = ".writing-", "-"
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A path to write to: what is there takes the place of `path` at the end, at once.
+    """Yield a temporary path to write to; its file atomically replaces `path` at the end.
 
-    It lies in the same folder and ends as `path` does. After an error it is removed, and `path` is
-    what it was. What is no regular file, as /dev/stdout, is written to as it is.
+    It is in the same folder and has the same suffix as `path`. After an error it is removed, and
+    `path` is unchanged. If `path` is no regular file, such as /dev/stdout, it is yielded itself.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -48,7 +48,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f"{_BEFORE}{uuid.uuid4().hex[:8]}{_AFTER}{path.name}")
     try:
         yield temporary
-        # Else the name could be on disk before the bytes are, and a loss of power leave it empty.
+        # Without this the name could be on disk before the bytes, and a power loss leave it empty.
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -59,25 +59,25 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_anew(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a whole file, as UTF-8: afterwards it holds `text`, or after an error what it held."""
+    """Write `text` as a whole file in UTF-8; after an error the file is unchanged."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a file was left by a writer that was killed."""
+    """Return whether a file was left behind by a writer that was killed."""
     return path.name.startswith(_BEFORE)
 
 
-# In a folder of an object store, which cannot be renamed: a checkpoint that has it is complete.
+# Object stores cannot rename folders: there a checkpoint is complete when it holds this file.
 COMMITTED = "commit_success.txt"
 MAX_STEP = 2**31 - 1
 
 
 def complete_steps(folder: Any) -> tuple[int, ...]:
-    """Return the steps of the complete checkpoints in a folder, ascending; () where there is none.
+    """Return the steps of the complete checkpoints in a folder, in ascending order.
 
-    One that is being written has another name until all of it is there.
+    A checkpoint that is being written has another name until it is complete.
 
     Args:
       folder: a `pathlib.Path`, or an `epath.Path`, which may be an address such as `gs://...`.
@@ -89,7 +89,7 @@ def complete_steps(folder: Any) -> tuple[int, ...]:
 
 def _is_complete(path: Any) -> bool:
     name = path.name
-    # As `str` writes a number: "007" and "²" are digits, too, and nobody's checkpoints.
+    # The name must be what `str` writes: "007" and "²" are digits too, but no steps.
     if not (name.isascii() and name.isdigit() and len(name) < 11 and str(int(name)) == name):
         return False
     if int(name) > MAX_STEP or not path.is_dir():
@@ -98,5 +98,5 @@ def _is_complete(path: Any) -> bool:
 
 
 def can_rename(path: Any) -> bool:
-    """Whether a folder can get its name when it is complete; object stores have no folders."""
+    """Return whether a folder can be renamed once it is complete; object stores have no folders."""
     return "://" not in str(path)

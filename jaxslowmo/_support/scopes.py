@@ -1,22 +1,22 @@
-"""Names of the scopes around what the library exchanges, for those who make and who read them.
+"""Names of the scopes that wrap the library's exchanges, for the code that sets or reads them.
 
-`jax.named_scope` puts them before the operations inside: profiles and compiled programs hold them.
+`jax.named_scope` puts them before the names of operations, in profiles and compiled programs.
 """
 
-# Of transforms: what is reduced under them. (Their errors begin with the same names.)
+# Scopes of transforms, each with what it reduces. (Error messages begin with the same names.)
 ALL_REDUCE_GRADIENTS = "all_reduce_gradients"
 ALL_REDUCE_ROWS = "all_reduce_rows"
 SKIP_UNUSED = "skip_unused"
 LOSS_SCALE = "loss_scale"  # whether something overflowed
-GRADIENT_TRANSFORM = "gradient_transform"  # one of the user's own
-TIED = "sum_tied_gradients"  # of parameters that several stages hold
+GRADIENT_TRANSFORM = "gradient_transform"  # a transform that the user wrote
+TIED = "sum_tied_gradients"  # gradients of parameters that several stages hold
 CLIP = "clip_by_global_norm"  # the norm
-# Of a train step.
+# Scopes of a train step.
 MODEL_STATE = "model_state"
 METRICS = "metrics"
-# "phase:NAME", around the exchange of one event of a parameter transform.
+# "phase:NAME" wraps the exchange of one event of a parameter transform.
 PHASE = "phase:"
-EVERY_PHASE = "*"  # as NAME: part of whichever exchange is due
+EVERY_PHASE = "*"  # as NAME: part of any exchange that is due
 
 OF_TRANSFORMS = (
     ALL_REDUCE_GRADIENTS,
@@ -28,7 +28,7 @@ OF_TRANSFORMS = (
     SKIP_UNUSED,
     TIED,
 )
-"""All scopes around what transforms of the library exchange."""
+"""All scopes that wrap the exchanges of the library's transforms."""
 
-# Not a scope: buffers of gradients are noted under this name, those of parameters under a phase's.
+# Not a scope: the name for notes about buffers of gradients; notes for parameters name the phase.
 GRADIENTS = "gradients"

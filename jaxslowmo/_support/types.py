@@ -6,7 +6,7 @@ PyTree = Any
 """A tree of arrays (nested dicts, tuples, NamedTuples, nnx states, ...)."""
 
 AxisName = str | tuple[str, ...]
-"""A mapped axis, or under `shard_map` several taken together."""
+"""The name of a mapped axis, or under `shard_map` of several that act as one."""
 
 Phase = tuple[str, ...]
-"""What one update exchanges: names of events in order; `()` is a local update."""
+"""The exchanges of one update, as names of events in order; `()` is a local update."""

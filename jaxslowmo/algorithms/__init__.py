@@ -1,4 +1,4 @@
-"""The optax transforms: one algorithm, one file, one state class."""
+"""The optax transforms of the library; each algorithm is one file with one state class."""
 
 from ._diloco import diloco as diloco
 from ._gossip import SGPState as SGPState

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer on rarely averaged replicas."""
+"""DiLoCo: replicas train independently, with an outer optimizer step once in a while."""
 
 import optax
 
@@ -19,40 +19,41 @@ def diloco(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Train alone for `sync_every` updates, then one outer step; comes last in a chain.
+    """Train replicas independently and take an outer step every `sync_every` updates.
 
-    The pseudo-gradient is D = anchor - mean of the replicas' y = params + updates; the outer
-    optimizer steps the anchor with it, and all parameters become the anchor.
+    Put it last in a chain. In an outer step the pseudo-gradient is D = anchor - mean of the
+    replicas' y = params + updates. The outer optimizer updates the anchor with D, and all replicas
+    set their parameters to the anchor.
 
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: inner steps per outer step, or `js.every(...)`.
-      outer_optimizer: any optax transform that is complete in itself (learning rate and sign
-        included); default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `shard_state=True` it
-        sees flat shards, so it must be element-wise (SGD, Adam, ...; no global norm, no
-        per-layer scaling, no masks by leaf).
-      shard_state: True keeps 1/R of the anchor and of the outer state per replica; False keeps
-        trees like the parameters, for outer optimizers that are not element-wise. None: True
-        without a codec. Of sharded state one replica's is not all of it; see `js.slowmo`.
-      local_axis_name: axis inside a replica, as in `js.slowmo`.
+      outer_optimizer: any complete optax optimizer (with learning rate and sign); the default is
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With `shard_state=True` it receives flat
+        shards, so it must be element-wise (SGD, Adam, ...; no global norm, no per-layer scaling,
+        no masks by leaf).
+      shard_state: True keeps 1/R of the anchor and of the outer state per replica. False keeps
+        trees like the parameters, for outer optimizers that are not element-wise. None means True
+        without a codec and False with one. Save sharded state from all replicas; see `js.slowmo`.
+      local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       param_specs: specs of leaves sharded over automatic axes, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
-      codec: form in which replicas send what they have moved, as in `js.slowmo`.
+      codec: format in which replicas send their displacement, as in `js.slowmo`.
 
     Returns:
-      A `ParameterTransform` with state `OuterState`; outer state is float32, and so is the
+      A `ParameterTransform` with state `OuterState`. The outer state is float32, and so is the
       exchange without a codec.
 
     Raises:
-      ValueError: sync_every < 1, a `codec` that is none or comes with shard_state=True, an outer
-        optimizer that is no optax transform, or, sharded, one that is not element-wise (tried on a
-        small tree; where jax has no device yet, when a state is made); at trace time an unbound
-        axis, missing params, non-float leaves.
+      ValueError: sync_every < 1, an invalid `codec` or one together with shard_state=True, an
+        outer optimizer that is no optax transform, or, when sharded, one that is not element-wise
+        (tried on a small tree; if jax has no device yet, when a state is made); at trace time an
+        unbound axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
       all-gather of N bytes each (sharded), or one all-reduce of N bytes (N / 2 with a codec);
-      nothing in others.
+      nothing in other updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
       2023, algorithm 1.
@@ -77,7 +78,7 @@ def diloco(
     # Douillard et al., algorithm 1, with theta^(t-1) the anchor and theta_i^(t) worker i's y:
     #   Delta^(t) = 1/k sum_i (theta^(t-1) - theta_i^(t)) = theta^(t-1) - mean_i theta_i^(t)
     #   theta^(t) = OuterOpt(theta^(t-1), Delta^(t))
-    # No `rate`: what is given is complete in itself, whatever the inner optimizer's rate is.
+    # No `rate`: the outer optimizer has its own, independent of the inner optimizer's.
     return Outer(
         owner,
         exchange,

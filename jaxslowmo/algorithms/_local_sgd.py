@@ -1,4 +1,4 @@
-"""LocalSGD: average the parameters every few updates, over one group of replicas or several."""
+"""LocalSGD: replicas train independently and average their parameters every few updates."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ from ..tree import apply_exactly, updates_to, widen_updates
 
 
 class LocalSGDState(NamedTuple):
-    """State of `local_sgd` and `hierarchical_local_sgd`."""
+    """The state of `local_sgd` and `hierarchical_local_sgd`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
 
@@ -47,45 +47,46 @@ def local_sgd(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Average the parameters over replicas every `sync_every` updates; train alone between.
+    """Train replicas independently and average their parameters every `sync_every` updates.
 
-    Comes last in a chain, after the optimizer: when due, params = mean over `axis_name` of
-    y = params + updates; else params = y. Optimizer state stays local.
+    Put it last in a chain, after the optimizer. With y = params + updates, an update in which the
+    average is due sets params to the mean of y over `axis_name`; any other update sets params to y.
+    Optimizer state is not averaged.
 
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: period k (due when t % k == 0, t = 1, 2, ...) or `js.every(...)`.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters: each then
-        exchanges 1/L of them.
+      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
+        the L devices then exchanges 1/L of them.
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
         replica, for leaves that are sharded there; each device exchanges its own block.
-      bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
-      codec: None exchanges parameters in their own dtypes; `js.codecs.bfloat16()` or `float16()`
-        in 16 bits. params = mean of the rounded y; with error feedback each replica adds
-        y - rounded y of its own, so that replicas differ by that after an exchange. That gains
-        nothing: the mean is in 16 bits in either case, for which float16 has bits enough, and
-        bfloat16 has not ("How to choose" has numbers, and the way round it).
+      bucket_bytes: size in bytes at which a buffer closes; None exchanges one buffer per dtype.
+      codec: None exchanges parameters in their own dtypes, `js.codecs.bfloat16()` or `float16()`
+        in 16 bits: params = mean of the rounded y. With error feedback each replica adds its own
+        y - rounded y, so replicas differ by that after an exchange. Error feedback gains nothing
+        here, since the mean is in 16 bits in either case. These are enough in float16, but not in
+        bfloat16 ("How to choose" has numbers and a way around it).
 
     Returns:
       A `ParameterTransform` with state `LocalSGDState`. `update` needs `params`; updates of
-      half-precision leaves come back as float32.
+      half-precision leaves are returned as float32.
 
     Raises:
-      ValueError: `sync_every` < 1, negative `bucket_bytes` or a `codec` that is none, at
-        construction; at trace time an unbound axis, missing params, non-float leaves (named).
+      ValueError: `sync_every` < 1, negative `bucket_bytes` or an invalid `codec`, at construction;
+        at trace time an unbound axis, missing params, non-float leaves (named).
       UserWarning: once, if the axis has size 1.
 
-    Communication: in a due update one all-reduce over `axis_name` per dtype buffer, N bytes
-      together, N the bytes of the parameters in their own dtypes, or at 2 bytes per element where
-      a codec narrows these; nothing in others. With
-      `local_axis_name` N / L bytes per device, and one all-gather of N over that axis. With a
-      weight 8 bytes more, in an all-reduce before.
+    Communication: in a due update one all-reduce over `axis_name` per dtype buffer, N bytes in
+      total; nothing in other updates. N is the bytes of the parameters in their own dtypes, or 2
+      bytes per element of leaves that a codec narrows. With `local_axis_name` N / L bytes per
+      device, and one all-gather of N over that axis. With a weight 8 bytes more, in an earlier
+      all-reduce.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1.
     """
     owner = "local_sgd"
     exchange = checked_exchange(owner, axis_name, local_axis_name, param_specs, bucket_bytes, codec)
-    # One group of replicas: the case of a single level.
+    # One group of replicas is the case of a single level.
     level = _Level(exchange, as_schedule(sync_every), "average")
     return _Averaging(owner, (level,)).transform()
 
@@ -97,31 +98,31 @@ def hierarchical_local_sgd(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Average the parameters over nested groups of replicas, larger groups more rarely.
+    """Average the parameters over nested groups of replicas, larger groups less often.
 
-    Comes last in a chain, after the optimizer. In every update the largest group that is due
-    averages y = params + updates; the smaller ones inside it would find nothing left to do.
+    Put it last in a chain, after the optimizer. In every update the largest group that is due
+    averages y = params + updates, which also makes the smaller groups inside it agree.
 
         js.hierarchical_local_sgd({"device": 2, ("node", "device"): 16})
 
     Args:
-      sync_every: for each group, named by its mapped axes, the period or `js.every(...)`. Groups
-        are nested: a longer period has all axes of a shorter one and more.
+      sync_every: maps each group, named by its mapped axes, to its period or `js.every(...)`.
+        Groups are nested: a longer period has all axes of a shorter one and more.
       param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; see `local_sgd`.
-      bucket_bytes: None exchanges one buffer per dtype, else buffers that close at this size.
-      codec: of all groups; see `local_sgd`.
+      bucket_bytes: size in bytes at which a buffer closes; None exchanges one buffer per dtype.
+      codec: format of the exchange in all groups; see `local_sgd`.
 
     Returns:
-      A `ParameterTransform` with state `LocalSGDState`; a `weight` holds in every group.
+      A `ParameterTransform` with state `LocalSGDState`; a `weight` applies in every group.
 
     Raises:
       ValueError: no group, a period < 1, groups that are not nested, periods that do not grow with
-        them, negative `bucket_bytes`, a `codec` that is none, at construction; at trace time an
-        unbound axis, missing params, non-float leaves.
+        the groups, negative `bucket_bytes` or an invalid `codec`, at construction; at trace time
+        an unbound axis, missing params, non-float leaves.
       UserWarning: once, if an axis has size 1.
 
     Communication: in a due update one all-reduce per dtype buffer over the axes of the largest due
-      group, N bytes together, N as in `local_sgd`; nothing in others.
+      group, N bytes in total, N as in `local_sgd`; nothing in other updates.
 
     Source: torch 2.13, `HierarchicalModelAverager`, which counts from 0: its
       {k: group} with `warmup_steps=w` is `js.every(k, start=w, offset=1 - w)` for the group's axes.
@@ -140,19 +141,19 @@ def hierarchical_local_sgd(
 
 @dataclass(frozen=True)
 class _Level:
-    """A group of replicas, when it averages, and what that is called in phases."""
+    """A group of replicas with its schedule and the name of its average in phases."""
 
     exchange: Exchange
     schedule: Every
     event: str
 
 
-Operand = tuple[PyTree, Others]  # updates, what travels along
+Operand = tuple[PyTree, Others]  # updates, and the arrays that are averaged with them
 
 
 @dataclass(frozen=True)
 class _Averaging:
-    """Averages over nested groups, the smallest first: in an update, that of the largest due."""
+    """Averages over nested groups, smallest first; an update runs that of the largest due group."""
 
     owner: str
     levels: tuple[_Level, ...]
@@ -172,17 +173,16 @@ class _Averaging:
         )
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        del skipped  # it counts updates
-        # The largest group that is due: the groups are nested, so the average over it holds in
-        # each smaller one, too.
+        del skipped  # the schedules count updates, not exchanges
+        # The groups are nested, so the average over the largest due group covers the smaller ones.
         return tuple(level.event for level in self.levels if level.schedule(t))[-1:]
 
     def due(self, t: Any) -> Any:
         return functools.reduce(either, (level.schedule(t) for level in self.levels))
 
     def with_specs(self, specs: PyTree) -> ParameterTransform:
-        known = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
-        return replace(self, levels=tuple(known)).transform()
+        levels = [replace(x, exchange=x.exchange.with_specs(specs)) for x in self.levels]
+        return replace(self, levels=tuple(levels)).transform()
 
     def step(
         self,
@@ -198,12 +198,12 @@ class _Averaging:
     ) -> tuple[PyTree, Others, LocalSGDState]:
         del extra
         count = increment(state.count)
-        # Read from the counter, which all replicas share: some would wait for others for ever if
-        # they did not agree on what is due.
+        # All replicas derive this from their equal counters. If they did not agree on what is due,
+        # some would wait forever for others.
         due, which = self.now(count, phase)
         averages = [functools.partial(self.average, level, params, weight) for level in self.levels]
 
-        # Local steps execute no collective: with a phase the program has none, else it stands in a
+        # Local steps execute no collective: with a phase the program has none, else it is in a
         # branch that is not taken.
         def averaged(operand: Operand) -> Operand:
             return run_one_of(which, averages, operand)
@@ -211,17 +211,17 @@ class _Averaging:
         def alone(operand: Operand) -> Operand:
             return widen_updates(operand[0]), operand[1]
 
-        moved = run_if(decide(due, communicate), averaged, alone, (updates, others))
-        return *moved, LocalSGDState(count)
+        results = run_if(decide(due, communicate), averaged, alone, (updates, others))
+        return *results, LocalSGDState(count)
 
     def now(
         self, count: jax.Array, phase: Phase | None
     ) -> tuple[bool | jax.Array, int | jax.Array]:
-        """Whether a group averages in this update, and which."""
+        """Return whether a group averages in this update, and the group's index."""
         if phase is not None:
             events = [level.event for level in self.levels]
             return bool(phase), events.index(phase[0]) if phase else 0
-        # Later levels overwrite: the largest that is due wins.
+        # Later levels overwrite earlier ones, so that the largest due group wins.
         which: int | jax.Array = 0
         for i, level in enumerate(self.levels[1:], start=1):
             which = jnp.where(level.schedule(count), i, which)
@@ -230,32 +230,32 @@ class _Averaging:
     def average(
         self, level: _Level, params: PyTree, weight: jax.Array | None, operand: Operand
     ) -> Operand:
-        """The parameters become the mean of the replicas' y = params + updates."""
+        """Return the updates that set the parameters to the mean of y = params + updates."""
         # Stich, algorithm 1, with x_t^k the parameters of worker k, eta_t its step size and H the
         # set of synchronised steps:
         #   x_{t+1}^k = x_t^k - eta_t grad f(x_t^k)                        if t + 1 is not in H
         #   x_{t+1}^k = 1/K sum_j (x_t^j - eta_t grad f(x_t^j))            if t + 1 is in H
-        # The optimizer before this transform has made the update -eta_t grad f, whatever it is, so
-        # what is averaged is y = x + update.
+        # The update of the optimizer before this transform takes the place of -eta_t grad f, so y =
+        # x + update is averaged.
         updates, others = operand
         with phase_scope(level.event):
-            # y as the leaves' dtypes hold it: that is what travels.
+            # y is rounded to the leaves' dtypes, in which it is sent.
             y = apply_exactly(params, updates)
             mean = replica_mean(y, level.exchange, weight, role="average")
             others = replica_mean(others, Exchange(level.exchange.axis_name), weight)
-            # Not the mean but what leads there: optax adds updates to parameters.
+            # optax adds updates to parameters, so return the difference and not the mean.
             return updates_to(params, mean), others
 
 
 def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:
-    """The groups with their schedules, smallest first."""
+    """Return the groups with their schedules, smallest first."""
     if not isinstance(sync_every, Mapping) or not sync_every:
         raise ValueError(
             f"{owner}: `sync_every` must map the axes of each group to a period, such as "
             f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.'
         )
     levels = [(axes, as_schedule(period)) for axes, period in sync_every.items()]
-    # Nested groups differ in their number of axes, so a dict in any order is understood.
+    # Nested groups differ in their number of axes, so the dict may be in any order.
     levels.sort(key=lambda level: len(axis_names(level[0])))
     for (inner, often), (outer, rarely) in itertools.pairwise(levels):
         if not set(axis_names(inner)) < set(axis_names(outer)):

@@ -1,4 +1,4 @@
-"""Exchanges that do not take place while a replica holds NaN or infinity."""
+"""A wrapper that skips exchanges while a replica's parameters hold NaN or infinity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,42 +33,43 @@ _OWNER = "only_finite"
 
 
 class OnlyFiniteState(NamedTuple):
-    """State of `only_finite`."""
+    """The state of `only_finite`."""
 
     count: jax.Array  # () int32, updates so far; equal on all replicas
-    refused: jax.Array  # () int32, exchanges that did not take place; equal on all replicas
-    inner: PyTree  # state of the transform inside
+    refused: jax.Array  # () int32, exchanges that were skipped; equal on all replicas
+    inner: PyTree  # state of the wrapped transform
 
 
 def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
-    """Skips an exchange where a replica's parameters are not finite, and counts what it skipped.
+    """Skip exchanges while a replica's parameters are not finite, and count them.
 
-    One replica that diverges would make all others NaN by the next average. Here it stays alone,
-    and `state.refused > 0` tells it: stop then, or go back to a checkpoint. Training on is
-    possible, but nothing is exchanged until the replica recovers. Model state that
-    `js.make_train_step` averages with the parameters (`model_state="sync_mean"`) must be finite
-    too, and is not averaged either (`"broadcast"` is no part of the exchange and not looked at).
+    One replica that diverges would make all others NaN with the next average. This wrapper skips
+    the exchange instead, so that the others stay finite, and `state.refused` counts the skipped
+    exchanges. If it is above 0, stop or go back to a checkpoint. Training can go on, but nothing is
+    exchanged until the replica recovers. Model state that `js.make_train_step` averages with the
+    parameters (`model_state="sync_mean"`) must be finite too, and is skipped with them
+    (`"broadcast"` is not part of the exchange and is not checked).
 
-    With y = params + updates, before an update in which `inner` is due all replicas learn whether y
-    is finite everywhere. What an idle replica's batch (weight 0) made of its updates does not
-    count. As the `base` of an exact `js.slowmo` it looks before the slow step, too, and refuses it.
+    With y = params + updates, all replicas check together whether y is finite everywhere, in every
+    update in which `inner` is due. Updates from an idle replica's batch (weight 0) do not count. As
+    the `base` of an exact `js.slowmo` it also checks before the slow step, and may skip it.
 
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
-      *others: nothing; an axis is refused with a message, since `inner` has its own.
-      **named: nothing, likewise.
+      *others: must be empty; an axis here is a common mistake, since `inner` has its own.
+      **named: must be empty, for the same reason.
 
     Returns:
-      A `js.ParameterTransform`, to be used in its place; also as a `base`. Its phases name no round
-      of gossip: which one is next depends on what was refused, so programs decide it.
+      A `js.ParameterTransform` that replaces `inner`, also as a `base`. Its phases name no round of
+      gossip: the next round depends on the skipped exchanges, so programs read it from the state.
 
     Raises:
-      ValueError: more than one argument, `inner` that is no `js.ParameterTransform`, or one of your
-        own that does not tell its `axes`.
+      ValueError: more than one argument, `inner` that is no `js.ParameterTransform`, or a transform
+        of your own that does not name its `axes`.
 
-    Communication: `inner`'s, and before each of its exchanges one all-reduce of 4 bytes over all of
-      its axes (those of the largest group, in `js.hierarchical_local_sgd`), which waits for the
-      gradients: `js.sgp(overlap=1)` no longer overlaps.
+    Communication: that of `inner`, and before each of its exchanges one all-reduce of 4 bytes over
+      all of its axes (of the largest group in `js.hierarchical_local_sgd`). This all-reduce waits
+      for the gradients, so `js.sgp(overlap=1)` no longer overlaps.
     """
     if others or named:
         besides = [*map(repr, others), *(f"{name}={value!r}" for name, value in named.items())]
@@ -83,7 +84,7 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
         )
     if not inner.axes:
         raise ValueError(
-            f"{_OWNER}: `inner` must tell its `axes`, the names of all axes over which it "
+            f"{_OWNER}: `inner` must have `axes`, the names of all axes over which it "
             "exchanges, got a ParameterTransform without."
         )
 
@@ -92,26 +93,26 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
 
 @dataclass(frozen=True)
 class _OnlyFinite:
-    """The transform around `inner`."""
+    """The transform that wraps `inner`."""
 
     inner: ParameterTransform
 
     def transform(self) -> ParameterTransform:
         inner = self.inner
 
-        def asked(ask: Callable[..., Any]) -> Callable[..., Any]:
-            """Ask the transform inside about its own part of the state."""
-            return lambda state, *args: ask(state.inner, *args)
+        def of_inner(read: Callable[..., Any]) -> Callable[..., Any]:
+            """Return `read` as a function of the whole state instead of the inner state."""
+            return lambda state, *args: read(state.inner, *args)
 
         def changed(change: Callable[..., PyTree]) -> Callable[..., OnlyFiniteState]:
-            """The state with another one inside: it has counters alone besides."""
+            """Return `change`, a function of the inner state, as a function of the whole state."""
             return lambda state, *args: state._replace(inner=change(state.inner, *args))
 
         return parameter_transform(
             _OWNER,
             self.init,
             self.step,
-            # What it does not say otherwise is as inside.
+            # Everything that is not overridden below is as in `inner`.
             inner.spec,
             over=[Exchange(inner.axes)],
             inner=inner,
@@ -120,29 +121,29 @@ class _OnlyFinite:
             phase=lambda t, skipped=0: any_round(inner.phase(t, skipped)),
             skipped=None,
             events=None,
-            numerator=asked(inner.numerator),
+            numerator=of_inner(inner.numerator),
             reset=changed(inner.reset),
             permit=self.permit,
-            anchor=None if inner.anchor is None else asked(inner.anchor),
+            anchor=None if inner.anchor is None else of_inner(inner.anchor),
             sized=lambda axis_sizes: only_finite(inner.sized(axis_sizes)),
             with_specs=lambda specs, **options: only_finite(inner.with_specs(specs, **options)),
-            shards=asked(inner.shards),
-            # Leaf by leaf, where that is right for what is inside.
+            shards=of_inner(inner.shards),
+            # The counters are carried leaf by leaf; so is the whole state if `inner`'s is.
             carry=carry_plainly if inner.carry is carry_plainly else self.carry,
             like_on=changed(inner.like_on),
-            shares=asked(inner.shares),
+            shares=of_inner(inner.shares),
         )
 
     def init(self, params: PyTree) -> OnlyFiniteState:
-        # Counted on all replicas alike, since all hear the same answer.
+        # All replicas count the same, since all receive the same answer.
         zero = jnp.zeros([], jnp.int32)
         return OnlyFiniteState(zero, zero, self.inner.init(params))
 
     def permit(
         self, state: OnlyFiniteState, y: PyTree, others: Others, axes: Sequence[str]
     ) -> tuple[jax.Array, OnlyFiniteState]:
-        """See `ExchangeSpec.permit`: are y and what travels along finite on all replicas?"""
-        # A sum of flags rather than of values: what is not finite must not travel.
+        """Return whether y and `others` are finite on all replicas; see `ExchangeSpec.permit`."""
+        # Flags are summed and not values, so that no NaN is sent.
         poisoned = lax.psum((~all_finite((y, others))).astype(jnp.int32), tuple(axes))
         refused = state.refused + (poisoned > 0).astype(jnp.int32)
         return poisoned == 0, state._replace(refused=refused)
@@ -158,20 +159,20 @@ class _OnlyFinite:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, OnlyFiniteState]:
-        """One update; see `ExchangeSpec.exchange`."""
+        """Make one update; see `ExchangeSpec.exchange`."""
         state = state._replace(count=increment(state.count))
 
-        def ask(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
+        def check(operand: tuple[PyTree, Others]) -> tuple[jax.Array, OnlyFiniteState]:
             u, o = operand
-            with phase_scope(EVERY_PHASE):  # part of whichever exchange is due
+            with phase_scope(EVERY_PHASE):  # part of any exchange that is due
                 return self.permit(state, apply_exactly(params, u), o, self.inner.axes)
 
-        # Asked only where an exchange is due: other updates stay free of collectives.
+        # Checked only if an exchange is due, so that other updates stay free of collectives.
         due = self.inner.due(state.count) if phase is None else bool(phase)
         due = decide(due, communicate)
         # The answer is the same on all replicas, so it may decide about an exchange.
         allowed, state = run_if(
-            due, ask, lambda operand: (jnp.ones([], bool), state), (updates, others)
+            due, check, lambda operand: (jnp.ones([], bool), state), (updates, others)
         )
         extra |= {"communicate": decide(due, allowed), "phase": phase}
         with inside(self.inner.axes):
@@ -183,6 +184,6 @@ class _OnlyFinite:
     def carry(
         self, state: OnlyFiniteState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        found = self.inner.carry(state.inner, params, old, new)
+        carried = self.inner.carry(state.inner, params, old, new)
         count, refused = carry_leaf(state.count, old, new), carry_leaf(state.refused, old, new)
-        return found._replace(state=OnlyFiniteState(count, refused, found.state))
+        return carried._replace(state=OnlyFiniteState(count, refused, carried.state))

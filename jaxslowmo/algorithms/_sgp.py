@@ -1,4 +1,4 @@
-"""Stochastic gradient push: gossip with a few peers in every update."""
+"""Stochastic gradient push: replicas exchange parameters with a few peers in every update."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,16 +36,16 @@ from ._gossip import (
     Gossip,
     GossipPlan,
     SGPState,
+    divided,
     gossip_plan,
-    over,
     pulled,
     pulled_with_residual,
     round_event,
     round_number,
     shares_of_gossip,
-    together,
     total_mass,
     unsent,
+    weight_after,
 )
 
 
@@ -61,62 +61,64 @@ def sgp(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Gossip: in every update send the parameters to a few peers and mix in what arrives.
+    """Send the parameters to a few peers in every update, and mix in what they send (gossip).
 
-    Comes last in a chain. With push-sum weight w (starts at 1), numerator x = w * params, updates u
-    and P the mixing matrix of the exchange, whose columns sum to 1:
+    Put it last in a chain. With push-sum weight w (starts at 1), numerator x = w * params, updates
+    u and P the mixing matrix of the exchange, whose columns sum to 1:
 
         x <- P (x + u);   w <- P w;   params = x / w                                  (overlap=0)
         x <- P x + u;     w <- P w;   params = x / w                                  (overlap=1)
 
-    The graph rotates through its phone book with every exchange, starting at 0; an exchange that is
-    skipped does not rotate. The sums of x and of w over the replicas are kept by every exchange, so
-    params approach the mean also where nodes send and receive different numbers of messages.
+    The graph rotates through its phone book with every exchange, starting at 0; a skipped exchange
+    does not rotate it. No exchange changes the sums of x and of w over the replicas, so params
+    approach the mean even if nodes send and receive different numbers of messages.
 
     Args:
       axis_name: mapped axis of the replicas.
-      graph: who sends to whom, of the axis' size, from `js.topology`; or its constructor, such as
-        `js.topology.ring`, to be called with the axis' size. None is
+      graph: which node sends to which, a graph of the axis' size from `js.topology`; or its
+        constructor, such as `js.topology.ring`, which is called with the axis' size. None is
         `js.topology.npeer_directed_exponential`.
       mixing: callable `(graph, step) -> P[destination, source]`; None is uniform: every node splits
-        its value evenly between itself and its peers. It must repeat with the graph's rotation
-        (a static graph: not depend on the step); the steps of two rotations are compared.
-      push_sum: False (PushPull) promises that P is doubly stochastic, so that w stays 1.
-      overlap: 0 mixes the new parameters. 1 (OSGP) sends those of before the update, so the
-        exchange waits for no gradient and can run beside their computation: with a static graph,
-        or programs per round (`mode="host"`), and not inside a traced `js.slowmo`; on some TPUs
-        with a flag or the right graph (docs/tpu.md). k > 1 applies what was sent k - 1 exchanges
-        earlier.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters: each then
-        sends 1/L of them.
+        its value evenly between itself and its peers. It must repeat with the graph's rotation (for
+        a static graph it must not depend on the step); the steps of two rotations are compared.
+      push_sum: False (PushPull) requires a doubly stochastic P, with which w stays 1; the default
+        True allows any P.
+      overlap: 0 sends the parameters after the update. 1 (OSGP) sends those before it, so that the
+        exchange does not wait for gradients and can overlap with their computation. It does so with
+        a static graph or with one program per round (`mode="host"`), and not inside a traced
+        `js.slowmo`; some TPUs need a flag or the right graph (docs/tpu.md). k > 1 mixes in what was
+        sent k - 1 exchanges earlier.
+      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
+        the L devices then sends 1/L of them.
       param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
         replica; each device sends its own block.
-      bucket_bytes: None sends one buffer per dtype, else buffers that close at this size.
+      bucket_bytes: size in bytes at which a buffer closes; None sends one buffer per dtype.
       codec: None sends parameters in their own dtypes, `js.codecs.bfloat16()` or `float16()` in 16
-        bits. A node mixes its own value as it is; with error feedback it also keeps what rounding
-        left of the share that it sent, so that the sums over the replicas are kept. float16 with
-        error feedback rounds each mixture too, as FairScale does.
+        bits. A node mixes its own value unrounded. With error feedback it also keeps the rounding
+        error of the share that it sent, so that the sums over the replicas do not change. float16
+        with error feedback rounds each mixture too, as FairScale does.
 
     Returns:
       A `ParameterTransform` with state `SGPState`. As `base` of `js.slowmo` its exchange is skipped
-      in exact slow steps, which average x and w (also what is in flight) and set w to 1. Memory
+      in exact slow steps, which average x and w (with what is in flight) and set w to 1. Memory
       beyond the parameters: (overlap - 1) N for overlap > 1.
 
     Raises:
-      ValueError: no graph, mixing or overlap, or functions of other arguments; a mixing with
-        negative weights, columns that don't sum to 1, or weights where there is no edge, checked
-        for a whole rotation, or that does not repeat with it; push_sum=False
-        where P is not doubly stochastic; overlap > 1 with a node that keeps nothing; push-sum
-        weights that would fall below 1e-30. At trace time
-        a graph of another size than the axis, an unbound axis, missing params, non-float leaves.
-      UserWarning: once, if the axis has size 1; once for phases of an unknown number of replicas.
+      ValueError: an invalid `graph`, `mixing` or `overlap`, or functions of other arguments; a
+        mixing with negative weights, with columns that do not sum to 1, with weights without an
+        edge (all checked for a whole rotation), or one that does not repeat with the rotation;
+        push_sum=False with a P that is not doubly stochastic; overlap > 1 with a node that keeps
+        nothing; push-sum weights that would fall below 1e-30. At trace time a graph of another size
+        than the axis, an unbound axis, missing params, non-float leaves.
+      UserWarning: once, if the axis has size 1; once, for phases before the number of replicas is
+        known.
 
     Communication: in every update, for each permutation of the round (`graph.permutations(step)`:
-      `peers_per_step` of them where the graph is regular), one collective-permute over `axis_name`
-      per dtype buffer, N bytes together, N the bytes of the parameters in their own dtypes, or at
-      2 bytes per element where a codec narrows these, and 4 bytes of w where weights can differ
-      between nodes. With `local_axis_name` N / L per device,
-      and one all-gather of N over that axis. Nothing in updates with `communicate=False`.
+      `peers_per_step` of them if the graph is regular), one collective-permute over `axis_name` per
+      dtype buffer, N bytes in total, and 4 bytes of w if weights can differ between nodes. N is the
+      bytes of the parameters in their own dtypes, or 2 bytes per element of leaves that a codec
+      narrows. With `local_axis_name` N / L per device, and one all-gather of N over that axis.
+      Nothing in updates with `communicate=False`.
 
     Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
       algorithms 1 and 2; FairScale 0.4.13.
@@ -130,21 +132,21 @@ def sgp(
     return _SGP(exchange, graph, mixing, push_sum, overlap).transform()
 
 
-Operand = tuple[PyTree, Others, SGPState]  # updates, what travels along, state
+Operand = tuple[PyTree, Others, SGPState]  # updates, arrays exchanged with them, state
 
 
 @dataclass(frozen=True, eq=False)
 class _SGP:
-    """The transform.
+    """The parameter transform of `sgp`.
 
     Attributes:
-      over: what it exchanges over.
-      graph: as given to `sgp`, like those that follow.
-      mixing: likewise.
-      push_sum: likewise.
-      overlap: likewise.
-      plans: those that were asked for, by number of nodes.
-      warn: says a thing once.
+      over: axis of the nodes, and the pieces in which they send.
+      graph: argument of `sgp`.
+      mixing: argument of `sgp`.
+      push_sum: argument of `sgp`.
+      overlap: argument of `sgp`.
+      plans: cache of `plan_for`, by number of nodes.
+      warn: function that issues each warning once.
     """
 
     over: Exchange
@@ -156,9 +158,9 @@ class _SGP:
     warn: Callable[[str], None] = field(default_factory=warn_once)
 
     def transform(self) -> ParameterTransform:
-        known = self.known()
+        plan = self.fixed_plan()
         # Phases repeat with the rotation of the graph, which is known once its size is.
-        rotation = () if known is None else (every(max(1, len(known.rounds))),)
+        rotation = () if plan is None else (every(max(1, len(plan.rounds))),)
         return parameter_transform(
             "sgp",
             self.init,
@@ -167,7 +169,7 @@ class _SGP:
             state=SGPState,
             phase=self.phase,
             skipped=lambda state: state.count - state.exchanges,
-            due=lambda t: known is None or bool(known.rounds),
+            due=lambda t: plan is None or bool(plan.rounds),
             schedules=(every(1), *rotation),
             numerator=self.numerator,
             reset=self.reset,
@@ -178,66 +180,66 @@ class _SGP:
         )
 
     def graph_for(self, num_nodes: int) -> Graph:
-        """The graph of so many nodes, where its constructor was given."""
+        """Return the graph, which a constructor makes for `num_nodes` nodes."""
         if isinstance(self.graph, Graph):
             return self.graph
-        made = (npeer_directed_exponential if self.graph is None else self.graph)(num_nodes)
-        if not isinstance(made, Graph):
+        graph = (npeer_directed_exponential if self.graph is None else self.graph)(num_nodes)
+        if not isinstance(graph, Graph):
             raise ValueError(
                 "sgp: `graph` must be a function that makes a js.topology.Graph, and the function "
-                f"returned a {type(made).__name__}."
+                f"returned a {type(graph).__name__}."
             )
-        return made
+        return graph
 
     def plan_for(self, num_nodes: int) -> GossipPlan:
-        """What each exchange among so many nodes sends; found once."""
+        """Return the exchanges among `num_nodes` nodes, which are computed once."""
         if num_nodes not in self.plans:
-            chosen = self.graph_for(num_nodes)
-            if chosen.num_nodes != num_nodes:
+            graph = self.graph_for(num_nodes)
+            if graph.num_nodes != num_nodes:
                 raise ValueError(
                     f"sgp: `graph` must have as many nodes as axis {self.over.axis_name!r}, which "
-                    f"has size {num_nodes}, got {chosen.name}({chosen.num_nodes})."
+                    f"has size {num_nodes}, got {graph.name}({graph.num_nodes})."
                 )
             self.plans[num_nodes] = gossip_plan(
-                "sgp", chosen, self.mixing, push_sum=self.push_sum, overlap=self.overlap
+                "sgp", graph, self.mixing, push_sum=self.push_sum, overlap=self.overlap
             )
         return self.plans[num_nodes]
 
-    def known(self) -> GossipPlan | None:
-        """The plan where the number of nodes is known from the arguments."""
+    def fixed_plan(self) -> GossipPlan | None:
+        """Return the plan of a graph whose size is fixed; None for a constructor."""
         return self.plan_for(self.graph.num_nodes) if isinstance(self.graph, Graph) else None
 
     def sized(self, axis_sizes: Mapping[str, int]) -> ParameterTransform:
-        """See `LayoutSpec.sized`: with the graph that it is then."""
+        """Return the transform with the graph of this size; see `LayoutSpec.sized`."""
         if not set(axis_names(self.over.axis_name)) <= set(axis_sizes):
-            return self.transform()  # which says at trace time that the axis is not bound
+            return self.transform()  # which raises at trace time that the axis is not bound
         num_nodes = math.prod(axis_sizes[name] for name in axis_names(self.over.axis_name))
-        # Plans of other sizes are of other graphs.
+        # The cached plans belong to graphs of other sizes.
         fixed = replace(self, graph=self.graph_for(num_nodes), plans={})
-        fixed.plan_for(num_nodes)  # refuses another size
+        fixed.plan_for(num_nodes)  # raises for a graph of another size
         return fixed.transform()
 
     def phase(self, t: int, skipped: int = 0) -> Phase:
-        """See `ScheduleSpec.phase`: the round of the rotation."""
-        number, known = t - 1 - skipped, self.known()
-        if known is None:
+        """Return the round of the rotation; see `ScheduleSpec.phase`."""
+        number, plan = t - 1 - skipped, self.fixed_plan()
+        if plan is None:
             self.warn(
-                "sgp: `graph` is chosen when the number of replicas is known, so phases asked for "
-                "before do not repeat, and each compiles a program of its own: ask "
+                "sgp: `graph` is chosen when the number of replicas is known, so phases before "
+                "that do not repeat, and each compiles a program of its own: call "
                 "`transform.sized({axis: size})`, or pass a graph."
             )
             return (round_event(number),)
-        return (round_event(number % len(known.rounds)),) if known.rounds else ()
+        return (round_event(number % len(plan.rounds)),) if plan.rounds else ()
 
     def init(self, params: PyTree) -> SGPState:
-        """Weight 1, nothing in flight."""
+        """Return the first state: weight 1, nothing in flight."""
 
         def differing(weight: jax.Array) -> jax.Array:
-            """Equal on all nodes at first, and typed as what it will be."""
+            """Return `weight`, typed as varying over the nodes, though it is equal at first."""
             return vary_over(weight, filter(is_bound, axis_names(self.over.axis_name)))
 
-        # With overlap k an exchange arrives k - 1 exchanges later; before the first, nothing does.
-        # Arrays of their own, so that all of a state can be donated.
+        # With overlap k a message arrives k - 1 exchanges later, so at first nothing arrives. Every
+        # entry has its own arrays, so that a whole state can be donated.
         in_flight = tuple(
             Arrival(jax.tree.map(jnp.zeros_like, params), differing(jnp.zeros([], jnp.float32)))
             for _ in range(self.overlap - 1)
@@ -260,25 +262,25 @@ class _SGP:
         phase: Phase | None,
         **extra: Any,
     ) -> tuple[PyTree, Others, SGPState]:
-        """One update; see `ExchangeSpec.exchange`."""
-        del extra  # a weight, too: an idle node passes on what it holds
+        """Make one update; see `ExchangeSpec.exchange`."""
+        del extra  # with it the weight: an idle node passes on the parameters that it holds
         state = state._replace(count=increment(state.count))
         plan = self.plan_for(axis_size(self.over.axis_name))
         number = round_number("sgp", phase, state.exchanges) if phase else state.exchanges
-        # A single node has nobody to send to; an empty phase was asked for.
+        # A single node has no peers, and an empty phase means no exchange.
         if not plan.rounds or phase == ():
             communicate = False
 
         def alone(operand: Operand) -> Operand:
-            """x <- x + w u, so params <- params + u / w where x moves by u."""
+            """Return the update without an exchange: x moves by u, and so params by u / w."""
             u, o, s = operand
-            return over(u, s.weight) if plan.weight_moves else u, o, s
+            return divided(u, s.weight) if plan.weight_moves else u, o, s
 
         def exchanged(operand: Operand) -> Operand:
-            # What is sent: with overlap the parameters of before, which no gradient of this step
-            # has touched, so that the exchange can run beside the forward and backward pass.
-            own = params if self.overlap else landing(params, alone(operand)[0])
-            return self.exchanged(plan, number, own, params, operand)
+            # With overlap the parameters before the update are sent. They do not depend on the
+            # gradients, so the exchange can run at the same time as forward and backward pass.
+            local = params if self.overlap else landing(params, alone(operand)[0])
+            return self.exchanged(plan, number, local, params, operand)
 
         operand = widen_updates(updates), others, state
         return run_if(decide(True, communicate), exchanged, alone, operand)
@@ -287,60 +289,64 @@ class _SGP:
         self,
         plan: GossipPlan,
         number: int | jax.Array,
-        own: PyTree,
+        local: PyTree,
         params: PyTree,
         operand: Operand,
     ) -> Operand:
-        """One exchange of `own`, and what it makes of updates, model state and push-sum weight."""
+        """Exchange `local`, and return the new updates, model state and push-sum weight."""
         # Assran et al., algorithm 1, on node i, with the parameters z = x / w:
         #   x_i <- sum_k P[i, k] x_k         w_i <- sum_k P[i, k] w_k         z_i = x_i / w_i
         # Nodes send z_k, and w_k where it can differ, so the receiver forms P[i, k] w_k z_k. With
         #   w_arrived = sum of P[i, k] w_k over k != i,  z_arrived = the mean that goes with it,
         #   z_i <- (P[i, i] w_i z_i + w_arrived z_arrived) / (P[i, i] w_i + w_arrived)
         #        = z_i + (w_arrived / w_i after) (z_arrived - z_i)
-        # which moves nothing where nodes agree, however the weights are rounded.
+        # which moves nothing if nodes agree, however the weights are rounded.
         u, o, s = operand
         gossip, moves = Gossip(self.over, plan), plan.weight_moves
         w = s.weight if moves else jnp.ones([], jnp.float32)
-        arrival, kept = gossip.exchange(number, own, w, like=params)
+        arrival, kept = gossip.exchange(number, local, w, like=params)
         if o:
-            # Weighted as this exchange, and never late. It is one of its own: with `overlap` the
-            # parameters' waits for no forward pass, of which these are results.
-            beside = Gossip(Exchange(self.over.axis_name, self.over.local_axis_name), plan)
-            came, _ = beside.exchange(number, o, w, like=o)
-            share = came.weight.astype(kept.dtype) / together(kept, w, came)
-            o = [new.astype(x.dtype) for new, x in zip(pulled(o, o, came, share), o, strict=True)]
+            # Model state has the same weights and is never late. It is exchanged separately: it
+            # results from the forward pass, for which the parameters' exchange need not wait.
+            separate = Gossip(Exchange(self.over.axis_name, self.over.local_axis_name), plan)
+            others, _ = separate.exchange(number, o, w, like=o)
+            share = others.weight.astype(kept.dtype) / weight_after(kept, w, others)
+            new = pulled(o, o, others, share)
+            o = [x.astype(old.dtype) for x, old in zip(new, o, strict=True)]
         if self.overlap > 1:
-            # Of weight too: what is under way is missing from w meanwhile, and comes with z.
+            # Weight is late too: what is in flight is missing from w until it arrives with z.
             (arrival, *late), fresh = s.in_flight, arrival
             s = s._replace(in_flight=(*late, fresh))
-        after = together(kept, w, arrival) if moves else w
-        # The gradient moves the numerator, x <- x + u, and the parameters by u / w: with overlap,
-        # x <- P x + u, that is the weight after the exchange, else the one before.
-        u = over(u, after if self.overlap else w) if moves else u
+        after = weight_after(kept, w, arrival) if moves else w
+        # The gradient moves the numerator by u and the parameters by u / w. With overlap,
+        # x <- P x + u, w is the weight after the exchange, else the one before it.
+        u = divided(u, after if self.overlap else w) if moves else u
         share, codec = arrival.weight.astype(after.dtype) / after, self.over.codec
         if codec is None:
-            u = pulled(u, own, arrival, share)
+            u = pulled(u, local, arrival, share)
         else:
-            left, given = unsent(own, self.over, codec, params), (1 - kept) * w.astype(kept.dtype)
-            u = pulled_with_residual(u, own, left, arrival, codec, share=share, given=given / after)
+            residual = unsent(local, self.over, codec, params)
+            sent_share = (1 - kept) * w.astype(kept.dtype) / after
+            u = pulled_with_residual(
+                u, local, residual, arrival, codec, share=share, sent_share=sent_share
+            )
         s = s._replace(exchanges=increment(s.exchanges), weight=after.astype(jnp.float32))
         return u, o, s
 
     def numerator(self, state: SGPState, y: PyTree) -> tuple[PyTree, jax.Array | None]:
-        """See `ExchangeSpec.numerator`: x and w, with what is in flight."""
-        # Doubly stochastic rounds keep w at 1, and the plain mean is exact.
+        """Return x and w, with what is in flight; see `ExchangeSpec.numerator`."""
+        # Doubly stochastic rounds keep w at 1, so the plain mean is exact.
         plan = self.plan_for(axis_size(self.over.axis_name))
         if not plan.weight_moves:
             return y, None
         x, total = total_mass(y, state.weight, state.in_flight)
-        # Where all nodes have the same weight, the division needs no sum over them.
-        return (x, total) if plan.weight_differs else (over(x, total), None)
+        # If all nodes have the same weight, the division needs no sum over them.
+        return (x, total) if plan.weight_differs else (divided(x, total), None)
 
     def reset(self, state: SGPState) -> SGPState:
-        """See `ExchangeSpec.reset`."""
-        # All hold the mean now, what was in flight included. The rotation of the graph goes on, and
-        # with it `exchanges`.
+        """Return the state after all replicas took the mean; see `ExchangeSpec.reset`."""
+        # All nodes hold the mean now, which includes what was in flight. `exchanges` is kept, so
+        # that the rotation of the graph goes on.
         return state._replace(
             weight=jnp.ones_like(state.weight),
             in_flight=jax.tree.map(jnp.zeros_like, state.in_flight),
@@ -349,7 +355,7 @@ class _SGP:
     def carry(
         self, state: SGPState, params: PyTree, old: StatePlacement, new: StatePlacement
     ) -> Carried:
-        """See `CheckpointSpec.carry`."""
+        """Return the state on another placement; see `CheckpointSpec.carry`."""
         del params
         if old.replicas == new.replicas:
             return Carried(state)

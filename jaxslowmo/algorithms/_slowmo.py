@@ -1,4 +1,4 @@
-"""SlowMo: slow momentum over any base algorithm."""
+"""SlowMo: slow momentum on top of any base algorithm."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
 
 class SlowMomentumState(NamedTuple):
-    """State of `slow_momentum`.
+    """The state of `slow_momentum`.
 
     No field shares its name with a hyperparameter of optax, since
     `optax.tree.set(state, learning_rate=...)` sets every field of that name in a chain.
@@ -30,12 +30,12 @@ class SlowMomentumState(NamedTuple):
 
     velocity: PyTree  # like the anchor, float32: v = gamma * m
     last_rate: jax.Array  # () float32, gamma of the last slow step; 1 before the first
-    made_at: jax.Array  # () float32, gamma at which `velocity` was made (r); 0 before the first
-    since: jax.Array  # () float32, largest gamma since the last slow step; 0 where not observed
+    made_at: jax.Array  # () float32, r, the gamma that made `velocity`; 0 before the first
+    since: jax.Array  # () float32, largest gamma since the last slow step; 0 if not observed
 
     @property
     def learning_rate(self) -> jax.Array:
-        """The value of `last_rate`, by the name that the field had in 0.1.0."""
+        """The value of `last_rate`, under the name of that field in version 0.1.0."""
         return self.last_rate
 
 
@@ -55,71 +55,71 @@ def slowmo(
     bucket_bytes: int | None = None,
     codec: Codec | None = None,
 ) -> ParameterTransform:
-    """Slow momentum on top of a base algorithm; comes last in a chain.
+    """Run a base algorithm, and step with slow momentum every `sync_every` updates.
 
-    Every `sync_every` updates, with D = anchor - average of the replicas' y = params + updates and
-    gamma = `learning_rate` now:
+    Put it last in a chain. Between slow steps `base` runs. A slow step computes, with gamma =
+    `learning_rate` now and D = anchor - average of the replicas' y = params + updates:
 
         m <- momentum * m + D / gamma;   anchor <- anchor - slow_learning_rate * gamma * m
 
-    and all parameters become the anchor, which starts as the initial parameters. In between `base`
-    runs. FairScale's `memory_efficient=True` is `shard_state=True`, its `memory_efficient=False` is
+    Then all replicas set their parameters to the anchor, which starts as the initial parameters.
+    FairScale's `memory_efficient=True` is `shard_state=True`, its `memory_efficient=False` is
     `exact_average=False`.
 
     Args:
       axis_name: mapped axis of the replicas.
-      base: a `ParameterTransform` such as `js.local_sgd(...)`; None trains alone between slow steps
-        (with a warning).
+      base: a `ParameterTransform` such as `js.local_sgd(...)`. With None replicas train
+        independently between slow steps (and a warning is issued).
       sync_every: period of the slow step in updates, or `js.every(...)`.
       momentum: slow momentum in [0, 1). It, `slow_learning_rate` and `learning_rate` may also be
         traced scalars, for a sweep by `jax.vmap`; then their values are not checked.
       slow_learning_rate: step size of the outer step, >= 0.
-      learning_rate: the inner learning rate gamma: a float >= 0, a schedule of the 0-based update
-        count (the one given to the optimizer), or None for 1. "optimizer" reads it from the state
-        of an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on; in a loop of
-        your own, `update(..., learning_rate=rate)` does. Derivatives with respect to that rate are
-        those of one number that all replicas have.
-      shard_state: keep 1/R of anchor and momentum on each replica. None: True where the average is
-        exact and there is no codec. One replica's state is then not all of it
-        (`flax.jax_utils.unreplicate`, `x[0]`): save the stacked state, or by
+      learning_rate: the inner learning rate gamma: a float >= 0, the schedule of the optimizer (a
+        function of the 0-based update count), or None for 1. "optimizer" reads it from the state of
+        an `optax.inject_hyperparams` optimizer: `js.make_train_step` passes it on, and your own
+        loop must call `update(..., learning_rate=rate)`. It is differentiated as one number that
+        all replicas share.
+      shard_state: whether each replica keeps only 1/R of anchor and momentum. None means True with
+        an exact average and without a codec, else False. The state of one replica
+        (`flax.jax_utils.unreplicate`, `x[0]`) is then incomplete: save the stacked state, or use
         `jaxslowmo.checkpoint`.
       exact_average: True averages y over the replicas in the slow step and skips the base's own
-        exchange; False takes what `base` left on this replica (implies `shard_state=False`).
-      nesterov: Nesterov form of the outer step.
-      local_axis_name: axis of the devices inside a replica, which hold equal parameters: each then
-        exchanges 1/L of them.
-      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica, for a `base`
-        without any, too; each device exchanges its own block, and anchor and momentum are split
-        likewise.
-      bucket_bytes: None exchanges one buffer (per exchange dtype), else buffers of about this size.
-      codec: of the slow exchange (a base has its own): None is float32; `js.codecs.bfloat16()` or
-        `float16()` send in 16 bits what a replica has moved, anchor - y, which is small. With error
-        feedback params = anchor - (what of its own a replica did not send), which is part of what
-        it sends in the next slow step; the mean is rounded in either case, so that this gains
-        nothing. Needs an exact average and a whole anchor.
+        exchange. False uses this replica's y after the base's exchange (and implies
+        `shard_state=False`).
+      nesterov: whether the outer step has Nesterov form.
+      local_axis_name: axis of the devices inside a replica, which hold equal parameters; each of
+        the L devices then exchanges 1/L of them.
+      param_specs: `PartitionSpec` per leaf over automatic axes inside a replica; also passed to a
+        `base` without any. Each device exchanges its own block, and keeps its block of anchor and
+        momentum.
+      bucket_bytes: approximate size of a buffer; None exchanges one buffer per exchange dtype.
+      codec: format of the slow exchange (a base has its own). None is float32.
+        `js.codecs.bfloat16()` or `float16()` send the displacement anchor - y, which is small, in
+        16 bits. With error feedback a replica keeps the rounding error of its displacement, so
+        params = anchor - error, and sends it in the next slow step. That gains nothing here, since
+        the mean is rounded in either case. A codec needs an exact average and a whole anchor.
 
     Returns:
       A `ParameterTransform` with state `OuterState` whose `outer` is a `SlowMomentumState`. Anchor,
       momentum and, without a codec, the slow exchange are float32 (float64 for float64 leaves).
-      Memory per replica: 2N/R sharded (padding apart), else 2N, N the bytes of the parameters in
+      Memory per replica: 2N/R sharded (plus padding), else 2N, N the bytes of the parameters in
       float32.
 
     Raises:
       ValueError: sync_every < 1, momentum outside [0, 1), negative or infinite rates,
-        exact_average=False with shard_state=True or without a base, a `codec` that is none or comes
-        with shard_state=True or exact_average=False, a plain optax transform or another slowmo as
-        base; at trace time an unbound axis, missing params, non-float leaves,
+        exact_average=False with shard_state=True or without a base, an invalid `codec` or one
+        together with shard_state=True or exact_average=False, a plain optax transform or another
+        slowmo as base; at trace time an unbound axis, missing params, non-float leaves,
         learning_rate="optimizer" without a rate.
-      UserWarning: once, for sync_every that is no multiple of the base's, no base, an axis of size
-        1.
+      UserWarning: once, if sync_every is no multiple of the base's, without a base, or if the axis
+        has size 1.
 
     Communication: in a slow step over `axis_name`, sharded: one reduce-scatter and one all-gather
-      of N bytes each (per buffer); unsharded: one all-reduce of N bytes (N / 2 with a
-      codec); not exact: only the base's. In other updates the base's. With `local_axis_name` N / L
-      per device, and all-gathers over that axis (of N/R before and N after the outer step when
-      sharded). With
-      learning_rate="optimizer" 8 bytes more, in an all-reduce: all take the largest rate of the
-      replicas that have data (the optimizer of one that ran out has not counted on).
+      of N bytes each (per buffer); unsharded: one all-reduce of N bytes (N / 2 with a codec); not
+      exact: only the base's. In other updates the base's. With `local_axis_name` N / L per device,
+      and all-gathers over that axis (of N/R before and N after the outer step when sharded). With
+      learning_rate="optimizer" 8 bytes more, in an all-reduce: every replica uses the largest rate
+      of the replicas that have data, since the optimizer of one without data has not counted on.
 
     Source: Wang et al., "SlowMo", ICLR 2020, algorithm 1; FairScale 0.4.13
       `SlowMoDistributedDataParallel`.
@@ -151,7 +151,7 @@ def slowmo(
 def slow_momentum(
     momentum: float = 0.5, slow_learning_rate: float = 1.0, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum on the displacement between slow steps.
+    """Apply momentum to the displacement of the parameters between slow steps.
 
     With D = anchor - average and gamma the inner learning rate now:
 
@@ -159,24 +159,24 @@ def slow_momentum(
         anchor <- anchor - slow_learning_rate * gamma * m                              (plain)
         anchor <- anchor - slow_learning_rate * gamma * (momentum * m + D / gamma)     (nesterov)
 
-    v = gamma * m is stored, its carried part rescaled by gamma_now / gamma_before (1 where
-    gamma_before is 0), so a learning rate of 0 makes neither inf nor NaN.
+    The state stores v = gamma * m. A slow step rescales it by gamma_now / gamma_before (1 if
+    gamma_before is 0), so a learning rate of 0 causes neither inf nor NaN.
 
-    What is carried is momentum * (that factor) * v, and where the rate has grown again the product
-    is at most gamma_now / r, r the rate at which v was made: the largest gamma since the slow step
-    before, or momentum times the r of then, where that is more. So no displacement comes back
-    larger than the rate now would have made it. Rates that only fall, or only grow, are not
-    touched. A rate that falls to a small floor and restarts would diverge without: D, made at high
-    rates, is divided by the floor, and would come back larger by peak / floor.
+    The factor of v is momentum * gamma_now / gamma_before. If the rate has grown again, the factor
+    is at most gamma_now / r, r being the rate that made v: the largest gamma since the slow step
+    before, or momentum times the previous r if that is larger. So no displacement returns larger
+    than the present rate would have made it. Rates that only fall or only grow are not affected.
+    Without this limit a rate that falls to a small floor and restarts would diverge: D, made at
+    high rates, is divided by the floor, and would return larger by peak / floor.
 
     Args:
-      momentum: in [0, 1).
+      momentum: factor of the previous m, in [0, 1).
       slow_learning_rate: step size of the outer step, >= 0.
       nesterov: look ahead by one momentum step.
 
     Returns:
-      An optax transform: `update(D, state, anchor, learning_rate=gamma)` returns what is added to
-      the anchor; gamma defaults to 1. D and anchor: trees of the same float32 arrays.
+      An optax transform: `update(D, state, anchor, learning_rate=gamma)` returns the update of the
+      anchor; gamma defaults to 1. D and anchor are trees of equally shaped float32 arrays.
 
     Raises:
       ValueError: momentum outside [0, 1), a negative or infinite rate.
@@ -211,14 +211,14 @@ def slow_momentum(
         #   u_t = beta u_{t-1} + (x_t,0 - x_t,tau) / gamma_t
         # Times gamma_t, with v_t = gamma_t u_t and D = x_t,0 - x_t,tau:
         #   v_t = beta (gamma_t / gamma_{t-1}) v_{t-1} + D
-        # where the factor in front is at most gamma_t / r, or beta where that is more.
+        # The factor of v_{t-1} is at most the larger of gamma_t / r and beta.
         carried = jnp.minimum(
             _times(beta, _ratio(gamma, state.last_rate)),
             jnp.maximum(beta, _ratio(gamma, state.made_at)),
         )
         velocity = jax.tree.map(lambda v, d: _times(carried, v) + d, state.velocity, updates)
         #   x_{t+1},0 = x_t,0 - alpha gamma_t u_t = x_t,0 - alpha v_t
-        # Nesterov takes beta u_t + D / gamma_t for u_t, so beta v_t + D for v_t.
+        # Nesterov uses beta u_t + D / gamma_t instead of u_t, so beta v_t + D instead of v_t.
         if nesterov:
             ahead = jax.tree.map(lambda v, d: _times(beta, v) + d, velocity, updates)
         else:
@@ -232,7 +232,7 @@ def slow_momentum(
 
 
 def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
-    """Return a rate or a momentum as a float; of a traced one only the type can be checked."""
+    """Return a rate or a momentum as a checked float; a traced one has only its type checked."""
     is_number = not isinstance(value, bool) and isinstance(
         value, int | float | np.number | np.ndarray | jax.Array
     )
@@ -258,70 +258,69 @@ def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _rate(learning_rate: jax.Array | float) -> jax.Array:
-    """() float32 >= 0: a schedule that ends at 0 may miss it by a rounding error, below it too."""
+    """Return the rate as () float32 >= 0; rounding may take a schedule that ends at 0 below it."""
     return jnp.maximum(jnp.asarray(learning_rate, jnp.float32), 0.0)
 
 
 def _ratio(now: jax.Array, before: jax.Array) -> jax.Array:
-    """`now / before`, 1 where `before` is 0."""
+    """Return `now / before`, or 1 where `before` is 0."""
     return jnp.where(before > 0, now / jnp.where(before > 0, before, 1.0), 1.0)
 
 
 def _outer_rate(learning_rate: LearningRate) -> OuterRate:
-    """How slow momentum comes to know gamma."""
+    """Return the source of gamma for an argument `learning_rate`."""
     if callable(learning_rate):
         schedule = learning_rate
-        # Rates that may grow again are watched in every update; see `slow_momentum`.
-        return OuterRate(lambda count, told: jnp.asarray(schedule(count)), _observed)
+        # Rates that may grow again are observed in every update; see `slow_momentum`.
+        return OuterRate(lambda count, extra: jnp.asarray(schedule(count)), _observed)
     if learning_rate == "optimizer":
-        return OuterRate(_told_rate, _observed, _agreed, is_told=True)
+        return OuterRate(_passed_rate, _observed, _agreed, is_passed=True)
     if isinstance(learning_rate, str):
         raise ValueError(
             'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
             f"{learning_rate!r}."
         )
-    # None takes D as it is: m has the unit of parameters.
+    # None leaves D undivided, so that m has the unit of parameters.
     rate = 1.0 if learning_rate is None else _number("slowmo: `learning_rate`", learning_rate)
-    return OuterRate(lambda count, told: jnp.asarray(rate))
+    return OuterRate(lambda count, extra: jnp.asarray(rate))
 
 
-def _told_rate(count: jax.Array, told: Mapping[str, Any]) -> jax.Array:
+def _passed_rate(count: jax.Array, extra: Mapping[str, Any]) -> jax.Array:
     del count
-    if told.get("learning_rate") is None:
+    if extra.get("learning_rate") is None:
         raise ValueError(
-            'slowmo: `learning_rate`="optimizer" must be told the rate in every update. '
-            "js.make_train_step does that for `sync`, not for a slowmo inside of `optimizer`; in a "
+            'slowmo: `learning_rate`="optimizer" needs the rate in every update. '
+            "js.make_train_step passes it to `sync`, not to a slowmo inside of `optimizer`; in a "
             "loop of your own call `update(updates, state, params, learning_rate=rate)`."
         )
-    rate = _rate(told["learning_rate"])
+    rate = _rate(extra["learning_rate"])
     if rate.shape:
         raise ValueError(
-            "slowmo: the `learning_rate` that an update is told must be a scalar, got shape "
-            f"{rate.shape}."
+            f"slowmo: the `learning_rate` of an update must be a scalar, got shape {rate.shape}."
         )
     return rate
 
 
 def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
-    """The state after an update at this rate, slow or not: what it moved, velocity will hold."""
+    """Return the state after any update at this rate, since the next `velocity` includes it."""
     return state._replace(since=jnp.maximum(state.since, _rate(gamma)))
 
 
 def _agreed(
     state: SlowMomentumState, gamma: jax.Array, axes: tuple[str, ...]
 ) -> tuple[SlowMomentumState, jax.Array]:
-    """The largest rates of the replicas that have one; where none has, that of before.
+    """Return the largest rates of the replicas that have one; the last rate if none has.
 
     Communication: one all-reduce of 8 bytes over `axes`.
     """
-    # Each replica steps its own shard of the anchor: with rates of their own they would step apart.
-    own = jnp.stack([gamma, state.since])
-    # jax has no derivative of pmax, and calls a rule of one's own (jax.custom_jvp) without the axis
-    # inside of vmap and jit. So each replica differentiates its own rate, of which this adds 0.
-    zero = own - lax.stop_gradient(own)
-    # Of infinity it would be NaN, on the replica alone whose rate is infinite.
-    zero = jnp.where(jnp.isfinite(own), zero, 0)
-    largest, since = lax.pmax(lax.stop_gradient(own), axes) + zero
+    # Replicas step shards of one anchor, or anchors that should stay equal, so they need one rate.
+    rates = jnp.stack([gamma, state.since])
+    # jax has no derivative of pmax, and inside vmap and jit it calls a custom rule (jax.custom_jvp)
+    # without the axis. So each replica differentiates its local rate through this added 0.
+    zero = rates - lax.stop_gradient(rates)
+    # An infinite rate would make it NaN, and on that replica only.
+    zero = jnp.where(jnp.isfinite(rates), zero, 0)
+    largest, since = lax.pmax(lax.stop_gradient(rates), axes) + zero
     gamma = jnp.where(largest == NO_RATE, state.last_rate, largest)
     return state._replace(since=since), gamma
 
@@ -336,7 +335,7 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             )
         warn(
             "slowmo without a `base`: replicas do not communicate between slow steps. Pass "
-            "base=js.local_sgd(...), or use js.diloco where that is meant."
+            "base=js.local_sgd(...), or use js.diloco if you mean that."
         )
         return
     if not isinstance(base, ParameterTransform):
@@ -349,10 +348,10 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
             "slowmo: `base` must have no slow step of its own, since both would be called slow; "
             "got a transform with an anchor (js.slowmo or js.diloco)."
         )
-    # Only plain periods are compared: of others nobody can say what was meant.
-    own = base.schedules[0]
-    if own.is_plain and schedule.is_plain and schedule.k % own.k:
+    # Only plain periods are compared; other schedules may be uneven on purpose.
+    inner = base.schedules[0]
+    if inner.is_plain and schedule.is_plain and schedule.k % inner.k:
         warn(
-            f"slowmo: `sync_every`={schedule.k} is not a multiple of the base's {own.k}, so some "
+            f"slowmo: `sync_every`={schedule.k} is not a multiple of the base's {inner.k}, so some "
             "averages fall between slow steps unevenly."
         )

@@ -1,4 +1,4 @@
-"""Collectives on flat buffers, each stating what it sends."""
+"""Collectives on flat buffers, each with a statement of the bytes it sends."""
 
 from ._compressed import E4M3 as E4M3
 from ._compressed import E5M2 as E5M2
@@ -21,6 +21,6 @@ from ._scatter import ShardLayout as ShardLayout
 from ._scatter import all_gather_shards as all_gather_shards
 from ._scatter import gather_slices as gather_slices
 from ._scatter import in_slices as in_slices
+from ._scatter import local_shard as local_shard
 from ._scatter import mean_to_shards as mean_to_shards
-from ._scatter import own_shard as own_shard
 from ._scatter import shard_layout as shard_layout

@@ -1,4 +1,4 @@
-"""Means of flat buffers of which fewer bytes travel: 8 bits per element, or the largest entries."""
+"""Means of flat buffers that send fewer bytes: 8 bits per element, or the largest entries."""
 
 import functools
 import math
@@ -18,18 +18,18 @@ _LANES = 128
 _FEWEST_ROWS = 8  # one tile of bytes on a TPU
 
 Kind = tuple[int, Any]
-"""Number of elements and dtype."""
+"""The number of elements of an array, and its dtype."""
 
 
 def pack(*parts: jax.Array) -> jax.Array:
-    """Rows of several arrays as rows of bytes.
+    """Pack the rows of several arrays into rows of bytes.
 
     Args:
-      parts: `(r, m)` each, of any dtypes of whole bytes.
+      parts: arrays `(r, m)`, of any dtypes of whole bytes.
 
     Returns:
-      `(r, rows, lanes)` uint8. Many bytes are padded to whole rows of 128: a TPU holds `(r, 1, m)`
-      in tiles of 4 rows and would send four times as much.
+      `(r, rows, lanes)` uint8. From 1 KiB on bytes are padded to whole rows of 128: a TPU stores
+      `(r, 1, m)` in tiles of 4 rows and would send four times as much.
     """
     joined = jnp.concatenate([_bytes(part) for part in parts], axis=1)
     rows, lanes = _layout(joined.shape[1])
@@ -38,7 +38,7 @@ def pack(*parts: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
-    """The inverse of `pack`: `(r, m)` arrays of the given sizes and dtypes."""
+    """Return the arrays `(r, m)` of the given sizes and dtypes; the inverse of `pack`."""
     flat = packed.reshape(packed.shape[0], math.prod(packed.shape[1:]))
     parts, start = [], 0
     for size, dtype in kinds:
@@ -49,14 +49,14 @@ def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
 
 
 def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Entry i of the result is what replica i holds as entry r, on replica r.
+    """Send entry i of `packed` to replica i, and return the entries from all replicas, in order.
 
     Args:
-      packed: `(replicas, rows, lanes)`.
+      packed: array `(replicas, rows, lanes)`.
       axis_name: mapped axis, or several.
 
-    Communication: one all-to-all of `packed` over `axis_name`. (Under `vmap`, where nothing is
-      sent, one over each of several axes.)
+    Communication: one all-to-all of `packed` over `axis_name`. (Under `vmap`, which sends nothing,
+      one over each of several axes.)
     """
     names = axis_names(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -69,9 +69,9 @@ def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def gather(packed: jax.Array, axis_name: AxisName) -> jax.Array:
-    """What all replicas hold, `(replicas, rows, lanes)` of `(1, rows, lanes)` each.
+    """Gather `(1, rows, lanes)` of every replica to `(replicas, rows, lanes)` on all of them.
 
-    Typed as equal over `axis_name`.
+    The result is typed as equal over `axis_name`.
 
     Communication: one all-gather of the result over `axis_name` (of parts of it over each of
       several axes).
@@ -90,7 +90,7 @@ def _unsigned(itemsize: int) -> Any:
 
 
 def _bytes(x: jax.Array) -> jax.Array:
-    """All lowest bytes, then the next: a minor dimension of 4 would fill whole lanes on a TPU."""
+    """Return all lowest bytes, then the next; bytes as a last dimension fill whole TPU lanes."""
     itemsize = x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, _unsigned(itemsize))
     return jnp.concatenate([(bits >> 8 * i).astype(jnp.uint8) for i in range(itemsize)], axis=1)
@@ -110,13 +110,13 @@ _BLOCKS_TO_ALIGN = 32
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Numbers in 8 bits: blocks of codes, each with the largest magnitude in it.
+    """A format of 8 bits per number: blocks of codes, each with its largest magnitude as scale.
 
     Attributes:
       dtype: dtype of the codes.
       largest: the code of the largest magnitude in a block.
-      mantissa: bits behind the point of a floating code; None for an integer.
-      least_exponent: exponent of a floating code below which codes are evenly spaced.
+      mantissa: number of mantissa bits of a floating-point code; None for integer codes.
+      least_exponent: exponent below which floating-point codes are evenly spaced.
       block_size: elements that share a float32 scale; the last block of a row may be shorter.
     """
 
@@ -127,31 +127,31 @@ class BlockFormat:
     block_size: int = 256
 
     def codes(self, x: jax.Array, noise: jax.Array | None) -> jax.Array:
-        """Codes of `x`, float32 in [-largest, largest].
+        """Return the codes of `x`.
 
         Args:
-          x: any shape.
-          noise: uniform in [0, 1): a code is one of the two neighbours of x, and x on average. None
-            takes the nearest, of two the even one.
+          x: float32 in [-largest, largest], of any shape.
+          noise: uniform numbers in [0, 1) for stochastic rounding: a code is one of the two
+            neighbours of x, and x on average. None rounds to nearest, and ties to even.
         """
         if self.mantissa is None:
             return _rounded(x, noise).astype(self.dtype)
-        # The distance of codes around x is 2**(exponent - mantissa). Rounding is done here in
-        # float32, so the cast is exact on every platform.
+        # The distance of codes around x is 2**(exponent - mantissa). Rounding in float32 makes the
+        # cast exact on every platform.
         exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
         steps = jnp.maximum(exponent, self.least_exponent) - self.mantissa
         return (_rounded(x * _power(-steps), noise) * _power(steps)).astype(self.dtype)
 
     def encode(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Return rows of numbers as rows of bytes: codes, and behind them the scale of each block.
+        """Return rows of numbers as rows of bytes: the codes, followed by the scale of each block.
 
         Args:
-          x: `(r, m)` float32.
-          key: for stochastic rounding; None rounds to nearest.
+          x: array `(r, m)`, float32.
+          key: PRNG key for stochastic rounding; None rounds to nearest.
 
         Returns:
-          `(r, rows, lanes)` uint8, as `pack` has it. The scale of a block is its largest magnitude:
-          0 for a block of zeros, NaN for one in which something is not finite.
+          `(r, rows, lanes)` uint8, the result of `pack`. The scale of a block is its largest
+          magnitude: 0 for a block of zeros, NaN for a block with a value that is not finite.
         """
         rows, size = x.shape
         blocks = self.num_blocks(size)
@@ -159,7 +159,7 @@ class BlockFormat:
         scales = jnp.max(padded.reshape(rows, blocks, self.block_size), axis=2)
         scales = jnp.where(jnp.isfinite(scales), scales, jnp.full_like(scales, jnp.nan))
         by = jnp.repeat(scales, self.block_size, axis=1)[:, :size]
-        # NaN is not above 0 either.
+        # `by > 0` is False for NaN too.
         ratio = jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), jnp.zeros_like(x))
         noise = None if key is None else jax.random.uniform(key, (rows, size), jnp.float32)
         return pack(
@@ -167,19 +167,20 @@ class BlockFormat:
         )
 
     def decode(self, packed: jax.Array, size: int) -> jax.Array:
-        """`(r, size)` float32; a block with scale NaN is NaN."""
+        """Return the numbers, `(r, size)` float32; NaN in a block whose scale is NaN."""
         kinds = (size, self.dtype), (self.num_blocks(size), jnp.float32)
         codes, scales = unpack(packed, *kinds)
         by = jnp.repeat(scales, self.block_size, axis=1)[:, :size]
-        # Compilers make this of a division by a constant, or do not; so it is the same everywhere.
+        # Some compilers turn a division by a constant into this product. Written as a product, the
+        # result is the same with all of them.
         return codes.astype(jnp.float32) * (1 / self.largest) * by
 
     def num_blocks(self, size: int) -> int:
-        """Blocks of a row of `size` elements."""
+        """Return the number of blocks of a row of `size` elements."""
         return math.ceil(size / self.block_size)
 
     def chunk_size(self, size: int, replicas: int) -> int:
-        """Elements that each replica sums; whole blocks unless that is much padding."""
+        """Return how many elements each replica sums: whole blocks if that needs little padding."""
         even = math.ceil(size / replicas)
         if even < _BLOCKS_TO_ALIGN * self.block_size:
             return even
@@ -199,7 +200,7 @@ def _rounded(x: jax.Array, noise: jax.Array | None) -> jax.Array:
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent, exactly."""
+    """Return 2**exponent exactly."""
     return lax.bitcast_convert_type(exponent + 127 << 23, jnp.float32)
 
 
@@ -211,28 +212,28 @@ def quantised_mean(
     dtype: jnp.dtype,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean of `flat` over replicas, and what got lost on the way.
+    """Return the mean of `flat` over replicas, sent in `how`, and this replica's error.
 
-    Each replica sums one chunk. Its own part of that chunk does not travel, so it is exact; in its
-    place in `lost` stands the error of the rounded mean, times the number of replicas:
+    Each replica sums one chunk. It does not send its own part of that chunk, which is exact;
+    in that place `lost` holds the error of the rounded mean, times the number of replicas:
 
         sum over replicas of (flat - lost) / replicas = mean
 
-    up to rounding in float32. A replica that adds `lost` to the next `flat` makes up for it.
+    up to rounding in float32. A replica that adds `lost` to the next `flat` compensates for it.
 
     Args:
-      flat: `(n,)` float32, n > 0.
+      flat: array `(n,)`, float32, n > 0.
       axis_name: mapped axis, or several, of R > 1 replicas.
-      how: format on the wire.
-      dtype: of the mean.
-      key: equal on all replicas, for stochastic rounding; None rounds to nearest.
+      how: format of the numbers that are sent.
+      dtype: dtype of the mean.
+      key: PRNG key for stochastic rounding, equal on all replicas; None rounds to nearest.
 
     Returns:
       `(n,)` mean, with the same bits on all replicas and typed as equal over `axis_name`, NaN in a
       block in which a value of some replica is not finite; and `(n,)` float32 `lost`.
 
     Communication: one all-to-all and one all-gather over `axis_name`, each of n bytes and 4 per
-      block (padding apart); of several axes, an all-gather over each.
+      block (plus padding); with several axes, an all-gather over each.
     """
     replicas, size = axis_size(axis_name), flat.shape[0]
     me = lax.axis_index(axis_name)
@@ -250,25 +251,26 @@ def quantised_mean(
     gathered = gather(how.encode(mean[None], to_all), axis_name)
     means = how.decode(gathered, per).astype(dtype)
 
-    own = lax.dynamic_index_in_dim(means, me, keepdims=False).astype(jnp.float32)
-    lost = jnp.where(mine, replicas * (mean - own), chunks - how.decode(sent, per))
+    rounded = lax.dynamic_index_in_dim(means, me, keepdims=False).astype(jnp.float32)
+    lost = jnp.where(mine, replicas * (mean - rounded), chunks - how.decode(sent, per))
     return means.reshape(-1)[:size], lost.reshape(-1)[:size]
 
 
 def top_k_mean(
     flat: jax.Array, axis_name: AxisName, k: int, *, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean over replicas of the k entries of largest magnitude of each, and what was not sent.
+    """Return the mean over replicas of each one's k largest entries, and the part not sent.
 
     Args:
-      flat: `(n,)`, at least float32.
+      flat: array `(n,)`, at least float32.
       axis_name: mapped axis, or several, of R replicas.
-      k: 1 to n. Entries that are not finite come first.
-      dtype: of the mean, and in which values travel.
+      k: number of entries of largest magnitude that a replica sends, 1 to n; entries that are not
+        finite come first.
+      dtype: dtype of the mean and of the values that are sent.
 
     Returns:
       `(n,)` mean, with the same bits on all replicas and typed as equal over `axis_name`; and
-      `(n,)` in the dtype of `flat`, what each entry lacks of it.
+      `(n,)` in the dtype of `flat`, the part of `flat` that was not sent.
 
     Communication: one all-gather over `axis_name` of R * k values and int32 positions (of parts of
       it over each of several axes).
@@ -283,12 +285,13 @@ def top_k_mean(
     all_values, all_positions = unpack(packed, (k, dtype), (k, jnp.int32))
     wide = at_least_float32(dtype)
 
-    def add(total: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        # No position occurs twice, so the order of sums is fixed: equal bits everywhere.
-        where, what = one
-        return total.at[where].add(what.astype(wide), unique_indices=True), None
+    def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        # No position occurs twice in a replica's entries, so the order of sums is fixed and the
+        # bits are equal everywhere.
+        positions, values = entries
+        return total.at[positions].add(values.astype(wide), unique_indices=True), None
 
-    # As varying as what is added: a scan keeps the type of what it carries.
+    # The carry of a scan must keep its type, so it has to vary over the axes of what is added.
     zeros = vary_over(jnp.zeros(flat.shape, wide), varying_axes(packed))
     total, _ = lax.scan(add, zeros, (all_positions, all_values))
     return (total / axis_size(axis_name)).astype(dtype), lost

@@ -1,4 +1,4 @@
-"""Means of flat buffers over replicas: plain, weighted, and in another form on the way."""
+"""Means of flat buffers over replicas: plain, weighted, and sent in a codec's format."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,41 +15,41 @@ from .codecs import Codec
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite there."""
+    """Return `factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite."""
     wide = at_least_float32(x.dtype)
     product = factor.astype(wide) * x.astype(wide)
     return jnp.where(factor > 0, product, jnp.zeros_like(product)).astype(x.dtype)
 
 
 def all_mean(flat: jax.Array, axis_name: AxisName, *, factor: jax.Array | None = None) -> jax.Array:
-    """Mean of `flat` over `axis_name`, in its dtype.
+    """Return the mean of `flat` over `axis_name`, in its dtype.
 
     Args:
-      flat: any shape.
+      flat: array of any shape.
       axis_name: mapped axis, or several.
-      factor: () float, what this replica's `flat` is multiplied with; 0 leaves it out, whatever it
-        holds. None: 1.
+      factor: () float, factor of this replica's `flat`; 0 ignores it, even if it is not finite.
+        None: 1.
 
     Returns:
       The mean, equal (and typed as unvarying) over `axis_name`. The sum is divided, so 2 or 4
-      replicas that agree keep their value, more of them up to rounding; float16 is divided first,
-      so it cannot overflow.
+      replicas that agree keep their exact value, and more of them up to rounding. float16 is
+      divided before the sum, which cannot overflow then.
 
-    Communication: one all-reduce of `flat` over `axis_name`; none where its size is 1.
+    Communication: one all-reduce of `flat` over `axis_name`; none if its size is 1.
     """
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0:
         return settle(flat if factor is None else scaled(flat, factor), axis_name)
-    if flat.dtype == jnp.float16:  # ends at 65504: a sum may overflow where the mean would not
+    if flat.dtype == jnp.float16:  # above 65504 the sum overflows even if the mean does not
         part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
         return lax.psum(part, axis_name)
     return _divided(lax.psum(flat if factor is None else scaled(flat, factor), axis_name), count)
 
 
 def _divided(x: jax.Array, count: int) -> jax.Array:
-    """`x / count` in x's dtype, by way of float32 where that might not hold the count.
+    """Return `x / count` in x's dtype, computed in float32 if that dtype may not hold the count.
 
-    In bfloat16, 257 is 256.
+    In bfloat16, 257 is rounded to 256.
     """
     if count <= 2 ** (jnp.finfo(x.dtype).nmant + 1):
         return x / count
@@ -63,22 +63,22 @@ def all_mean_in_slices(
     *,
     factor: jax.Array | None = None,
 ) -> jax.Array:
-    """`all_mean` of a buffer that all devices along `local_axis_name` hold alike.
+    """Return `all_mean` of a buffer that is equal on all devices along `local_axis_name`.
 
-    Each of the L devices reduces only its 1/L of the buffer between replicas; an all-gather inside
+    Each of the L devices reduces only its 1/L of the buffer between replicas. An all-gather inside
     the replica restores the whole.
 
     Args:
       flat: `(n,)`, equal over `local_axis_name`.
       axis_name: axis between replicas (slow network).
-      local_axis_name: axis inside a replica (fast network); None: every device reduces all.
-      factor: as in `all_mean`.
+      local_axis_name: axis inside a replica (fast network). None: every device reduces the whole.
+      factor: () float, factor of this replica's `flat`, like that of `all_mean`.
 
     Returns:
       The mean over `axis_name`, `(n,)`.
 
     Communication: per device one all-reduce of n/L elements over `axis_name`, so n per replica, and
-      one all-gather of n over `local_axis_name` (padding apart, see `shard_layout`).
+      one all-gather of n over `local_axis_name` (plus padding, see `shard_layout`).
     """
     if axis_size(axis_name) == 1:
         return all_mean(flat, axis_name, factor=factor)
@@ -86,14 +86,14 @@ def all_mean_in_slices(
 
 
 class TotalWeight(NamedTuple):
-    """What all replicas weigh together."""
+    """The total weight of all replicas."""
 
     weight: jax.Array  # () float32, sum of the weights
     active: jax.Array  # () float32, number of replicas with a weight above 0
 
 
 def total_weight(weight: jax.Array, axis_name: AxisName) -> TotalWeight:
-    """The weights of all replicas together.
+    """Return the total weight of all replicas.
 
     Communication: one all-reduce of 8 bytes over `axis_name`.
     """
@@ -103,47 +103,48 @@ def total_weight(weight: jax.Array, axis_name: AxisName) -> TotalWeight:
 def relative_weight(
     weight: jax.Array, total: TotalWeight, axis_name: AxisName, *, idle_as_zeros: bool = False
 ) -> jax.Array:
-    """The factor that turns a plain mean over replicas into the weighted one; 0 if all weigh 0.
+    """Return the factor that makes a plain mean over replicas a weighted one; 0 if all weigh 0.
 
-    With `idle_as_zeros` the mean is that in which replicas of weight 0 had sent zeros.
+    With `idle_as_zeros` the mean is the one with zeros from the replicas of weight 0.
     """
-    own = _positive(weight).astype(_precise())
-    count = total.active.astype(own.dtype) if idle_as_zeros else axis_size(axis_name)
-    return quotient(count * own, total.weight)
+    local = _positive(weight).astype(_precise())
+    count = total.active.astype(local.dtype) if idle_as_zeros else axis_size(axis_name)
+    return quotient(count * local, total.weight)
 
 
 def quotient(x: jax.Array, total: jax.Array) -> jax.Array:
-    """`x / total` for a scalar total, in x's dtype; 0 where the total is 0.
+    """Return `x / total` for a scalar total, in x's dtype; 0 if the total is 0.
 
-    Divided in at least float32: a total of 257 would be 256 in bfloat16.
+    It is computed in at least float32, since bfloat16 would round a total of 257 to 256.
     """
     wide = at_least_float32(x.dtype)
     total = total.astype(wide)
-    found = x.astype(wide) / jnp.where(total > 0, total, 1)
-    return jnp.where(total > 0, found, jnp.zeros_like(found)).astype(x.dtype)
+    ratio = x.astype(wide) / jnp.where(total > 0, total, 1)
+    return jnp.where(total > 0, ratio, jnp.zeros_like(ratio)).astype(x.dtype)
 
 
 def weighted_means(
     flats: Sequence[jax.Array], weight: jax.Array, axis_name: AxisName, *, idle_as_zeros: bool
 ) -> list[jax.Array]:
-    """Means of flat buffers over replicas, each replica with its weight.
+    """Return the weighted means of flat buffers over replicas.
 
     Args:
-      flats: 1-D, of any floating dtypes.
-      weight: () float32 >= 0; what a replica of weight 0 holds is ignored, NaN included.
+      flats: 1-D arrays of any floating dtypes.
+      weight: () float32 >= 0, this replica's weight; the values of a replica of weight 0 are
+        ignored, NaN included.
       axis_name: mapped axis, or several.
-      idle_as_zeros: make the means smaller by the share of replicas of weight 0, as if these had
-        sent zeros.
+      idle_as_zeros: whether replicas of weight 0 count as if they had sent zeros, which makes the
+        means smaller by their share.
 
     Returns:
-      The means, equal over the axis; all are 0 where every weight is.
+      The means, equal over the axis; all are 0 if every weight is 0.
 
-    A buffer in half precision gets the same mean whatever buffers stand beside it.
+    The mean of a buffer in half precision does not depend on the other buffers.
 
-    Communication: one all-reduce per buffer over `axis_name`. The weights travel in the first
+    Communication: one all-reduce per buffer over `axis_name`. The weights are sent in the first
       float32 (or wider) buffer, which grows by two elements; buffers in half precision wait for it.
-      Where there is none, or a float16 buffer, whose weighted sum might overflow, they have an
-      all-reduce of 8 bytes of their own.
+      Without such a buffer, or with a float16 buffer, whose weighted sum might overflow, the
+      weights have a separate all-reduce of 8 bytes.
     """
     carriers = [i for i, flat in enumerate(flats) if flat.dtype.itemsize >= 4 and flat.size]
     if not carriers or any(flat.dtype == jnp.float16 for flat in flats):
@@ -151,8 +152,8 @@ def weighted_means(
         factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
         return [all_mean(flat, axis_name, factor=factor) for flat in flats]
     carrier = carriers[0]
-    own, part = _with_active(weight), scaled(flats[carrier], weight)
-    sums = _sum(jnp.concatenate([part, own.astype(part.dtype)]), axis_name)
+    counts, part = _with_active(weight), scaled(flats[carrier], weight)
+    sums = _sum(jnp.concatenate([part, counts.astype(part.dtype)]), axis_name)
     total = TotalWeight(*sums[-2:].astype(_precise()))
     factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
     divisor = total.weight
@@ -172,17 +173,17 @@ def weighted_means(
 
 
 def _precise() -> jnp.dtype:
-    """The default float dtype: under x64 it serves float64 leaves too."""
+    """Return the default float dtype, which under x64 is precise enough for float64 leaves."""
     return jnp.dtype(jnp.result_type(float))
 
 
 def _with_active(weight: jax.Array) -> jax.Array:
-    """(2,): the weight, and whether it counts, as numbers that replicas add up."""
+    """Return the weight and 1 if it is above 0, (2,), for a sum over replicas."""
     return jnp.stack([_positive(weight), (weight > 0).astype(weight.dtype)])
 
 
 def _positive(weight: jax.Array) -> jax.Array:
-    """Weights below 0, and NaN, count as 0."""
+    """Return the weight; 0 for NaN and weights below 0."""
     return jnp.where(weight > 0, weight, jnp.zeros_like(weight))
 
 
@@ -200,25 +201,25 @@ def coded_mean(
     *,
     factor: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean of what travels of the replicas' `flat`, and what of this replica's does not.
+    """Return the mean of the replicas' encoded `flat`, and the residual of this replica's.
 
-    A replica divides before it rounds, so that a sum is in range where the mean is.
+    A replica divides before it rounds, so that a sum is in range if the mean is.
 
     Args:
-      flat: any shape. What the codec does not narrow travels as it is.
-      codec: in which form it travels.
+      flat: array of any shape; it is sent unchanged if the codec does not narrow its dtype.
+      codec: format in which it is sent.
       axis_name: axis between replicas, or several.
       local_axis_name: axis inside a replica, as in `all_mean_in_slices`.
-      factor: as in `all_mean`.
+      factor: () float, factor of this replica's `flat`, like that of `all_mean`.
 
     Returns:
       The mean, equal (and typed as unvarying) over `axis_name`, and this replica's residual, both
       in the dtype of `flat`. With error feedback the mean of the replicas' `flat` is this mean plus
-      that of the residuals, up to what the sum itself rounds.
+      the mean of the residuals, up to the rounding of the sum.
 
-    Communication: one all-reduce over `axis_name` of n elements in the dtype of the codec, in which
-      it is summed where the backend does so; with `local_axis_name` of 1/L of them per device, and
-      one all-gather of n over that axis. None where the size of the axis is 1.
+    Communication: one all-reduce over `axis_name` of n elements in the dtype of the codec (the
+      backend may sum in a wider one); with `local_axis_name` of 1/L of them per device, and one
+      all-gather of n over that axis. None if the size of the axis is 1.
     """
     count = axis_size(axis_name)
     if count == 1 or flat.size == 0 or not codec.narrows(flat.dtype):

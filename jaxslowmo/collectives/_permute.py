@@ -1,4 +1,4 @@
-"""Neighbour exchange: every node sends to at most one other and receives from at most one."""
+"""Permutation of values: every node sends to at most one node and receives from at most one."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,28 +10,28 @@ from jax import lax
 from .._support.types import AxisName
 from ..mesh import axis_names, axis_size, between_cpu_processes
 
-# Where two processes swap large messages over one TCP connection, acknowledgements wait behind the
-# data of the other direction. 5.4 MB to and fro between hosts at 200 Mbit/s took 430 ms at once,
-# 245 in pieces of 512 KiB, 222 in pieces of 256 KiB; the link's limit is 217.
+# When two processes swap large messages over one TCP connection, acknowledgements wait for the
+# data of the other direction. Swapping 5.4 MB between hosts at 200 Mbit/s took 430 ms in one piece,
+# 245 ms in pieces of 512 KiB and 222 ms in pieces of 256 KiB; the link's limit is 217 ms.
 _PIECE_BYTES = 2**18
 
-Permutation = Sequence[tuple[int, int]]  # (source, destination), partial
+Permutation = Sequence[tuple[int, int]]  # pairs (source, destination); may leave out nodes
 
 
 def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.Array:
-    """What this node receives when every source in `permutation` sends `x` to its destination.
+    """Send `x` from every source in `permutation` to its destination.
 
     Args:
-      x: any shape.
+      x: array of any shape.
       axis_name: mapped axis of the nodes; over several, nodes count in row-major order.
       permutation: (source, destination) pairs, in which a node is source at most once and
         destination at most once.
 
     Returns:
-      The sender's `x`, or zeros on a node that nobody sends to.
+      The `x` of this node's source, or zeros on a node without one.
 
-    Communication: one collective-permute of `x` over `axis_name`; what is not in `permutation` is
-      not sent. Between processes on CPU in pieces of 256 KiB, one after the other.
+    Communication: one collective-permute of `x` over `axis_name`; only the pairs in `permutation`
+      send. Between processes on CPU it runs in pieces of 256 KiB, one after the other.
     """
     if _takes_partial(axis_name):
         axis, pairs = _in_mesh_order(axis_name, permutation)
@@ -40,11 +40,11 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
         return lax.ppermute(x, axis, pairs)
     size = axis_size(axis_name)
     me = lax.axis_index(axis_name)
-    # vmap permutes whole axes only: the others swap places, and what they get is dropped.
+    # vmap permutes only whole axes, so the other nodes are permuted too and their results dropped.
     whole = complete_permutation(permutation, size)
     if len(axis_names(axis_name)) == 1:
         arrived = lax.ppermute(x, axis_name, whole)
-    else:  # and one axis at a time; on one device nothing needs to go anywhere
+    else:  # vmap also permutes only one axis at a time; an all-gather on one device sends nothing
         source_of = np.array([source for source, _ in sorted(whole, key=lambda pair: pair[1])])
         arrived = _of_all(x, axis_name)[jnp.asarray(source_of)[me]]
     if len(permutation) == size:
@@ -55,14 +55,14 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
 
 
 def _of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`(nodes, *s)` under vmap: what all have, in the order in which the axes are named."""
+    """Return the `x` of all nodes under vmap, `(nodes, *s)`, with axes in the order of names."""
     for name in reversed(axis_names(axis_name)):
         x = lax.all_gather(x, name)
     return x.reshape(-1, *x.shape[len(axis_names(axis_name)) :])
 
 
 def _in_pieces(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`send(x)` in pieces of equal size: a loop, and what is left."""
+    """Return `send(x)`, computed in a loop over pieces of equal size and on the remainder."""
     size = _PIECE_BYTES // x.dtype.itemsize
     flat = x.reshape(-1)
     whole = flat.size - flat.size % size
@@ -73,7 +73,7 @@ def _in_pieces(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
 
 
 def _takes_partial(axis_name: AxisName) -> bool:
-    """Whether devices run along the axis (shard_map, pmap), as opposed to vmap."""
+    """Return whether the axis is one of devices (shard_map, pmap), as opposed to vmap."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return all(name in manual for name in axis_names(axis_name))
 
@@ -81,24 +81,25 @@ def _takes_partial(axis_name: AxisName) -> bool:
 def _in_mesh_order(
     axis_name: AxisName, permutation: Permutation
 ) -> tuple[AxisName, list[tuple[int, int]]]:
-    """The same nodes, counted as `lax.ppermute` does: by the order of the mesh's axes.
+    """Return axis and pairs with nodes numbered in the order of the mesh's axes.
 
-    `lax.axis_index` and other collectives count by the order in which the axes are named.
+    `lax.ppermute` numbers nodes that way; `lax.axis_index` and other collectives number them in the
+    order in which the axes are named.
     """
     names = axis_names(axis_name)
     in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in names]
     sizes = [axis_size(name) for name in names]
     named = np.arange(axis_size(axis_name)).reshape(sizes)
-    # place[i]: where the i-th node, as named, comes in the mesh
+    # place[i]: position in the mesh of the i-th node in the order of the names
     place = np.argsort(named.transpose([names.index(name) for name in in_mesh]).ravel())
-    moved = [(int(place[s]), int(place[d])) for s, d in permutation]
-    return (tuple(in_mesh) if isinstance(axis_name, tuple) else axis_name), moved
+    pairs = [(int(place[s]), int(place[d])) for s, d in permutation]
+    return (tuple(in_mesh) if isinstance(axis_name, tuple) else axis_name), pairs
 
 
 def complete_permutation(permutation: Permutation, size: int) -> list[tuple[int, int]]:
-    """`permutation` with further pairs, so that each of `size` nodes sends and receives once.
+    """Return `permutation` with more pairs, so that each of `size` nodes sends and receives once.
 
-    Nodes that neither send nor receive are sent to themselves.
+    A node that neither sends nor receives sends to itself.
     """
     sources = set(range(size)) - {source for source, _ in permutation}
     destinations = set(range(size)) - {destination for _, destination in permutation}

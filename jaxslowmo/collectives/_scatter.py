@@ -1,22 +1,22 @@
-"""Mean into shards and back: the two halves of an all-reduce, with room for an update between.
+"""Reduction to shards and back: the two halves of an all-reduce, with an update between them.
 
-Several replica axes are taken one after the other: the first scatters the whole buffer, the next
-its part. The bytes are those of one reduce-scatter, and a TPU compiler that would make an
-all-reduce of one over all chips of a torus keeps the stages.
+Several replica axes are reduced one after the other: the first scatters the whole buffer, the next
+one scatters its part. The bytes are those of one reduce-scatter. A TPU compiler keeps these stages,
+while it turns one reduce-scatter over all chips of a torus into an all-reduce.
 
-The shape of a shard decides what a TPU compiler makes of a `psum_scatter`. Compiled for v5e, v6e
-and v5p slices (libtpu 0.0.51), a 1-D buffer of any size becomes a full all-reduce and a slice: 1.5
-times the bytes of reduce-scatter and all-gather. What keeps a true reduce-scatter is a buffer of
-`(replicas, 8 * T, 128)` float32, scattered over its first dimension untiled, T >= 3 tiles of
+The shape of a shard decides how a TPU compiler compiles a `psum_scatter`. For v5e, v6e and v5p
+slices (libtpu 0.0.51) a 1-D buffer of any size becomes a full all-reduce and a slice: 1.5 times the
+bytes of reduce-scatter and all-gather. The compiler keeps a true reduce-scatter for a float32
+buffer of `(replicas, 8 * T, 128)`, scattered over its first dimension untiled, with T >= 3 tiles of
 (8, 128) per shard:
 
 * even T, and for large T one that a power of two near T / 200 divides: a plain reduce-scatter (the
   compiler cuts large shards into equal spans of whole tiles);
 * other T: a reduce-scatter with a small permute, where the compiler pads the spans itself.
 
-Shards under 3 tiles (12 KiB) become all-reduces whatever their shape, so they are only split
-evenly. All chips of a square torus as one axis make an all-reduce of any shape; there, give
-the torus as several replica axes. `tests/tpu_aot` holds the rule.
+Shards under 3 tiles (12 KiB) become all-reduces in any shape, so they are only split evenly. With
+all chips of a square torus as one axis, every shape becomes an all-reduce; use several replica axes
+there. `tests/tpu_aot` tests these rules.
 """
 
 import functools
@@ -42,29 +42,30 @@ _TILES_PER_SPAN = 200
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A shard is `(rows, lanes)`; a buffer over R replicas `(R, rows, lanes)`, zero-padded."""
+    """The shape of a shard; a buffer over R replicas is `(R, rows, lanes)`, padded with zeros."""
 
     rows: int
     lanes: int
 
     @property
     def size(self) -> int:
-        """Elements of one shard, padding included."""
+        """The number of elements of one shard, with padding."""
         return self.rows * self.lanes
 
 
-@functools.cache  # asked for every buffer whenever a program is traced
+@functools.cache  # called for every buffer whenever a program is traced
 def shard_layout(num_elements: int, num_shards: int, *, num_parts: int = 1) -> ShardLayout:
-    """Layout of the shards of a buffer.
+    """Return the layout of the shards of a buffer.
 
     Args:
-      num_elements: elements of the buffer.
-      num_shards: replicas that it is split over.
-      num_parts: devices of a replica that share the rows of its shard; each part is shaped.
+      num_elements: number of elements of the buffer.
+      num_shards: number of replicas that the buffer is split over.
+      num_parts: number of devices of a replica that share the rows of its shard; every part has a
+        shape that follows the rules above.
 
     Returns:
-      The layout. Padding per part: under 1 % or 2 tiles (8 KiB of float32), whichever is more;
-      under one row of elements where parts are smaller than 3 tiles.
+      The layout. Padding per part is under 1 % or 2 tiles (8 KiB of float32), whichever is more,
+      and under one row of elements if parts are smaller than 3 tiles.
 
     Example:
       >>> shard_layout(1_000_000, 4)
@@ -82,8 +83,8 @@ def shard_layout(num_elements: int, num_shards: int, *, num_parts: int = 1) -> S
     return ShardLayout(tiles * _TILE[0] * num_parts, _TILE[1])
 
 
-def own_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.Array:
-    """This device's part of `dimension`, which the size of `local_axes` must divide.
+def local_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.Array:
+    """Return this device's part of `dimension`, which the size of `local_axes` must divide.
 
     Communication: none.
     """
@@ -94,16 +95,16 @@ def own_slice(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> jax.
 def gather_slices(
     x: jax.Array, local_axes: AxisName, *, like: jax.Array, dimension: int = 0
 ) -> jax.Array:
-    """The whole of which each device holds a slice along `dimension`.
+    """Gather the slices that the devices hold along `dimension` to the whole array.
 
     Args:
       x: this device's slice.
       local_axes: axis inside the replica, or several, outermost first.
-      like: a value as varying as the result shall be: where it is typed as equal over an axis, so
-        is the result.
-      dimension: along which the slices join.
+      like: value whose type the result follows: over an axis where `like` is typed as equal, so is
+        the result.
+      dimension: dimension along which the slices are joined.
 
-    Communication: one all-gather of the whole over each of `local_axes`.
+    Communication: one all-gather of the whole array over each of `local_axes`.
     """
     for name in reversed(axis_names(local_axes)):
         tracked = name in varying_axes(lax.axis_index(name))
@@ -117,37 +118,37 @@ def in_slices(
     local_axis_name: AxisName | None,
     exchange: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """`exchange(flat)`, element-wise between replicas, of which each local device does its part.
+    """Return `exchange(flat)`, with the work split over the devices of a replica.
 
     Args:
-      flat: `(n,)`, equal over `local_axis_name`.
-      local_axis_name: axis inside a replica (fast network) of size L; None: no slices.
-      exchange: from an array to one of its shape.
+      flat: array `(n,)`, equal over `local_axis_name`.
+      local_axis_name: axis inside a replica (fast network) of size L. None: no slices.
+      exchange: function between replicas that acts on elements and keeps the shape of its argument.
 
     Returns:
       `(n,)`, equal over `local_axis_name`.
 
-    Communication: what `exchange` sends of n/L elements (padding apart, see `shard_layout`), and
-      one all-gather of n over `local_axis_name`.
+    Communication: that of `exchange` with n/L elements (plus padding, see `shard_layout`), and one
+      all-gather of n over `local_axis_name`.
     """
     if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
         return exchange(flat)
     parts = axis_size(local_axis_name)
-    # Shaped like shards, so that the all-gather stays one on TPU too.
+    # Slices have the shape of shards, for which TPU compilers keep the all-gather.
     layout = shard_layout(flat.size, parts)
     slices = jnp.pad(flat, (0, parts * layout.size - flat.size)).reshape(-1, layout.lanes)
-    done = exchange(own_slice(slices, local_axis_name))
-    return gather_slices(done, local_axis_name, like=flat).reshape(-1)[: flat.size]
+    result = exchange(local_slice(slices, local_axis_name))
+    return gather_slices(result, local_axis_name, like=flat).reshape(-1)[: flat.size]
 
 
 def _in_shards(flat: jax.Array, layout: ShardLayout, num_shards: int) -> jax.Array:
-    """`flat` with zeros at its end, as `(num_shards, rows, lanes)`."""
+    """Return `flat`, padded with zeros at its end, as `(num_shards, rows, lanes)`."""
     padded = jnp.pad(flat, (0, num_shards * layout.rows * layout.lanes - flat.size))
     return padded.reshape(num_shards, layout.rows, layout.lanes)
 
 
-def own_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:
-    """This replica's `(rows, lanes)` shard of a buffer that all replicas hold alike.
+def local_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.Array:
+    """Return this replica's `(rows, lanes)` shard of a buffer that is equal on all replicas.
 
     Communication: none.
     """
@@ -156,7 +157,7 @@ def own_shard(flat: jax.Array, layout: ShardLayout, axis_name: AxisName) -> jax.
 
 
 def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sum over `axis_name` of `(num_shards, ...)`, of which this replica keeps its shard."""
+    """Sum `(num_shards, ...)` over `axis_name`, and return this replica's shard of the sum."""
     for name in axis_names(axis_name):
         size = axis_size(name)
         stage = shards.reshape(size, -1, *shards.shape[1:])
@@ -166,14 +167,14 @@ def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
         if between_cpu_processes(name):
             shards = ring_scatter_sum(stage, name)
             continue
-        # Lanes stay whole and rows together: how the TPU compiler keeps a true reduce-scatter.
+        # With whole lanes and joined rows the TPU compiler keeps a true reduce-scatter.
         rows = stage.reshape(size, -1, shards.shape[-1])
         shards = _reduce_scatter(rows, name).reshape(stage.shape[1:])
     return shards[0]
 
 
 def _reduce_scatter(rows: jax.Array, name: str) -> jax.Array:
-    """Part of `(size, m, lanes)`, summed; `(m, lanes)`."""
+    """Sum `(size, m, lanes)` over the axis, and return this device's part, `(m, lanes)`."""
 
     def scatter(x: jax.Array) -> jax.Array:
         return lax.psum_scatter(x, name, scatter_dimension=0, tiled=False)
@@ -183,26 +184,27 @@ def _reduce_scatter(rows: jax.Array, name: str) -> jax.Array:
     explicit = {axis for axis, kind in types if kind == AxisType.Explicit}
     if not explicit:
         return scatter(rows)
-    # jax 0.12 fails to lower it beside Explicit axes, so they are manual around it; `rows` is whole
-    # along them.
+    # jax 0.12 fails to lower it if the mesh has Explicit axes, so they are made manual. `rows` is
+    # not split over them.
     return jax.shard_map(scatter, in_specs=P(), out_specs=P(), axis_names=explicit)(rows)
 
 
 def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
-    """This replica's part of the sum over `axis_name`, by a ring of permutations.
+    """Return this replica's part of the sum over `axis_name`, by a ring of permutations.
 
-    For processes on CPU: jaxlib's reduce-scatter between them (gloo's halving and doubling, jaxlib
-    0.10) is slow on a slow link: of 4 hosts at 200 Mbit/s it took 380 ms for 5.4 MB, as long as a
-    whole all-reduce, and two of them sent a third more bytes than they have to. A ring took 167 ms,
-    with 162 ms the least possible. Its all-gather and all-reduce are as fast as the link.
+    It replaces jaxlib's reduce-scatter between processes on CPU (gloo's halving and doubling,
+    jaxlib 0.10), which is slow on a slow link. Between 4 hosts at 200 Mbit/s that took 380 ms for
+    5.4 MB, as long as a whole all-reduce, and two hosts sent a third more bytes than necessary. A
+    ring took 167 ms; the minimum is 162 ms. jaxlib's all-gather and all-reduce reach the link's
+    speed.
 
     Args:
-      parts: `(replicas, ...)`, at least float32.
+      parts: array `(replicas, ...)`, at least float32.
       axis_name: mapped axis of R replicas, R > 1.
 
     Returns:
-      `parts[0].shape`: part i of the sum on replica i. A part is summed on its way around the ring,
-      so each in another order, always the same.
+      Part i of the sum on replica i, of shape `parts[0].shape`. A part is summed on its way around
+      the ring, so each part has a different, fixed order of additions.
 
     Communication: R - 1 collective-permutes of one part over `axis_name`: the bytes of one
       reduce-scatter.
@@ -211,7 +213,7 @@ def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
     around = [(i, (i + 1) % count) for i in range(count)]
 
     def part(distance: int) -> jax.Array:
-        """Of the replica that many places before this one."""
+        """Return the part of the replica `distance` places before this one."""
         return lax.dynamic_index_in_dim(parts, jnp.mod(me - distance, count), keepdims=False)
 
     total = part(1)
@@ -221,11 +223,11 @@ def ring_scatter_sum(parts: jax.Array, axis_name: str) -> jax.Array:
 
 
 def _gather(shard: jax.Array, axis_name: AxisName) -> jax.Array:
-    """All shards `(num_shards, *shard)` in the order in which `_scatter_sum` deals them."""
+    """Return all shards, `(num_shards, *shard)`, in the order of `_scatter_sum`."""
     whole = shard
     for name in reversed(axis_names(axis_name)):
         if axis_size(name) > 1:
-            # Typed as equal, as an all-reduce is: what follows is then traced once for both.
+            # Typed as equal, like an all-reduce's result: later code is then traced once for both.
             to = "invarying" if checks_varying(name) else "varying"
             whole = lax.all_gather(whole, name, axis=0, tiled=True, to=to)
     return whole.reshape(axis_size(axis_name), *shard.shape)
@@ -237,22 +239,22 @@ def mean_to_shards(
     axis_name: AxisName,
     local_axis_name: AxisName | None = None,
 ) -> jax.Array:
-    """This replica's shard of the mean of `flat` over `axis_name`.
+    """Return this replica's shard of the mean of `flat` over `axis_name`.
 
     Args:
-      flat: `(n,)`, at least float32.
+      flat: array `(n,)`, at least float32.
       layout: shape of a shard; replicas * rows * lanes >= n.
       axis_name: axis between replicas, or several.
-      local_axis_name: axis inside a replica; its devices hold `flat` alike and each sends only its
+      local_axis_name: axis inside a replica, whose devices hold equal `flat`; each sends only its
         part of the rows.
 
     Returns:
       `(rows, lanes)`, equal on the devices of one replica.
 
-    Communication: one reduce-scatter of the padded buffer over `axis_name` (of the rest over each
-      further axis); with L local devices each takes 1/L of it, and one all-gather of a shard over
-      `local_axis_name` follows. None where the axis has size 1. Between processes on CPU, R - 1
-      collective-permutes of a shard take the place of a reduce-scatter, with the same bytes.
+    Communication: one reduce-scatter of the padded buffer over `axis_name` (of the remaining part
+      over each further axis). With L local devices each sends 1/L of it, and one all-gather of a
+      shard over `local_axis_name` follows. None if the axis has size 1. Between processes on CPU
+      R - 1 collective-permutes of a shard replace a reduce-scatter, with the same bytes.
     """
     count = axis_size(axis_name)
     shards = _in_shards(flat, layout, count)
@@ -260,7 +262,7 @@ def mean_to_shards(
         return shards[0]
     if local_axis_name is None or axis_size(local_axis_name) == 1:
         return _scatter_sum(shards, axis_name) / count
-    mine = own_slice(shards, local_axis_name, dimension=1)
+    mine = local_slice(shards, local_axis_name, dimension=1)
     part = _scatter_sum(mine, axis_name) / count
     return gather_slices(part, local_axis_name, like=flat)
 
@@ -271,26 +273,26 @@ def all_gather_shards(
     axis_name: AxisName,
     local_axis_name: AxisName | None = None,
 ) -> jax.Array:
-    """The first `size` elements of the buffer whose shards the replicas hold.
+    """Gather the replicas' shards, and return the first `size` elements of the buffer.
 
     Args:
-      shard: `(rows, lanes)`.
-      size: elements of the buffer without padding.
+      shard: this replica's shard, `(rows, lanes)`.
+      size: number of elements of the buffer without padding.
       axis_name: axis between replicas, or several.
-      local_axis_name: axis inside a replica; its devices hold `shard` alike and each sends only its
+      local_axis_name: axis inside a replica, whose devices hold equal shards; each sends only its
         part of the rows.
 
     Returns:
       `(size,)`, equal on all replicas.
 
     Communication: one all-gather of the padded buffer over `axis_name` (of a part of it over each
-      further axis); with L local devices each takes 1/L of it, and one all-gather of the whole over
-      `local_axis_name` follows. None where the axis has size 1.
+      further axis). With L local devices each sends 1/L of it, and one all-gather of the whole over
+      `local_axis_name` follows. None if the axis has size 1.
     """
     if axis_size(axis_name) == 1:
         return shard.reshape(-1)[:size]
     if local_axis_name is None or axis_size(local_axis_name) == 1:
         return _gather(shard, axis_name).reshape(-1)[:size]
-    parts = _gather(own_slice(shard, local_axis_name), axis_name)
+    parts = _gather(local_slice(shard, local_axis_name), axis_name)
     joined = gather_slices(parts, local_axis_name, like=shard, dimension=1)
     return joined.reshape(-1)[:size]

@@ -1,4 +1,4 @@
-"""Who sends to whom: gossip graphs and mixing weights, in plain Python and NumPy."""
+"""Gossip graphs (which node sends to which) and mixing weights, in plain Python and NumPy."""
 
 from ._analysis import GraphAnalysis as GraphAnalysis
 from ._analysis import analyse as analyse

@@ -1,4 +1,4 @@
-"""What a graph with its mixing weights costs per exchange, and how fast its nodes agree."""
+"""Analysis of a graph with its mixing: the cost of an exchange, and how fast nodes agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,37 +16,36 @@ _WEIGHT_BYTES = 4  # a push-sum weight in float32
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GraphAnalysis:
-    """A graph and a mixing in numbers, from `analyse`; `print` it for a summary.
+    """The properties of a graph with a mixing, from `analyse`; `print` it for a summary.
 
-    A round is one exchange, and X_t the product of the matrices of the first t rounds. From
+    A round is one exchange, and X_t is the product of the matrices of the first t rounds. With
     starting values z the nodes hold diag(1 / w_t) X_t z after t rounds, with push-sum weights
-    w_t = X_t 1. The consensus error is how far they are from the mean at most, over all z of
-    length 1:
+    w_t = X_t 1. The consensus error is their largest distance from the mean over all z of length 1:
 
         e(t) = || diag(1 / w_t) X_t - 1 1^T / n ||_2
 
-    It is 1 at the start (0 for a single node). Where P is doubly stochastic it never grows;
-    elsewhere it can grow a little for a while, at most by the square root of the ratio between
-    push-sum weights.
+    It is 1 at the start (0 for a single node). If P is doubly stochastic it never grows. Otherwise
+    it can grow for a while, at most by the square root of the ratio between push-sum weights.
 
     Attributes:
-      graph: who sends to whom.
-      mixing: as given; None is uniform.
-      tolerance: consensus error that `rounds_to_tolerance` asks for.
-      model_bytes: size of what a message carries, or None.
-      doubly_stochastic: per round of a rotation, whether the rows of P sum to 1. (The columns do,
-        or the mixing is refused.)
-      product: (n, n) float64, of the matrices of a rotation.
+      graph: the graph (which node sends to which).
+      mixing: the mixing; None is uniform.
+      tolerance: consensus error for `rounds_to_tolerance`.
+      model_bytes: size of the parameters in a message, or None.
+      doubly_stochastic: per round of a rotation, whether the rows of P sum to 1. (The columns
+        always do.)
+      product: (n, n) float64, product of the matrices of a rotation.
       second_eigenvalue: |lambda_2|, the second largest modulus among the eigenvalues of `product`;
         0 for a single node.
       mixes: whether all nodes approach the mean of the starting values.
       rounds_to_tolerance: the first number of rounds after which the error is at most `tolerance`;
         None: never.
-      weight_range: smallest and largest push-sum weight that occurs in the long run, over a
-        rotation; None if they do not settle.
-      messages: per node, how many it sends in a round; a peer that is named twice counts twice.
-      permutes: per round of a rotation, collective permutes per buffer, each of which a node sends
-        and receives at most one message in.
+      weight_range: smallest and largest push-sum weight of a rotation in the long run; None if
+        the weights do not settle.
+      messages: per node, number of messages that it sends in a round; a peer that is listed twice
+        counts twice.
+      permutes: per round of a rotation, number of collective permutes per buffer. In each of them a
+        node sends at most one message and receives at most one.
     """
 
     graph: Graph
@@ -65,66 +64,66 @@ class GraphAnalysis:
 
     @property
     def weights_move(self) -> bool:
-        """Whether push-sum weights leave 1; only where they do not is `push_sum=False` possible."""
+        """True if push-sum weights differ from 1, so that `push_sum=False` is not possible."""
         return not all(self.doubly_stochastic)
 
     @property
     def spectral_gap(self) -> float:
-        """1 - |lambda_2|, of a whole rotation."""
+        """The spectral gap of a whole rotation, 1 - |lambda_2|."""
         return 1 - self.second_eigenvalue
 
     @property
     def spectral_gap_per_round(self) -> float:
-        """1 - |lambda_2|^(1 / num_rounds): what an error loses per round in the long run."""
+        """The share of the error that a round removes at last: 1 - |lambda_2|^(1 / num_rounds)."""
         return 1 - self.second_eigenvalue ** (1 / self.graph.num_rounds)
 
     @property
     def messages_mean(self) -> float:
-        """Messages that a node sends in a round, on average."""
+        """The average number of messages that a node sends in a round."""
         return sum(self.messages) / len(self.messages)
 
     @property
     def messages_max(self) -> int:
-        """Messages that the busiest sender sends in a round."""
+        """The number of messages that the busiest sender sends in a round."""
         return max(self.messages)
 
     @property
     def permutes_mean(self) -> float:
-        """Collective permutes in a round, on average over a rotation."""
+        """The average number of collective permutes in a round, over a rotation."""
         return sum(self.permutes) / len(self.permutes)
 
     @property
     def permutes_max(self) -> int:
-        """Collective permutes in the round that has most."""
+        """The largest number of collective permutes in a round."""
         return max(self.permutes)
 
     @property
     def message_bytes(self) -> int | None:
-        """Bytes of a message: the model, and 4 of push-sum weight where weights move."""
+        """The bytes of a message: the model, and 4 of push-sum weight if weights can differ."""
         if self.model_bytes is None:
             return None
         return self.model_bytes + (_WEIGHT_BYTES if self.weights_move else 0)
 
     @property
     def bytes_mean(self) -> float | None:
-        """Bytes that a node sends in a round, on average."""
+        """The average number of bytes that a node sends in a round."""
         return None if self.message_bytes is None else self.messages_mean * self.message_bytes
 
     @property
     def bytes_max(self) -> int | None:
-        """Bytes that the busiest sender sends in a round."""
+        """The number of bytes that the busiest sender sends in a round."""
         return None if self.message_bytes is None else self.messages_max * self.message_bytes
 
     def matrix(self, step: int) -> np.ndarray:
-        """P[destination, source] of exchange number `step`, (n, n) float64."""
+        """Return P[destination, source] of exchange number `step`, (n, n) float64."""
         return mixing_matrix(self.graph, self.mixing, step % self.graph.num_rounds)
 
     def error(self, rounds: int) -> float:
-        """Consensus error after `rounds` rounds; a million take little longer than one."""
+        """Return the consensus error after `rounds` rounds; the time grows as their logarithm."""
         return self._convergence.error(as_size("rounds", rounds, least=0))
 
     def errors(self, rounds: int) -> np.ndarray:
-        """Consensus errors after 0, 1, ..., `rounds` rounds, (rounds + 1,) float64."""
+        """Return the consensus errors after 0, 1, ..., `rounds` rounds, (rounds + 1,) float64."""
         return self._convergence.errors(as_size("rounds", rounds, least=0))
 
     def __repr__(self) -> str:
@@ -136,7 +135,7 @@ class GraphAnalysis:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
 
     def summary(self) -> dict[str, str]:
-        """What `print` shows, line by line: a name and a value in words."""
+        """Return the lines that `print` shows: names, and values in words."""
         graph = self.graph
         low, high = self.weight_range or (None, None)
         rounds = self.rounds_to_tolerance
@@ -172,21 +171,21 @@ def analyse(
     model_bytes: int | None = None,
     tolerance: float = 1e-3,
 ) -> GraphAnalysis:
-    """Find out what a graph costs and how fast it mixes.
+    """Compute what a graph costs and how fast it mixes.
 
     Args:
-      graph: who sends to whom.
+      graph: the graph (which node sends to which).
       mixing: callable `(graph, step) -> P[destination, source]` that repeats with the graph's
         rotation; None is uniform.
-      model_bytes: size of the parameters in bytes; None leaves bytes out.
-      tolerance: consensus error to count rounds to, strictly between 0 and 1.
+      model_bytes: size of the parameters in bytes; None omits bytes from the analysis.
+      tolerance: consensus error for `rounds_to_tolerance`, strictly between 0 and 1.
 
     Returns:
       A `GraphAnalysis`.
 
     Raises:
-      ValueError: no graph, a matrix that is no mixing for it, a mixing that does not repeat with
-        its rotation, a tolerance outside of (0, 1), a negative size.
+      ValueError: a `graph` of another type, a matrix that is no mixing for it, a mixing that does
+        not repeat with its rotation, a tolerance outside (0, 1), a negative size.
 
     Example:
       >>> from jaxslowmo.topology import ring
@@ -230,7 +229,8 @@ def analyse(
 
 
 def _permutes(graph: Graph, step: int) -> int:
-    """Of a round. The colouring needs no more than its busiest node, and is slow to make."""
+    """Return the number of permutations of a round, without computing them."""
+    # A colouring has as many colours as the busiest node has edges, and is slow to compute.
     return max(map(len, (*graph.out_peers(step), *graph.in_peers(step))))
 
 

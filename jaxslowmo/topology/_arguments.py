@@ -1,4 +1,4 @@
-"""Arguments as they are given: numbers of nodes, tables of peers, functions."""
+"""Checks and conversions of arguments: numbers of nodes, tables of peers, functions."""
 
 import inspect
 import operator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_size(argument: str, value: object, least: int = 1) -> int:
-    """`value`, also one of NumPy's integers, as an int; raises unless it is one >= `least`."""
+    """Return `value` as an int; raise `ValueError` unless it is an integer >= `least`."""
     size = _plain(value)
     if not isinstance(size, int) or isinstance(size, bool) or size < least:
         raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
@@ -14,7 +14,7 @@ def as_size(argument: str, value: object, least: int = 1) -> int:
 
 
 def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
-    """`table` as tuples with plain integers; an entry that is none is left for a check to name."""
+    """Return `table` as tuples of ints; entries of other types stay, for a later check to name."""
     try:
         return tuple(tuple(map(_plain, row)) for row in table)
     except TypeError:
@@ -33,7 +33,7 @@ def _plain(entry: Any) -> Any:
 
 
 def as_divisor(argument: str, value: object, num_nodes: int) -> int:
-    """`value` as an int; raises unless it is one that divides the number of nodes."""
+    """Return `value` as an int; raise `ValueError` unless it divides the number of nodes."""
     divisor = as_size(argument, value)
     if num_nodes % divisor:
         raise ValueError(f"`{argument}` must divide `num_nodes`={num_nodes}, got {divisor}.")
@@ -41,7 +41,7 @@ def as_divisor(argument: str, value: object, num_nodes: int) -> int:
 
 
 def check_even(name: str, num_nodes: int) -> None:
-    """Raise for an odd number of nodes, other than a single one, which sends nothing."""
+    """Raise `ValueError` for an odd number of nodes above 1."""
     if num_nodes % 2 and num_nodes > 1:
         raise ValueError(
             f"{name}: `num_nodes` must be even, since nodes exchange in pairs of an even and an "
@@ -50,20 +50,20 @@ def check_even(name: str, num_nodes: int) -> None:
 
 
 def takes(value: Any, *arguments: str) -> bool:
-    """Whether `value` can be called with so many arguments by position, as far as is known."""
+    """Return whether `value` can be called with these positional arguments, as far as is known."""
     if not callable(value):
         return False
     try:
         inspect.signature(value).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         pass
     return True
 
 
 def described(value: Any) -> str:
-    """For messages: a function with what it takes, anything else as it is."""
+    """Return text for messages: a function with its parameters, or the `repr` of other values."""
     try:
         return f"{value.__name__}, which takes ({parameters(value)})"
     except (AttributeError, TypeError, ValueError):
@@ -71,5 +71,5 @@ def described(value: Any) -> str:
 
 
 def parameters(function: Any) -> str:
-    """Names of a function's parameters, separated by commas."""
+    """Return the names of a function's parameters, separated by commas."""
     return ", ".join(inspect.signature(function).parameters)

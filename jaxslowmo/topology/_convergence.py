@@ -1,8 +1,9 @@
-"""How fast exchanges bring nodes to agree: products of mixing matrices, without their limit.
+"""The rate at which exchanges bring nodes to agree, from products of mixing matrices.
 
 X_t, the product of the first t matrices, tends to w 1^T / n with w the push-sum weights in the
-long run. Every product here is of matrices from which this limit has been taken away,
-A_r - w_{r+1} 1^T / n, so that errors stay exact however small they are and however long it takes.
+long run. The products here use matrices from which this limit is subtracted,
+A_r - w_{r+1} 1^T / n, so that errors stay exact however small they are and after any number of
+rounds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,31 +11,31 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 _MOST_DOUBLINGS = 60
-# A factor that leaves less of a product than this has left its rounding error: the product is 0.
+# If a factor reduces a product by more than this, only rounding errors are left: the product is 0.
 _VANISHED = 1e-10
 _EXACT = 1e-12
 _PROBES = 8
-# Whether an error that equals the tolerance is within it should not hang on its last bit.
+# Whether an error equal to the tolerance is within it should not depend on its last bit.
 _SLACK = 1 + 1e-9
 
 
 class Convergence:
-    """The nodes' disagreement after any number of rounds.
+    """The disagreement of the nodes after any number of rounds.
 
     Args:
-      matrices: (n, n) each, the mixing matrices of a rotation, columns summing to 1.
+      matrices: mixing matrices of a rotation, each (n, n), with columns that sum to 1.
 
     Attributes:
       num_rounds: number of matrices.
-      mixes: whether all nodes approach the mean of all starting values, whatever these are.
-      product: (n, n), of the matrices of a rotation.
+      mixes: whether all nodes approach the mean of all starting values, for any starting values.
+      product: (n, n), product of the matrices of a rotation.
       second_eigenvalue: |lambda_2| of the product, 0 for a single node.
       limit: (num_rounds, n), push-sum weights before each round in the long run; None if they do
         not settle.
     """
 
     def __init__(self, matrices: Iterable[np.ndarray]):
-        # Columns sum to 1 exactly: thousands of products would add up what rounding left.
+        # Make columns sum to 1 exactly: thousands of products would accumulate rounding errors.
         self._matrices, sums = [], []
         for matrix in matrices:
             exact = matrix / matrix.sum(axis=0)
@@ -47,26 +48,26 @@ class Convergence:
             self.limit = np.ones_like(row_sums)
         else:
             self.limit = self._limit_weights() if self.mixes else None
-        # What does not settle is followed as it is.
-        self._known = np.zeros_like(row_sums) if self.limit is None else self.limit
+        # Without a limit nothing is subtracted.
+        self._subtracted = np.zeros_like(row_sums) if self.limit is None else self.limit
         rotation, vanished = self._rotation()
         self._powers = [rotation]
-        self.product = rotation + self._known[0][:, None] / self._size
+        self.product = rotation + self._subtracted[0][:, None] / self._size
         self.second_eigenvalue = 0.0 if vanished else self._second_eigenvalue()
-        # Columns: what is left of each node's deviation from the mean, and of the weights'.
+        # Columns: the deviation from the mean for each node's value, and that of the weights.
         deviation = np.eye(self._size) - 1 / self._size
-        self._start = np.column_stack([deviation, 1 - self._known[0]])
+        self._start = np.column_stack([deviation, 1 - self._subtracted[0]])
 
     def errors(self, count: int) -> np.ndarray:
-        """Consensus errors after 0, 1, ..., `count` rounds."""
-        state, found = self._start, [_norm(self._deviation(self._start, 0))]
+        """Return the consensus errors after 0, 1, ..., `count` rounds."""
+        state, errors = self._start, [_norm(self._deviation(self._start, 0))]
         for t in range(count):
             state = self._next(state, t)
-            found.append(_norm(self._deviation(state, t + 1)))
-        return np.array(found)
+            errors.append(_norm(self._deviation(state, t + 1)))
+        return np.array(errors)
 
     def error(self, rounds: int) -> float:
-        """Consensus error after `rounds` rounds, in a logarithm of them."""
+        """Return the consensus error after `rounds` rounds; the time grows as their logarithm."""
         rotations, rest = divmod(rounds, self.num_rounds)
         state = self._start
         for k in range(rotations.bit_length()):
@@ -77,16 +78,16 @@ class Convergence:
         return _norm(self._deviation(state, rounds))
 
     def rounds_within(self, tolerance: float) -> int | None:
-        """The first number of rounds with an error of at most `tolerance`; None: never.
+        """Return the first number of rounds with an error of at most `tolerance`; None if none.
 
-        The deviation from the mean, its squares weighted with w, never grows, and by its bounds on
-        w it bounds the error from below. So it tells how many rotations can be skipped; from there
-        on every round is looked at.
+        The deviation from the mean, with squares weighted by w, never grows, and with the bounds on
+        w it bounds the error from below. So it gives the number of rotations that can be skipped;
+        after them every round is checked.
         """
         if not self.mixes:
             return None
-        # Weights are at most this: their ratio to the limit never exceeds its largest start.
-        most = self._known.max() / self._known[0].min()
+        # An upper bound of the weights: their ratio to the limit is largest at the start.
+        most = self._subtracted.max() / self._subtracted[0].min()
         goal = tolerance * np.sqrt(most)
         doublings = 0
         while _exceeds(self._weighted(self._power(doublings) @ self._start), goal):
@@ -104,22 +105,22 @@ class Convergence:
         return t
 
     def _next(self, state: np.ndarray, t: int) -> np.ndarray:
-        """A state one round later."""
-        after = self._known[(t + 1) % self.num_rounds] / self._size
-        moved = self._matrices[t % self.num_rounds].times(state)
-        return moved - after[:, None] * state.sum(axis=0)
+        """Return the state after one more round."""
+        after = self._subtracted[(t + 1) % self.num_rounds] / self._size
+        product = self._matrices[t % self.num_rounds].times(state)
+        return product - after[:, None] * state.sum(axis=0)
 
     def _deviation(self, state: np.ndarray, t: int) -> np.ndarray:
-        weights = self._known[t % self.num_rounds] + state[:, -1]
+        weights = self._subtracted[t % self.num_rounds] + state[:, -1]
         return state[:, :-1] / weights[:, None]
 
     def _weighted(self, state: np.ndarray) -> np.ndarray:
-        """The deviation after whole rotations, times the root of w."""
-        weights = self._known[0] + state[:, -1]
+        """Return the deviation after whole rotations, times the square root of w."""
+        weights = self._subtracted[0] + state[:, -1]
         return state[:, :-1] / np.sqrt(weights)[:, None]
 
     def _power(self, k: int) -> np.ndarray:
-        """Of 2^k rotations."""
+        """Return the product of 2^k rotations."""
         while len(self._powers) <= k:
             self._powers.append(self._powers[-1] @ self._powers[-1])
         return self._powers[k]
@@ -134,7 +135,7 @@ class Convergence:
         return np.array(limit)
 
     def _rotation(self) -> tuple[np.ndarray, bool]:
-        """Product of a rotation's factors, and whether nothing is left of it."""
+        """Return the product of a rotation's factors, and whether it is 0 up to rounding."""
         total = np.eye(self._size)
         size = _length(total)
         for t in range(self.num_rounds):
@@ -150,7 +151,7 @@ class Convergence:
             return float(min(moduli[-2], 1.0))
         power = self._powers[0]
         for _ in range(self._size.bit_length()):
-            # Rounding gives a nilpotent matrix eigenvalues far above the rounding itself.
+            # Rounding gives a nilpotent matrix eigenvalues far above the rounding errors.
             power = power / _length(power)
             power = power @ power
             if _length(power) <= _VANISHED:
@@ -159,38 +160,38 @@ class Convergence:
 
 
 class _Sparse:
-    """A square matrix that others are multiplied with from the left, by its few entries.
+    """A square matrix with few entries, for products from the left.
 
     Dense products would take most of the time.
 
     Args:
-      matrix: (n, n), entries >= 0, no row of zeros.
+      matrix: array (n, n), entries >= 0, no row of zeros.
     """
 
     def __init__(self, matrix: np.ndarray):
         rows, self._columns = np.nonzero(matrix)
         self._entries = matrix[rows, self._columns][:, None]
         self._starts = np.searchsorted(rows, np.arange(len(matrix)))
-        # Collecting rows costs about this much more than multiplying with them.
+        # Gathering rows costs about 4 times as much as multiplying with them.
         self._dense = matrix if 4 * len(rows) > matrix.size else None
 
     def times(self, right: np.ndarray) -> np.ndarray:
-        """The product with (n, m) `right`."""
+        """Return the product with (n, m) `right`."""
         if self._dense is not None:
             return self._dense @ right
         return np.add.reduceat(self._entries * right[self._columns], self._starts, axis=0)
 
     def pattern_times(self, right: np.ndarray) -> np.ndarray:
-        """Where the product with bool (n, m) `right` is not 0."""
+        """Return where the product with bool (n, m) `right` is not 0."""
         return np.logical_or.reduceat(right[self._columns], self._starts, axis=0)
 
 
 def _stationary(matrix: np.ndarray) -> np.ndarray:
-    """The vector with sum 1 that a primitive matrix, whose columns sum to 1, keeps.
+    """Return the vector with sum 1 that a primitive matrix, whose columns sum to 1, keeps.
 
-    Node after node is left out, and what it got is given to those that it passed it on to. Nothing
-    is subtracted, so entries have all their digits however small they are: on a star whose centre
-    serves its n leaves in turn the smallest is 2^-n.
+    Nodes are eliminated one by one, and the weight that a node received is redistributed to the
+    nodes it sends to. Nothing is subtracted, so even very small entries have full precision: on a
+    star whose centre serves its n leaves in turn the smallest is 2^-n.
 
     Source: Grassmann, Taksar and Heyman, "Regenerative Analysis and Steady State Distributions for
       Markov Chains", Operations Research 33(5), 1985.
@@ -199,17 +200,17 @@ def _stationary(matrix: np.ndarray) -> np.ndarray:
     for k in range(len(left) - 1, 0, -1):
         left[:k, k] /= left[k, :k].sum()
         left[:k, :k] += np.outer(left[:k, k], left[k, :k])
-    found = np.ones(len(left))
+    vector = np.ones(len(left))
     for k in range(1, len(left)):
-        found[k] = found[:k] @ left[:k, k]
-    return found / found.sum()
+        vector[k] = vector[:k] @ left[:k, k]
+    return vector / vector.sum()
 
 
 def _exceeds(matrix: np.ndarray, bound: float) -> bool:
-    """Whether the largest singular value is above `bound`."""
+    """Return whether the largest singular value is above `bound`."""
     probe = np.random.default_rng(0).normal(size=len(matrix))
     for _ in range(_PROBES):
-        # The power method bounds it from below, at a small part of the cost of knowing it.
+        # The power method bounds it from below, much cheaper than computing it.
         image = matrix @ probe
         if _length(image) > bound * _length(probe):
             return True
@@ -218,27 +219,27 @@ def _exceeds(matrix: np.ndarray, bound: float) -> bool:
 
 
 def _norm(matrix: np.ndarray) -> float:
-    """Largest singular value."""
+    """Return the largest singular value."""
     scale = _length(matrix)
     if scale == 0:
         return 0.0
-    # Several times as fast as a singular value decomposition; scaled, squares do not vanish.
+    # Several times as fast as a singular value decomposition. Scaling keeps squares from vanishing.
     scaled = matrix / scale
     return float(scale * np.sqrt(max(np.linalg.eigvalsh(scaled.T @ scaled)[-1], 0.0)))
 
 
 def _length(x: np.ndarray) -> float:
-    """Root of the sum of squares; `np.linalg.norm` would wake BLAS threads for it."""
+    """Return the square root of the sum of squares; `np.linalg.norm` would start BLAS threads."""
     return float(np.sqrt(np.square(x).sum()))
 
 
 def _is_primitive(matrices: Sequence[_Sparse], size: int) -> bool:
-    """Whether a power of the rotation's product has no zeros; decided on the zeros alone."""
+    """Return whether a power of the rotation's product has no zeros, from zero patterns alone."""
     pattern = np.eye(size, dtype=bool)
     for matrix in matrices:
-        # No row of a mixing matrix is empty, so what is full stays full.
+        # No row of a mixing matrix is empty, so a full pattern stays full.
         pattern = pattern if pattern.all() else matrix.pattern_times(pattern)
-    # By Wielandt's bound the power (n - 1)^2 + 1 tells, and with it every higher one.
+    # By Wielandt's bound the power (n - 1)^2 + 1, or any higher one, decides.
     power = 1
     while power <= (size - 1) ** 2 and not pattern.all():
         counts = pattern.astype(np.float32)

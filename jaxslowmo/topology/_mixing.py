@@ -1,4 +1,4 @@
-"""Mixing weights: which share of its value a node keeps, and what each peer gets."""
+"""Mixing weights: the share of its value that a node keeps, and the shares it sends to peers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +11,18 @@ from ._arguments import described, parameters, takes
 from ._phone_book import Edge, Graph
 
 Mixing = Callable[[Graph, int], Any]
-"""`(graph, step) -> P[destination, source]`, (num_nodes, num_nodes), columns sum to 1."""
+"""`(graph, step) -> P[destination, source]`, (num_nodes, num_nodes), with columns that sum to 1."""
 
-# Columns may have been computed in float32, shares by trigonometry of the step.
+# Users may compute weights in float32, or by trigonometric functions of the step.
 TOLERANCE = 1e-6
 
 
 def uniform_mixing() -> Mixing:
-    """Every node splits its value evenly between itself and the peers of the step.
+    """Return the mixing in which every node splits its value evenly with its peers of the step.
 
     Returns:
-      A mixing: `(graph, step) -> P`, with P[k, i] = 1 / (peers of i + 1) for each of them and for i
-      itself; a peer that is named twice gets two shares.
+      A mixing: `(graph, step) -> P`, with P[k, i] = 1 / (number of peers of i + 1) for each peer k
+      and for k = i; a peer that is listed twice gets two shares.
     """
 
     def mixing(graph: Graph, step: int) -> np.ndarray:
@@ -32,16 +32,16 @@ def uniform_mixing() -> Mixing:
 
 
 def self_weighted(keep: float | Sequence[float]) -> Mixing:
-    """Node i keeps `keep` (or `keep[i]`) of its value; its peers share the rest evenly.
+    """Return the mixing in which node i keeps `keep` (or `keep[i]`); its peers share the rest.
 
     Args:
-      keep: a share strictly between 0 and 1, or one per node.
+      keep: share of its value that a node keeps, strictly between 0 and 1, or one share per node.
 
     Returns:
       A mixing: `(graph, step) -> P`.
 
     Raises:
-      ValueError: shares outside (0, 1); when used, another number of shares than nodes.
+      ValueError: shares outside (0, 1); in use, a number of shares that is not the number of nodes.
     """
     shares = np.atleast_1d(_numbers("`keep`", keep)).copy()
     if shares.ndim != 1 or not shares.size or not np.all((shares > 0) & (shares < 1)):
@@ -62,7 +62,7 @@ def self_weighted(keep: float | Sequence[float]) -> Mixing:
 
 def _numbers(where: str, value: Any) -> np.ndarray:
     try:
-        if not np.iscomplexobj(value):  # whose imaginary part NumPy drops with a warning
+        if not np.iscomplexobj(value):  # NumPy would only warn and drop the imaginary part
             return np.asarray(value, np.float64)
     except (TypeError, ValueError):
         pass
@@ -79,13 +79,13 @@ def _split(graph: Graph, step: int, keep: Sequence[float] | np.ndarray) -> np.nd
 
 
 def check_mixing(mixing: Any) -> None:
-    """Refuse what can't be called as a mixing is.
+    """Raise `ValueError` unless `mixing` is None or can be called with `(graph, step)`.
 
     Args:
       mixing: a callable `(graph, step) -> P[destination, source]`, or None.
 
     Raises:
-      ValueError: something else.
+      ValueError: another value.
     """
     if mixing is None or takes(mixing, "graph", "step"):
         return
@@ -98,12 +98,12 @@ def check_mixing(mixing: Any) -> None:
 
 
 def rotation_matrices(graph: Graph, mixing: Mixing | None) -> Iterator[np.ndarray]:
-    """The checked matrices of a rotation, one by one.
+    """Yield the checked matrices of a rotation, one by one.
 
     Args:
-      graph: who sends to whom.
-      mixing: callable `(graph, step) -> P`; None is `uniform_mixing()`. It is asked for the steps
-        of two rotations, which must not differ; a table may end with the first (`LookupError`).
+      graph: the graph (which node sends to which).
+      mixing: callable `(graph, step) -> P`; None is `uniform_mixing()`. It is called for the steps
+        of two rotations, which must be equal; a table may end after the first (`LookupError`).
 
     Raises:
       ValueError: as in `mixing_matrix`; a mixing that does not repeat with the rotation.
@@ -111,7 +111,7 @@ def rotation_matrices(graph: Graph, mixing: Mixing | None) -> Iterator[np.ndarra
     count = graph.num_rounds
     for step in range(count):
         matrix = mixing_matrix(graph, mixing, step)
-        # Both at a time: rotations of matrices take gigabytes.
+        # Compare step by step, since all matrices of a rotation can take gigabytes.
         if mixing is not None and graph.num_nodes > 1:
             _check_repeats(graph, mixing, step, matrix)
         yield matrix
@@ -138,10 +138,10 @@ def _check_repeats(graph: Graph, mixing: Mixing, step: int, matrix: np.ndarray) 
 
 
 def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
-    """The checked matrix P of one exchange.
+    """Return the checked matrix P of one exchange.
 
     Args:
-      graph: who sends to whom.
+      graph: the graph (which node sends to which).
       mixing: callable `(graph, step) -> P`; None is `uniform_mixing()`.
       step: number of the exchange, 0, 1, ...
 
@@ -149,15 +149,15 @@ def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
       (num_nodes, num_nodes) float64, P[destination, source].
 
     Raises:
-      ValueError: no such callable, weights that are no real numbers, another shape, a negative or
-        non-finite weight, a column that does not sum to 1, a weight where the graph has no edge, a
-        node that is left with nothing.
+      ValueError: no such callable, weights that are not real numbers, another shape, a negative or
+        non-finite weight, a column that does not sum to 1, a weight without an edge in the graph,
+        or a node that neither keeps nor receives anything.
     """
     check_mixing(mixing)
-    given = uniform_mixing() if mixing is None else mixing
+    mixing = uniform_mixing() if mixing is None else mixing
     size = graph.num_nodes
     where = f"`mixing` at step {step} of {graph.name}({size})"
-    matrix = _numbers(where, given(graph, step))
+    matrix = _numbers(where, mixing(graph, step))
     if matrix.shape != (size, size):
         raise ValueError(f"{where}: P must have shape {(size, size)}, got {matrix.shape}.")
     bad = np.argwhere(~(matrix >= 0) | ~np.isfinite(matrix))
@@ -193,17 +193,17 @@ def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
     return matrix
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+@dataclass(frozen=True, eq=False)  # comparing arrays does not give one truth value
 class ExchangeRound:
-    """One exchange.
+    """One exchange of a rotation.
 
     Attributes:
       permutations: partial permutations, tuples of (source, destination).
-      received: (len(permutations), num_nodes) float64: by which share of the sender's value a node
-        multiplies what arrives by each permutation; 0 where nothing does.
+      received: (len(permutations), num_nodes) float64: factor by which a node multiplies the value
+        that it receives through each permutation; 0 if it receives none.
       kept: (num_nodes,) float64: share of its own value that each node keeps.
-      is_doubly_stochastic: whether what a node keeps and receives sums to 1 as well: then push-sum
-        weights that are 1 stay 1.
+      is_doubly_stochastic: whether the shares that a node keeps and receives sum to 1 too, so that
+        push-sum weights of 1 stay 1.
     """
 
     permutations: tuple[tuple[Edge, ...], ...]
@@ -213,13 +213,13 @@ class ExchangeRound:
 
 
 def exchange_rounds(graph: Graph, mixing: Mixing | None = None) -> tuple[ExchangeRound, ...]:
-    """All exchanges of a rotation, checked.
+    """Return all exchanges of a rotation, checked.
 
     Args:
-      graph: who sends to whom.
+      graph: the graph (which node sends to which).
       mixing: callable `(graph, step) -> P[destination, source]`; None is `uniform_mixing()`. It
-        must repeat with the rotation, and is asked for the steps of two; a table may end with the
-        first (`LookupError`).
+        must repeat with the rotation, and is called for the steps of two rotations; a table may end
+        after the first (`LookupError`).
 
     Returns:
       `graph.num_rounds` rounds. The weight of an edge that occurs more than once is split evenly.

@@ -1,4 +1,4 @@
-"""A gossip graph: an ordered phone book, the rotation through it, and what makes it valid."""
+"""A gossip graph: an ordered phone book, the rotation through it, and its checks."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ Edge = tuple[int, int]  # (source, destination)
 
 
 def colour_edges(edges: Sequence[Edge]) -> list[list[Edge]]:
-    """Split `edges` into the fewest partial permutations.
+    """Split `edges` into as few partial permutations as possible.
 
-    In each of them a node sends at most once and receives at most once, as a collective permute
-    asks. Senders and receivers are the two sides of a bipartite multigraph, so as many permutations
-    as its largest degree suffice (König, 1916).
+    In a partial permutation a node sends at most once and receives at most once, as a collective
+    permute requires. Senders and receivers are the two sides of a bipartite multigraph, so its
+    largest degree is the number of permutations needed (König, 1916).
 
     Args:
       edges: (source, destination) pairs, repetitions allowed.
 
     Returns:
-      As many lists as the largest number of edges at one source or destination. Edges that come
-      in whole permutations, one after the other, stay so.
+      One list per permutation, as many as the largest number of edges at one source or destination.
+      Edges that are already ordered as whole permutations keep these permutations.
     """
     sending: list[dict[int, int]] = []  # per colour: source -> destination
-    receiving: list[dict[int, int]] = []  # and destination -> source
+    receiving: list[dict[int, int]] = []  # per colour: destination -> source
     for source, destination in edges:
         free = _first_free(source, sending)
         taken = _first_free(destination, receiving)
@@ -51,12 +51,12 @@ def _swap_path(
     sending: list[dict[int, int]],
     receiving: list[dict[int, int]],
 ) -> None:
-    """Free colour `free` at `destination`, which lacks `taken`.
+    """Free colour `free` at `destination`, which has no edge of colour `taken`.
 
-    The edges of these two colours form paths and even cycles; swapping the colours along the path
-    from `destination` keeps all else valid, and cannot reach the source that lacks `free`.
+    The edges of these two colours form paths and even cycles. Swapping the colours along the path
+    from `destination` keeps the colouring valid, and cannot reach the source without colour `free`.
     """
-    path: list[tuple[int, int, int, int]] = []  # source, destination, colour, colour to get
+    path: list[tuple[int, int, int, int]] = []  # source, destination, colour, new colour
     node = destination
     while node in receiving[free]:
         source = receiving[free][node]
@@ -74,7 +74,7 @@ def _swap_path(
 def check_phone_book(
     name: str, num_nodes: int, rows: Sequence[Sequence[int]], bipartite: bool
 ) -> None:
-    """Raise for phone books with rows or entries that mean nothing, or send to the sender."""
+    """Raise `ValueError` for a phone book with invalid rows or entries, or with self-loops."""
     if len(rows) != num_nodes:
         raise ValueError(
             f"{name}: the phone book must have one row per node, got {len(rows)} rows for "
@@ -105,12 +105,12 @@ def check_phone_book(
 
 
 def check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
-    """Raise where what a node holds does not reach all others.
+    """Raise `ValueError` unless the value of every node can reach all others.
 
     Args:
-      name: of the graph, for messages.
+      name: name of the graph, for messages.
       num_nodes: number of nodes.
-      rows: the peers of every node that get a turn.
+      rows: per node, the peers that the rotation uses.
     """
     reached = {peer for row in rows for peer in row}
     for node in range(num_nodes if num_nodes > 1 else 0):
@@ -140,7 +140,7 @@ def check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) ->
 
 
 def reachable(table: Sequence[Sequence[int]]) -> set[int]:
-    """Nodes that can be reached from node 0."""
+    """Return the nodes that can be reached from node 0."""
     seen, todo = {0}, [0]
     while todo:
         for peer in table[todo.pop()]:
@@ -150,34 +150,35 @@ def reachable(table: Sequence[Sequence[int]]) -> set[int]:
     return seen
 
 
-Peers = tuple[tuple[int, ...], ...]  # per node
+Peers = tuple[tuple[int, ...], ...]  # one tuple of peers per node
 
-# Rows of many different lengths need millions of exchanges until all start over together, and every
+# Rows of many different lengths start over together only after millions of exchanges, and every
 # exchange of a rotation is a branch of the program.
 MAX_ROUNDS = 10_000
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Whom each node sends to, step by step.
+    """A gossip graph: the peers that each node sends to, step by step.
 
     At exchange number `step` = 0, 1, ... a node sends to `peers_per_step` entries of its row of the
-    phone book. A dynamic graph goes on to the next entries with every exchange and starts over at
-    the end of the row; a static one stays at the first. A row that is shorter than `peers_per_step`
-    is used whole.
+    phone book. A dynamic graph uses the next entries in every exchange and starts over at the end
+    of the row. A static graph always uses the first entries. A row that is shorter than
+    `peers_per_step` is used whole.
 
     Attributes:
       num_nodes: number of nodes, 1 or more.
-      peers_per_step: most peers that a node sends to in one exchange.
+      peers_per_step: largest number of peers that a node sends to in one exchange.
       phone_book: ordered out-peers of every node; an entry may occur more than once.
-      is_dynamic: whether it rotates.
-      is_bipartite: whether it is declared bipartite: every edge joins an even and an odd node.
-      name: for messages and tables.
+      is_dynamic: whether the graph rotates through its phone book.
+      is_bipartite: whether the graph is declared bipartite: every edge joins an even and an odd
+        node.
+      name: name in messages and tables.
 
     Raises:
-      ValueError: unknown nodes, self-loops, a node that nobody sends to, nodes that cannot reach
-        each other, more peers than any row has, an edge inside one side of a bipartite graph, rows
-        of so many lengths that a rotation has more than 10000 exchanges.
+      ValueError: unknown nodes, self-loops, a node without in-peers, nodes that cannot reach each
+        other, more peers than any row has, an edge between two even or two odd nodes in a bipartite
+        graph, rows of so many lengths that a rotation has more than 10000 exchanges.
     """
 
     num_nodes: int
@@ -198,7 +199,7 @@ class Graph:
                 f"{self.name}({self.num_nodes}), got {self.peers_per_step}."
             )
         check_phone_book(self.name, self.num_nodes, self.phone_book, self.is_bipartite)
-        # A static graph stays at the first entries: the others connect nothing.
+        # A static graph uses only the first entries, so the others connect nothing.
         in_use = self.phone_book if self.is_dynamic else self.out_peers(0)
         check_connected(self.name, self.num_nodes, in_use)
         if self.num_rounds > MAX_ROUNDS:
@@ -211,28 +212,31 @@ class Graph:
 
     @cached_property
     def num_rounds(self) -> int:
-        """Exchanges until the graph repeats itself; 1 for a static graph."""
+        """The number of exchanges until the graph repeats itself; 1 for a static graph."""
         if not self.is_dynamic:
             return 1
         rows = [row for row in self.phone_book if row]
         return math.lcm(1, *(len(row) // math.gcd(len(row), self._sends(row)) for row in rows))
 
     def out_peers(self, step: int) -> Peers:
-        """Whom each node sends to at exchange `step` = 0, 1, ..., in order."""
+        """Return the peers that each node sends to at exchange `step` = 0, 1, ..., in order."""
         return tuple(self._out_peers_of(row, step) for row in self.phone_book)
 
     def in_peers(self, step: int) -> Peers:
-        """Whom each node receives from at exchange `step`, by place in the senders' order."""
+        """Return the nodes that each node receives from at exchange `step`.
+
+        Nodes that send to it as their first peer come first, then those with it as second peer, ...
+        """
         sources: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for source, destination in self._edges(step):
             sources[destination].append(source)
         return tuple(map(tuple, sources))
 
     def permutations(self, step: int) -> tuple[tuple[Edge, ...], ...]:
-        """The exchange as partial permutations: lists of (source, destination).
+        """Return the exchange as partial permutations: tuples of (source, destination).
 
-        In each a node sends at most once and receives at most once. There are as many as the
-        largest number of sends or receipts at one node; `peers_per_step` where the graph is
+        In each of them a node sends at most once and receives at most once. Their number is the
+        largest number of messages that one node sends or receives: `peers_per_step` if the graph is
         regular.
         """
         step %= self.num_rounds
@@ -242,7 +246,7 @@ class Graph:
 
     @cached_property
     def is_regular(self) -> bool:
-        """Whether in every exchange all nodes send and receive the same number of messages."""
+        """True if in every exchange all nodes send and receive the same number of messages."""
         for step in range(self.num_rounds):
             counts = {len(p) for p in self.out_peers(step)} | {len(p) for p in self.in_peers(step)}
             if len(counts) > 1:
@@ -251,11 +255,11 @@ class Graph:
 
     @cached_property
     def _coloured(self) -> dict[int, tuple[tuple[Edge, ...], ...]]:
-        """Rounds that somebody asked for."""
+        """The cache of `permutations`, by round."""
         return {}
 
     def _edges(self, step: int) -> list[Edge]:
-        """The messages of an exchange, by place in the senders' order."""
+        """Return the messages of an exchange: first the first peer of every node, and so on."""
         out = self.out_peers(step)
         return [
             (source, peers[place])
@@ -276,20 +280,20 @@ class Graph:
 def from_phone_book(
     table: Sequence[Sequence[int]], peers_per_step: int | None = 1, *, name: str = "custom"
 ) -> Graph:
-    """A graph out of any ordered phone book.
+    """Return the graph of any ordered phone book.
 
     Args:
-      table: the out-peers of every node, in the order in which they get their turn. Rows may differ
-        in length, and in-degrees from out-degrees: push-sum weights make up for it.
-      peers_per_step: how many entries of its row each node sends to in one exchange, at most the
-        length of the shortest row. None: all of them, always (a static graph).
-      name: for messages and tables.
+      table: the out-peers of every node, in the order of the rotation. Rows may differ in length,
+        and in-degrees from out-degrees; push-sum weights compensate for both.
+      peers_per_step: number of entries of its row that a node sends to in one exchange, at most the
+        length of the shortest row. None: all entries in every exchange (a static graph).
+      name: name in messages and tables.
 
     Returns:
       A `Graph`.
 
     Raises:
-      ValueError: no rows, unknown nodes, self-loops, a node that nobody sends to, nodes that cannot
+      ValueError: no rows, unknown nodes, self-loops, a node without in-peers, nodes that cannot
         reach each other, more peers per step than a row has, rows of so many lengths that a
         rotation has more than 10000 exchanges.
 
@@ -305,7 +309,7 @@ def from_phone_book(
         return Graph(len(rows), max([1, *map(len, rows)]), rows, is_dynamic=False, name=name)
     peers_per_step = as_size("peers_per_step", peers_per_step)
     short = next((i for i, row in enumerate(rows) if len(row) < peers_per_step), None)
-    # Rows that are empty, and single nodes, are the graph's own business.
+    # `Graph` itself checks empty rows and single nodes.
     if short is not None and rows[short] and len(rows) > 1:
         raise ValueError(
             f"`peers_per_step` must be at most {len(rows[short])}, the length of the phone book "
@@ -315,19 +319,19 @@ def from_phone_book(
 
 
 def unique(row: Sequence[int]) -> tuple[int, ...]:
-    """`row` with the first of equal entries only."""
+    """Return `row` with only the first of equal entries."""
     return tuple(dict.fromkeys(row))
 
 
 def check_graph(owner: str, graph: Any) -> None:
-    """Refuse what neither is a graph nor makes one.
+    """Raise `ValueError` unless `graph` is a graph, a function that makes one, or None.
 
     Args:
-      owner: of the argument, for messages.
+      owner: public name that has the argument, for messages.
       graph: a `Graph`, a function `(num_nodes) -> Graph`, or None.
 
     Raises:
-      ValueError: something else.
+      ValueError: another value.
     """
     if graph is None or isinstance(graph, Graph) or takes(graph, "num_nodes"):
         return

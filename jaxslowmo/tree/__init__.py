@@ -1,4 +1,4 @@
-"""Pytree arithmetic and the static plan of flat buffers; no communication."""
+"""Pytree arithmetic and static plans of flat buffers; nothing here communicates."""
 
 from ._bucket_assignment import MIB as MIB
 from ._bucket_assignment import assign_buckets as assign_buckets

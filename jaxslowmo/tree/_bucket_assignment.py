@@ -11,12 +11,12 @@ import numpy as np
 from .._support.checks import as_int
 
 MIB = 2**20
-# Cuts of a split leaf fall on multiples of this many elements, a whole number of vector registers.
+# Leaves are cut at multiples of this many elements, which is a whole number of vector registers.
 _CUT = 1024
 
 
 class BucketPiece(NamedTuple):
-    """Elements `start` to `stop` of one leaf, in row-major order."""
+    """A piece of one leaf: its elements `start` to `stop` in row-major order."""
 
     label: int
     start: int
@@ -24,7 +24,7 @@ class BucketPiece(NamedTuple):
 
 
 class _Bucket:
-    """Members collected so far."""
+    """A bucket with the members that it has so far."""
 
     def __init__(self) -> None:
         self.pieces: list[BucketPiece] = []
@@ -32,7 +32,7 @@ class _Bucket:
 
 
 class _OpenBuckets:
-    """For one dtype: the bucket being filled, and how far it is through the limits."""
+    """The open bucket of one dtype, and its position in the list of limits."""
 
     def __init__(self, itemsize: int, limits: Sequence[int]) -> None:
         self.bucket = _Bucket()
@@ -43,12 +43,12 @@ class _OpenBuckets:
         return self._limits[self._position]
 
     def room(self) -> int:
-        """Elements that reach the limit, on a cut."""
+        """Return how many elements reach the limit, rounded up to a place where leaves are cut."""
         elements = math.ceil((self.limit - self.bucket.size_bytes) / self._itemsize)
         return max(_CUT, math.ceil(elements / _CUT) * _CUT)
 
     def add(self, piece: BucketPiece) -> tuple[_Bucket, int] | None:
-        """Take in a piece; the bucket and its limit if that closes it."""
+        """Add a piece; return the bucket and its limit if that closes the bucket."""
         bucket, limit = self.bucket, self.limit
         bucket.pieces.append(piece)
         bucket.size_bytes += (piece.stop - piece.start) * self._itemsize
@@ -69,29 +69,30 @@ def assign_buckets(
     alone_bytes: int | None = None,
     split_large: bool = False,
 ) -> tuple[list[Any], list[int]]:
-    """Group leaves into buckets of one dtype each; plain Python, nothing runs on a device.
+    """Group leaves into buckets of one dtype each, in plain Python.
 
-    Leaves are visited in order; each dtype has its own open bucket and its own position in
-    `limits`. A bucket closes when its size reaches the current limit, the leaf that crosses it
-    included; the position then moves on and stays at the last limit. Equal to torch's
-    `_compute_bucket_assignment_by_size`.
+    Leaves are visited in order. Each dtype has one open bucket and one position in `limits`. A leaf
+    whose size makes the bucket reach the current limit is added, and closes the bucket. The
+    position then moves to the next limit, and stays at the last one. The result equals that of
+    torch's `_compute_bucket_assignment_by_size`.
 
     Args:
       leaves: arrays or anything with `shape` and `dtype`.
-      limits: bytes, at least one, none negative; 0 closes after every leaf.
-      expect_sparse: by label, True for leaves that travel alone (sparse gradients).
-      indices: label of each leaf; default its position. With labels the buckets keep the order in
-        which they closed, leftovers last; without, they are sorted by their smallest label.
-      max_buckets: at most so many: the two neighbours of one dtype that are smallest together
-        become one, as often as needed.
-      alone_bytes: a leaf of at least this size is a bucket of its own, which needs no copy; it does
-        not touch the open bucket. None: as torch, which puts it behind what is there.
+      limits: sizes in bytes, at least one, none negative; 0 closes a bucket after every leaf.
+      expect_sparse: flags by label, True for leaves that are sent alone (sparse gradients).
+      indices: label of each leaf; the default is its position. With labels the buckets have the
+        order in which they closed, with unclosed ones last. Without labels they are sorted by their
+        smallest label.
+      max_buckets: largest number of buckets; the two neighbours of one dtype with the smallest
+        total size are merged, as often as needed.
+      alone_bytes: size in bytes from which a leaf has its own bucket, which needs no copy; the open
+        bucket stays open. None: such a leaf is added to the open bucket, as in torch.
       split_large: cut a leaf that is larger than the current limit, so that each part closes its
         bucket; the next bucket starts with the rest.
 
     Returns:
       `(buckets, bucket_limits)`: the labels of each bucket, and the limit in bytes that closed it
-      (0 for a sparse one, `alone_bytes` for one that is alone). With `split_large` the members are
+      (0 for a sparse leaf, `alone_bytes` for a large one). With `split_large` the members are
       `BucketPiece(label, start, stop)`.
 
     Raises:
@@ -194,23 +195,23 @@ def _merge(
             f"`max_buckets` must be at least {least} here, one for each dtype and each sparse "
             f"leaf, got {number}."
         )
-    # Neighbours of one kind, linked by their places; a merged bucket has the place of the first.
+    # Linked lists of neighbours of one kind; a merged bucket has the position of the first.
     before: dict[int, int] = {}
     after: dict[int, int] = {}
     last: dict[Any, int] = {}
     for i, (bucket, _) in enumerate(closed):
-        own = kind(bucket)
-        if own in last:
-            before[i], after[last[own]] = last[own], i
-        last[own] = i
+        group = kind(bucket)
+        if group in last:
+            before[i], after[last[group]] = last[group], i
+        last[group] = i
     left = dict(enumerate(closed))
 
     def pair(j: int) -> tuple[int, int]:
-        """What neighbours come to together, and the place of the first."""
+        """Return the total size of two neighbours, and the position of the first."""
         return left[j][0].size_bytes + left[after[j]][0].size_bytes, j
 
-    # Pairs that have changed since stay in the heap, and are known by their size. (One that grew by
-    # nothing is in it twice, and the same.)
+    # Outdated pairs stay in the heap; their size differs from the present one. (A pair whose size
+    # did not change is in the heap twice, which does no harm.)
     pairs = [pair(j) for j in after]
     heapq.heapify(pairs)
     while len(left) > max_buckets:
@@ -232,16 +233,16 @@ def _merge(
 
 
 def _checked_limits(limits: Sequence[int]) -> tuple[int, ...]:
-    """Return `limits` as plain ints; raise `ValueError` for other values, or none."""
+    """Return `limits` as plain ints; raise `ValueError` for other values or an empty sequence."""
     if not limits:
         raise ValueError("`limits` must hold at least one size in bytes, got none.")
     sizes = [as_int(size, 0) for size in limits]
-    known = tuple(size for size in sizes if size is not None)
-    if len(known) < len(sizes):
+    valid = tuple(size for size in sizes if size is not None)
+    if len(valid) < len(sizes):
         raise ValueError(
             f"`limits` are sizes in bytes and must be ints >= 0, got {list(limits)!r}."
         )
-    return known
+    return valid
 
 
 def _check_labels(

@@ -1,4 +1,4 @@
-"""Static plan between the leaves of a tree and a few flat buffers, and who is told of it."""
+"""Static plans that pack the leaves of a tree into a few flat buffers, and notes about them."""
 
 import contextlib
 import functools
@@ -21,48 +21,48 @@ from ._leaves import cast, reshaped
 
 @dataclass(frozen=True)
 class Buffer:
-    """One flat buffer: which parts of which leaves it holds, in which order, in which dtype."""
+    """A flat buffer: the parts of leaves that it holds, in order, and its dtype."""
 
     dtype: np.dtype
     pieces: tuple[BucketPiece, ...]  # labels are positions in flattening order
 
     @property
     def leaves(self) -> tuple[int, ...]:
-        """Positions of the leaves in flattening order."""
+        """The positions of the leaves in flattening order."""
         return tuple(piece.label for piece in self.pieces)
 
     @property
     def num_elements(self) -> int:
-        """Length of the buffer."""
+        """The number of elements of the buffer."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def size_bytes(self) -> int:
-        """Length in bytes."""
+        """The size of the buffer in bytes."""
         return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """How a tree is packed into flat buffers and taken apart again. Static: shapes only."""
+    """A plan that packs a tree into flat buffers and unpacks it; static, from shapes only."""
 
     buffers: tuple[Buffer, ...]
-    shapes: tuple[tuple[int, ...], ...]  # per leaf
-    treedef: Any  # of the planned tree
+    shapes: tuple[tuple[int, ...], ...]  # shape of each leaf
+    treedef: Any  # structure of the planned tree
 
     def pack(self, tree: PyTree) -> list[jax.Array]:
-        """One 1-D array per buffer, in the buffer's dtype."""
+        """Return one 1-D array per buffer, in the buffer's dtype."""
         return _packed(self, self.treedef.flatten_up_to(tree))
 
     def unpack(self, packed: Sequence[Any]) -> PyTree:
-        """The tree whose leaves lie in `packed` (longer buffers: padding is dropped)."""
+        """Return the tree whose leaves are in `packed`; padding at the ends is dropped."""
         # NumPy arrays stay on the host.
         traced = any(isinstance(flat, jax.Array) for flat in packed)
         return self.treedef.unflatten((_unpacked_once if traced else _unpacked)(self, list(packed)))
 
 
-# Traced once for all exchanges of one kind of tree, of which a program can have several, each in a
-# branch inside of others.
+# With `jax.jit` these are traced once per plan. A program can have several exchanges of one kind of
+# tree, each in a branch inside other branches.
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -82,7 +82,7 @@ def _unpacked(plan: BufferPlan, packed: list[Any]) -> list[jax.Array]:
         sizes = [piece.stop - piece.start for piece in buffer.pieces]
         for piece, part in zip(buffer.pieces, split(flat, sizes), strict=True):
             parts[piece.label].append((piece.start, part))
-    return [reshaped(_joined(own), shape) for own, shape in zip(parts, plan.shapes, strict=True)]
+    return [reshaped(_joined(leaf), s) for leaf, s in zip(parts, plan.shapes, strict=True)]
 
 
 _unpacked_once = jax.jit(_unpacked, static_argnums=0)
@@ -109,20 +109,21 @@ def plan_buffers(
 
     Args:
       tree: arrays or `ShapeDtypeStruct`s.
-      limits: bucket limits in bytes as in `assign_buckets`; None is one buffer per dtype, for which
-        its other arguments mean nothing.
-      order: in which the leaves are visited, as positions in flattening order; None is that order.
+      limits: bucket limits in bytes as in `assign_buckets`. None makes one buffer per dtype, and
+        ignores the other arguments of `assign_buckets`.
+      order: positions in flattening order, in which the leaves are visited; None is that order.
       buckets: the buffers themselves, as lists of positions, instead of limits and order.
-      max_buckets: at most so many buffers, as in `assign_buckets`.
-      alone_bytes: leaves of this size are buffers of their own, as in `assign_buckets`.
+      max_buckets: largest number of buffers, as in `assign_buckets`.
+      alone_bytes: size from which a leaf has its own buffer, as in `assign_buckets`.
       split_large: cut leaves that are larger than a limit, as in `assign_buckets`.
-      dtype_of: buffer dtype of a leaf dtype; default the leaf's own.
+      dtype_of: function from a leaf's dtype to its buffer's dtype; the default keeps the dtype.
 
     Returns:
       A `BufferPlan`; leaves without elements stay in it, with 0 bytes.
 
     Raises:
-      ValueError: as `assign_buckets`; `buckets` that don't hold every leaf once, or mix dtypes.
+      ValueError: errors of `assign_buckets`; `buckets` that do not hold every leaf once, or that
+        mix dtypes.
     """
     leaves, treedef = jax.tree.flatten(tree)
     wire = [jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves]
@@ -153,11 +154,12 @@ def plan_buffers(
 
 @dataclass(frozen=True)
 class BufferNote:
-    """One flat buffer.
+    """A note about one flat buffer of a program.
 
     Attributes:
-      role: what it is exchanged for: `"gradients"`; of parameters `"average"`, `"slow"`, `"round"`.
-      dtype: its element type, by its jax name.
+      role: purpose of the exchange: `"gradients"`, or for parameters `"average"`, `"slow"` or
+        `"round"`.
+      dtype: name of its dtype.
       size_bytes: its size on one device.
       leaves: names of the leaves in it, in order; parts of one leaf repeat its name.
     """
@@ -168,30 +170,30 @@ class BufferNote:
     leaves: tuple[str, ...]
 
 
-# An ordered set of the plans met: a program may be traced, and a plan packed, more than once.
+# An ordered set of plans: a program may be traced, and a plan packed, more than once.
 _Notes = dict[tuple[BufferNote, ...], None]
 _listening: ContextVar[_Notes | None] = ContextVar("jaxslowmo_buffer_notes", default=None)
 
 
 @contextlib.contextmanager
 def noted_buffers() -> Iterator[list[BufferNote]]:
-    """Collects, until its end, the buffers of all programs that are traced meanwhile.
+    """Collect the buffers of all programs that are traced within the block.
 
     Yields:
-      A list, filled when the context ends.
+      A list, filled when the block ends.
     """
-    found: list[BufferNote] = []
+    buffers: list[BufferNote] = []
     notes: _Notes = {}
     token = _listening.set(notes)
     try:
-        yield found
+        yield buffers
     finally:
         _listening.reset(token)
-        found += [note for plan in notes for note in plan]
+        buffers += [note for plan in notes for note in plan]
 
 
 def note_buffers(role: str, plan: BufferPlan, names: Sequence[str]) -> None:
-    """At trace time: tell who listens, if anybody does, what `plan` packs."""
+    """Note the buffers of `plan` for an enclosing `noted_buffers`; called at trace time."""
     notes = _listening.get()
     if notes is None:
         return
@@ -204,11 +206,11 @@ def note_buffers(role: str, plan: BufferPlan, names: Sequence[str]) -> None:
     notes[key] = None
 
 
-_FEW = 32  # parts that the compiler may make a kernel of each
+_FEW = 32  # up to so many parts, one kernel for each does not take long to compile
 
 
 def split(flat: Any, sizes: Sequence[int]) -> list[Any]:
-    """Parts of these sizes, one behind the other; what is left at the end is dropped."""
+    """Split `flat` into consecutive parts of these sizes; the rest at the end is dropped."""
     if not isinstance(flat, jax.Array):
         ends = itertools.accumulate(sizes)
         return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -221,26 +223,27 @@ def _split_at_constants(flat: jax.Array, sizes: Sequence[int]) -> list[jax.Array
     rest = flat.size - sum(sizes)
     if len(sizes) == 1 and not rest:
         return [flat]
-    # One equation, which becomes a slice per part when it is lowered.
+    # This is one equation while tracing, which is lowered to one slice per part.
     return list(lax.split(flat, (*sizes, rest) if rest else sizes))[: len(sizes)]
 
 
 def _compiles_each_offset(flat: jax.Array) -> bool:
-    """Whether a slice at a constant would be a kernel of its own, as in XLA's compiler for CPUs."""
+    """Return whether XLA compiles one kernel per slice at a constant offset, as it does on CPUs."""
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
-    # On one device nothing is exchanged: slices of a concatenation are its operands again.
+    # On one device nothing is exchanged, and XLA simplifies slices of a concatenation.
     several = bool(mesh.manual_axes) and mesh.size > 1
     return several and device is not None and device.platform == "cpu" and flat.size < 2**31
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _split_at_unknown(flat: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """Parts at offsets that the compiler does not know, so that parts of one size share a kernel.
+    """Split at offsets that the compiler does not know, so that parts of one size share a kernel.
 
-    Compiled 15 ms apiece, the slices of 250 leaves at constants would take longer than all the
-    rest. A barrier is forgotten too soon (jax 0.10), and an offset that is read from an array is
-    read at a constant; what a conditional returns stays an operand of each slice.
+    A slice at a constant offset takes 15 ms to compile, so those of 250 leaves would take longer
+    than the rest of a program. An optimization barrier is removed too early (jax 0.10), and an
+    offset that is read from an array is read at a constant. The result of a conditional stays an
+    operand of each slice.
     """
     ends = itertools.accumulate(sizes)
     starts = [np.int32(end - size) for end, size in zip(ends, sizes, strict=True)]
@@ -256,5 +259,5 @@ def _split_at_unknown(flat: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array
 def _parts_of_tangent(
     sizes: tuple[int, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    # Backwards it is one concatenation; of a slice at an offset it would be a whole buffer.
+    # Transposed, this is one concatenation. The transpose of a dynamic slice is a whole buffer.
     return _split_at_unknown(*primals, sizes), _split_at_constants(*tangents, sizes)

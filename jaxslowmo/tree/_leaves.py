@@ -1,8 +1,8 @@
-"""Leaves of a tree: their names and kinds, and arithmetic by a primitive each.
+"""Leaves of a tree: their names and kinds, and arithmetic with one primitive per operation.
 
-While a program is traced `jax.numpy` takes two to four times as long for the same equation: it
-looks for promotion, broadcasting and NumPy's other rules, which leaves of one shape and dtype do
-not need. NumPy arrays stay NumPy arrays.
+In a traced program `jax.numpy` takes two to four times as long for the same equation. It checks for
+promotion, broadcasting and other rules of NumPy, which leaves of one shape and dtype do not need.
+NumPy arrays stay NumPy arrays.
 """
 
 import functools
@@ -20,13 +20,13 @@ _Part = TypeVar("_Part")
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """Readable names of the leaves in flattening order, such as `"dense/kernel"`."""
+    """Return readable names of the leaves in flattening order, such as `"dense/kernel"`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 
 def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
-    """The parts of a tree that are of class `kind`, wherever they stand in it."""
+    """Return the nodes of a tree that are of class `kind`, at any depth."""
     is_one = lambda x: isinstance(x, kind)  # noqa: E731
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
@@ -36,7 +36,7 @@ def check_arrays(owner: str, tree: PyTree) -> None:
 
     Args:
       owner: the public name that needs arrays, for the message.
-      tree: arrays, numbers, anything with `dtype`; or what a model holds besides.
+      tree: arrays, numbers, anything with `dtype`, or other values of a model.
 
     Raises:
       ValueError: a leaf is a function, a string or the like.
@@ -83,7 +83,7 @@ def not_floating(tree: PyTree) -> list[str]:
     """
     leaves = jax.tree.leaves(tree)
     kinds = [leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf) for leaf in leaves]
-    # Thousands of leaves have a few dtypes.
+    # Check each dtype once: thousands of leaves have only a few of them.
     other = {kind for kind in set(kinds) if not jnp.issubdtype(kind, jnp.floating)}
     if not other:
         return []
@@ -92,9 +92,10 @@ def not_floating(tree: PyTree) -> list[str]:
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Return () bool: whether every number in a tree is finite; keys and counters have no other.
+    """Return whether every number in a tree is finite, () bool.
 
-    Of leaves that the compiler shards it is whether all are anywhere.
+    PRNG keys and integers always are. For leaves that the compiler shards the result holds for all
+    of their shards.
 
     Args:
       tree: arrays of any dtypes.
@@ -105,13 +106,13 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def at_least_float32(dtype: Any) -> np.dtype:
-    """float32 for half precision, else `dtype` itself (also under strict promotion)."""
+    """Return float32 for half precision, else `dtype` itself (also under strict promotion)."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves together (arrays, numbers or `ShapeDtypeStruct`s)."""
+    """Return the total bytes of all leaves (arrays, numbers or `ShapeDtypeStruct`s)."""
     return sum(
         int(np.prod(jnp.shape(leaf))) * jnp.dtype(jnp.result_type(leaf)).itemsize
         for leaf in jax.tree.leaves(tree)
@@ -119,7 +120,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x.astype(dtype)`."""
+    """Return `x.astype(dtype)`."""
     if not isinstance(x, jax.Array):
         return x.astype(dtype)
     if x.dtype == dtype and not jax.typeof(x).weak_type:
@@ -128,27 +129,27 @@ def cast(x: Any, dtype: Any) -> Any:
 
 
 def added(x: Any, y: Any) -> Any:
-    """`x + y`."""
+    """Return `x + y`."""
     return lax.add(x, y) if _are_alike(x, y) else x + y
 
 
 def subtracted(x: Any, y: Any) -> Any:
-    """`x - y`."""
+    """Return `x - y`."""
     return lax.sub(x, y) if _are_alike(x, y) else x - y
 
 
 def by_dtype(scalar: jax.Array) -> Callable[[Any], jax.Array]:
-    """`scalar` in a given dtype, cast once for each."""
+    """Return a function from a dtype to `scalar` in that dtype, which casts once per dtype."""
     return functools.cache(lambda dtype: cast(scalar, dtype))
 
 
 def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    """`x.reshape(shape)`, for sizes that are all given."""
+    """Return `x.reshape(shape)`, for a shape without -1."""
     return lax.reshape(x, shape) if isinstance(x, jax.Array) else x.reshape(shape)
 
 
 def zeros_like(x: Any) -> jax.Array:
-    """`jnp.zeros_like(x)` of an array or type; traced, it is equal over all mapped axes by type."""
+    """Return `jnp.zeros_like(x)` of an array or type; of a tracer, unvarying over mapped axes."""
     if isinstance(x, core.Tracer):
         x = jax.typeof(x)
     elif not isinstance(x, jax.ShapeDtypeStruct):
@@ -157,7 +158,7 @@ def zeros_like(x: Any) -> jax.Array:
 
 
 def kept_if(keep: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where the () bool `keep` is True, else zeros."""
+    """Return `x` if the () bool `keep` is True, else zeros."""
     return lax.select(keep, x, zeros_like(x))
 
 
@@ -167,40 +168,40 @@ def _are_alike(x: Any, y: Any) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype
 
 
-# A parameter transform reads `y = params + updates`, decides which values the parameters shall
-# have, and returns the update that lands there. Half-precision leaves get float32 updates:
-# `params + update` is then rounded once, by `optax.apply_updates`, onto the wanted value.
+# A parameter transform reads `y = params + updates`, computes the new parameters, and returns the
+# update that leads to them. Half-precision leaves get float32 updates, so that `params + update` is
+# rounded only once, by `optax.apply_updates`, to the new value.
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """`x` in at least float32."""
+    """Return `x` in at least float32."""
     return cast(x, at_least_float32(x.dtype))
 
 
 @jax.jit
 def landing(params: PyTree, updates: PyTree) -> PyTree:
-    """`params + updates` leaf by leaf, in at least float32 and not rounded to the leaf's dtype."""
+    """Return `params + updates` in at least float32, not rounded to the leaves' dtypes."""
     return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
 
 
 def widen_updates(updates: PyTree) -> PyTree:
-    """`updates` with half-precision leaves as float32; others unchanged."""
+    """Return `updates` with half-precision leaves as float32, and others unchanged."""
     return jax.tree.map(_wide, updates)
 
 
 @jax.jit
 def updates_to(params: PyTree, target: PyTree) -> PyTree:
-    """The updates that land on `target`: `target - params` in at least float32.
+    """Return the updates that lead to `target`: `target - params` in at least float32.
 
-    `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32; leaves
-    in half precision land exactly where `params` is not over 2**12 times `target`.
+    `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32. In half
+    precision it is exactly `target` unless `params` is over 2**12 times `target`.
     """
     return jax.tree.map(lambda p, t: subtracted(_wide(t), _wide(p)), params, target)
 
 
 def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
-    """`params + updates` as the leaves' dtypes hold it, where large values may overflow.
+    """Return `params + updates` in the leaves' dtypes, where large values may overflow.
 
-    `optax.apply_updates` with explicit promotion, so strict dtype promotion holds too.
+    This is `optax.apply_updates` with explicit promotion, so it works under strict promotion too.
     """
     return jax.tree.map(lambda p, y: cast(y, p.dtype), params, landing(params, updates))

@@ -1,4 +1,4 @@
-"""Parameters of a model whose stages lie on different devices, in one tree for all of them."""
+"""Parameters of a model whose stages are placed on different devices, as one tree."""
 
 from collections.abc import Hashable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
@@ -8,26 +8,26 @@ import jax
 
 @jax.tree_util.register_pytree_with_keys_class
 class Staged:
-    """Leaves of a model that is cut into stages, as one buffer for each dtype and layout.
+    """The leaves of a model that is cut into stages, as one buffer per dtype and layout.
 
-    Each device along the axis of the stages holds the leaves of its own stage, one after the other.
-    All devices run one program, and their leaves are unlike, so it is the buffers that the program
-    knows. `js.pipelined(...).layout` makes such trees, of parameters and of what is like them.
+    Each device along the stage axis holds the leaves of its stage, one after the other. All devices
+    run one program though their leaves differ, so the program works on the buffers.
+    `js.pipelined(...).layout` makes such trees, of parameters and of trees like them.
 
     Attributes:
-      buffers: by name an array (stages, *sizes of the axes over which its leaves are sharded,
-        elements of the fullest stage), or what stands for it, such as a `PartitionSpec`.
-      packing: what lies where, hashable; two trees are alike if theirs are equal. It applies
-        optax transforms to the leaves of each stage (`init`, `update`), and says which elements of
-        a buffer count elsewhere, being copies of tied parameters (`repeated`). `axis_name` is
-        the axis of the stages, and `model_tree(buffers)` the way back to the model's own tree.
+      buffers: maps a name to an array (stages, *sizes of the axes over which its leaves are
+        sharded, elements of the fullest stage), or to a value for it, such as a `PartitionSpec`.
+      packing: hashable layout of the leaves; trees with equal layouts have equal structure. It
+        applies optax transforms to the leaves of each stage (`init`, `update`), and knows which
+        elements of a buffer are copies of tied parameters in another stage (`repeated`).
+        `axis_name` is the stage axis, and `model_tree(buffers)` returns the model's own tree.
     """
 
     def __init__(self, buffers: dict[str, Any], packing: Any) -> None:
         self.buffers, self.packing = buffers, packing
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Hashable]:
-        """Return the buffers in the order of their names, and what tells such trees apart."""
+        """Return the buffers in the order of their names, and their names and layout."""
         names = tuple(sorted(self.buffers))
         keys = map(jax.tree_util.DictKey, names)
         return tuple(zip(keys, map(self.buffers.__getitem__, names), strict=True)), (
@@ -37,7 +37,7 @@ class Staged:
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "Staged":
-        """Return the tree of these buffers."""
+        """Return the tree with these buffers."""
         names, packing = aux
         return cls(dict(zip(names, children, strict=True)), packing)
 
@@ -62,7 +62,7 @@ class Staged:
         return self.buffers.items()
 
     def __repr__(self) -> str:
-        """Return names and types; the elements of a buffer tell nothing."""
+        """Return names and types of the buffers; their elements would not be informative."""
 
         def text(x: Any) -> str:
             has_type = hasattr(x, "shape") and hasattr(x, "dtype")
@@ -72,9 +72,9 @@ class Staged:
 
 
 def in_model_form(tree: Any) -> Any:
-    """Return `tree` with the model's own trees in the places of those of stages."""
+    """Return `tree` with every `Staged` replaced by the model's own tree."""
 
-    def own(x: Any) -> Any:
+    def model_form(x: Any) -> Any:
         return x.packing.model_tree(x.buffers) if isinstance(x, Staged) else x
 
-    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Staged))
+    return jax.tree.map(model_form, tree, is_leaf=lambda x: isinstance(x, Staged))

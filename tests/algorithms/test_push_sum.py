@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 import jaxslowmo as js
-from jaxslowmo.algorithms._gossip import Arrival, over, pulled, total_mass
+from jaxslowmo.algorithms._gossip import Arrival, divided, pulled, total_mass
 from support.executions import gossip_state
 
 ACTIVE, QUIET = 10, 30  # updates with something to add, and then without
@@ -69,7 +69,7 @@ def test_masses_by_hand():
     sent = [Arrival(jnp.asarray([6.0]), jnp.float32(1)), Arrival(jnp.zeros(1), jnp.float32(0.5))]
     x, w = total_mass(jnp.asarray([3.0]), jnp.float32(2), sent)
     assert (x.tolist(), float(w)) == ([12], 3.5)
-    assert over(x, w).tolist() == pytest.approx([12 / 3.5])
+    assert divided(x, w).tolist() == pytest.approx([12 / 3.5])
     # What arrives has 1 of the 4 that are there afterwards: a quarter of the way from 2 to 6.
     moved = pulled(jnp.asarray([0.5]), jnp.asarray([2.0]), sent[0], jnp.float32(0.25))
     assert moved.tolist() == [0.5 + 1]

@@ -255,7 +255,7 @@ def test_not_one_rate(optimizer, found):
 
 def test_inside_of_the_optimizer_there_is_no_rate_to_read():
     step = step_of(None, optax.chain(SGD, slow("optimizer")))
-    said = r'slowmo: `learning_rate`="optimizer" .* `sync`, not for a slowmo inside of `optimizer`'
+    said = r'slowmo: `learning_rate`="optimizer" .* `sync`, not to a slowmo inside of `optimizer`'
     with pytest.raises(ValueError, match=said):
         step(step.init(START), BATCHES[0])
 

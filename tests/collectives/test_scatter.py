@@ -16,8 +16,8 @@ from jaxslowmo.collectives import (
     all_gather_shards,
     all_mean,
     all_mean_in_slices,
+    local_shard,
     mean_to_shards,
-    own_shard,
     shard_layout,
 )
 from support.exhaustive import sweep
@@ -97,8 +97,8 @@ def by_shards(size, replica_axes, local, axes):
         shard = mean_to_shards(x, layout, name, local)
         gathered = all_gather_shards(shard, size, name, local)
         direct = all_mean(x, name) if local is None else all_mean_in_slices(x, name, local)
-        own = own_shard(direct, layout, name)
-        kept = all_gather_shards(own_shard(x, layout, name), size, name, local)
+        own = local_shard(direct, layout, name)
+        kept = all_gather_shards(local_shard(x, layout, name), size, name, local)
         return {"gathered": gathered, "direct": direct, "shard": shard, "own": own, "kept": kept}
 
     return fn, layout
@@ -135,12 +135,12 @@ def test_mean_by_way_of_shards_is_the_mean(case, place, size):
         found = np.asarray(out[name]).reshape(num_devices, size)
         np.testing.assert_allclose(found, np.broadcast_to(mean, found.shape), atol=1e-6)
         assert np.array_equal(found, np.broadcast_to(found[0], found.shape)), name
-    # A shard is the part that `own_shard` takes, so anchors and averages line up.
+    # A shard is the part that `local_shard` takes, so anchors and averages line up.
     np.testing.assert_allclose(out["shard"], out["own"], atol=1e-6)
     assert out["shard"].shape[-2:] == (layout.rows, layout.lanes)
 
 
-def test_own_shards_of_equal_buffers_gather_to_the_buffer():
+def test_local_shards_of_equal_buffers_gather_to_the_buffer():
     axes = {"node": 2, "replica": 2, "device": 2}
     for place in (on_mesh, under_vmap):
         fn, _ = by_shards(13, ("node", "replica"), "device", axes)

@@ -1,4 +1,4 @@
-"""The machinery of slowmo and diloco: an outer optimizer on an anchor."""
+"""The common implementation of slowmo and diloco: an outer optimizer that steps an anchor."""
 
 from ._anchor import read_anchor as read_anchor
 from ._anchor import shards_state as shards_state

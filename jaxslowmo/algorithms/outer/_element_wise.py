@@ -1,4 +1,4 @@
-"""Does an optimizer treat every element by itself? Then it may be given shards of flat buffers."""
+"""A check that an optimizer is element-wise, so that it can run on shards of flat buffers."""
 
 import functools
 import math
@@ -10,23 +10,23 @@ import optax
 
 from ..._support.types import PyTree
 
-# Large enough for optimizers that treat large matrices in another way (adafactor: from 128).
+# Large enough for optimizers that treat large matrices differently (adafactor: from 128).
 _SHAPES = {"matrix": (130, 130), "vector": (4,)}
-_SHARD = (4, 2113)  # shape of the shards, of which two hold all elements
-# Of gradients: below and above any sensible threshold. The last ones have a NaN in one element.
+_SHARD = (4, 2113)  # shape of a shard; two shards hold all elements
+# Scales of gradients, below and above any sensible threshold. The last gradient holds one NaN.
 _SCALES = (1e-3, 1.0, 1e4, 1e8)
 
 
 def element_wise(
     owner: str, argument: str, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """`optimizer`, which was seen to treat every element by itself.
+    """Return `optimizer` after checking that it treats every element by itself.
 
-    A few steps are tried on a small tree, whole and split: now, or when a state is made where jax
-    has no device yet (taking one would end the chance to call `jax.distributed.initialize`).
+    The check runs a few steps on a small tree, whole and split. It runs now, or when a state is
+    made if jax has no device yet (using one would prevent a later `jax.distributed.initialize`).
 
     Raises:
-      ValueError: the results differ, or it can't be applied to flat shards.
+      ValueError: the results differ, or the optimizer cannot be applied to flat shards.
 
     Communication: none.
     """
@@ -40,11 +40,11 @@ def element_wise(
     @functools.cache
     def check() -> None:
         try:
-            # Another thread is outside of what is being traced in this one, and of its settings.
+            # Another thread is free of this thread's traces and settings.
             with ThreadPoolExecutor(1) as pool:
                 whole, split = pool.submit(_whole_and_split, optimizer).result()
         except jax.errors.UnexpectedTracerError:
-            return  # made of values that are being traced, which cannot be tried apart from that
+            return  # the optimizer holds traced values, which another thread cannot use
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{refusal} It can't be applied to them: {what}") from error
@@ -65,7 +65,7 @@ def element_wise(
 
 
 def _whole_and_split(optimizer: optax.GradientTransformation) -> tuple[np.ndarray, np.ndarray]:
-    """`(steps, elements)` of updates of a few steps, of the tree as it is and in shards."""
+    """Return the updates `(steps, elements)` of a few steps, on the whole tree and on shards."""
     random = np.random.default_rng(0)
     size = sum(math.prod(shape) for shape in _SHAPES.values())
     drawn = random.normal(size=(2 + len(_SCALES), size))
@@ -81,25 +81,25 @@ def _whole_and_split(optimizer: optax.GradientTransformation) -> tuple[np.ndarra
     whole = _updates(optimizer, as_tree(start), [as_tree(g) for g in gradients])
     halves = []
     for half in np.split(np.arange(size), 2):
-        own = [(x[half].reshape(_SHARD),) for x in (start, *gradients)]
-        halves.append(_updates(optimizer, own[0], own[1:]))
+        first, *rest = [(x[half].reshape(_SHARD),) for x in (start, *gradients)]
+        halves.append(_updates(optimizer, first, rest))
     return whole, np.concatenate(halves, axis=1)
 
 
 def _updates(
     optimizer: optax.GradientTransformation, params: PyTree, gradients: list[PyTree]
 ) -> np.ndarray:
-    """`(steps, elements)`: all updates, flat."""
+    """Return the updates of all steps, flat, `(steps, elements)`."""
 
     def run(params: PyTree, gradients: list[PyTree]) -> list[PyTree]:
-        state, found = optimizer.init(params), []
+        state, steps = optimizer.init(params), []
         for gradient in gradients:
             updates, state = optimizer.update(gradient, state, params)
             params = optax.apply_updates(params, updates)
-            found.append(updates)
-        return found
+            steps.append(updates)
+        return steps
 
-    # The probe holds a NaN, moves arrays and runs code of others, whatever is allowed elsewhere.
+    # The check uses a NaN, transfers arrays and runs code of users, whatever the settings forbid.
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -107,12 +107,12 @@ def _updates(
         jax.numpy_dtype_promotion("standard"),
         jax.enable_x64(False),
     ):
-        found = jax.device_get(jax.jit(run)(params, gradients))
-    return np.stack([np.concatenate([x.ravel() for x in jax.tree.leaves(u)]) for u in found])
+        steps = jax.device_get(jax.jit(run)(params, gradients))
+    return np.stack([np.concatenate([x.ravel() for x in jax.tree.leaves(u)]) for u in steps])
 
 
 def _has_devices() -> bool:
-    try:  # No public way asks without starting the backends.
+    try:  # jax has no public function that tells without starting the backends.
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:
         return False

@@ -1,4 +1,4 @@
-"""In which form parameters travel between replicas: values of `codec=`."""
+"""The formats in which replicas exchange parameters: values of `codec=`."""
 
 from ._codec import Codec as Codec
 from ._codec import bfloat16 as bfloat16

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits, which a collective can sum or permute as they are."""
+"""Encodings of numbers in fewer bits, which a collective can sum or permute directly."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Codec:
-    """A floating format in which numbers travel, and what becomes of what it does not hold.
+    """A floating-point format in which replicas send numbers, and the handling of its errors.
 
-    Made by `js.codecs.bfloat16` and `js.codecs.float16`.
+    `js.codecs.bfloat16` and `js.codecs.float16` make codecs.
 
     Attributes:
-      dtype: of what travels.
-      error_feedback: whether a replica keeps what rounding left of its own numbers.
-      rounds_mixtures: whether what a node of gossip makes of its own and the received numbers is
-        rounded to the format, as the sum of an all-reduce in it is.
+      dtype: dtype of the numbers that are sent.
+      error_feedback: whether a replica keeps the rounding error of its own numbers.
+      rounds_mixtures: whether a node of gossip rounds the mixture of its own and the received
+        numbers to the format, as an all-reduce in that format rounds its sum.
     """
 
     dtype: np.dtype
@@ -26,72 +26,72 @@ class Codec:
     rounds_mixtures: bool = False
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the expression that makes this codec."""
         return f"js.codecs.{self.dtype.name}(error_feedback={self.error_feedback})"
 
     def narrows(self, dtype: np.dtype) -> bool:
-        """Whether numbers of this dtype become smaller by it; others travel as they are."""
+        """Return whether the codec makes numbers of `dtype` smaller; others are sent unchanged."""
         return self.dtype.itemsize < dtype.itemsize
 
     def encode(
         self, x: jax.Array, *, divisor: int = 1, factor: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """What of `factor * x / divisor` travels, and what of `x` does not.
+        """Return `factor * x / divisor` in this format, and the part of `x` that it does not hold.
 
-        Numbers beyond half of the format's range are cut off there, so that sums stay in range: a
-        finite number never becomes infinite, and what is cut off stays here, with error feedback or
-        without. What is not finite travels as it is.
+        Numbers beyond half of the format's range are clipped, so that sums stay in range: a finite
+        number never becomes infinite. The clipped part is in the residual, with error feedback or
+        without. Infinities and NaN are sent unchanged.
 
         Args:
-          x: in a dtype that this narrows.
-          divisor: how many parts are to be summed.
-          factor: () float >= 0; where it is 0 nothing travels, and nothing stays. None: 1.
+          x: array of any shape, in a dtype that this codec narrows.
+          divisor: number of parts that will be summed.
+          factor: () float >= 0; 0 gives zeros and no residual. None: 1.
 
         Returns:
-          An array in `dtype`, and the residual in the dtype of `x`: what it keeps, so that
-          x = residual + what has travelled, with error feedback; else what was cut off.
+          An array in `dtype`, and the residual in the dtype of `x`. With error feedback
+          x = residual + sent value; without it the residual is the clipped part only.
 
         Communication: none.
         """
         limit = 2.0 ** (jnp.finfo(self.dtype).maxexp - 1)
-        held = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+        clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
         if factor is None:
-            part = self.rounded(held / divisor)
-            travelled = part * divisor
+            part = self.rounded(clipped / divisor)
+            sent = part * divisor
         else:
             share, has_share = factor.astype(x.dtype) / divisor, factor > 0
-            part = self.rounded(jnp.where(has_share, held * share, jnp.zeros_like(x)))
-            travelled = part / jnp.where(has_share, share, jnp.ones_like(share))
-        residual = x - (travelled if self.error_feedback else held)
+            part = self.rounded(jnp.where(has_share, clipped * share, jnp.zeros_like(x)))
+            sent = part / jnp.where(has_share, share, jnp.ones_like(share))
+        residual = x - (sent if self.error_feedback else clipped)
         if factor is not None:
             residual = jnp.where(factor > 0, residual, jnp.zeros_like(residual))
         return part.astype(self.dtype), residual
 
     def rounded(self, x: jax.Array) -> jax.Array:
-        """The nearest number of the format, in the dtype of `x`.
+        """Return the nearest number of the format, in the dtype of `x`.
 
         Communication: none.
         """
-        # A cast there and back would do, but XLA may compute more precisely than it is asked to
-        # (`xla_allow_excess_precision`), take such a pair away, and with it the residual.
+        # Two casts do not work: with `xla_allow_excess_precision` XLA may remove such a pair, and
+        # then the residual is 0.
         info = jnp.finfo(self.dtype)
         near = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
         if info.nexp == jnp.finfo(jnp.float32).nexp:
             return near
-        # That makes 0 of the format's subnormal numbers, which are evenly spaced.
+        # `reduce_precision` flushes the format's subnormal numbers, which are evenly spaced, to 0.
         spacing = float(info.smallest_subnormal)
         subnormal = jnp.round(x / spacing) * spacing
         return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, near)
 
 
 def bfloat16(*, error_feedback: bool = False) -> Codec:
-    """Parameters travel as bfloat16: the range of float32, 8 bits of precision.
+    """Return the codec that sends parameters as bfloat16: the range of float32, 8-bit precision.
 
     Args:
-      error_feedback: keep on each replica, in the dtype of the parameters, what rounding leaves of
-        its own, and add it to what arrives. In gossip (`js.sgp`) nothing is lost then. For an
-        average it gains nothing: the mean is rounded too, which no replica knows or keeps, and that
-        is as much. Replicas then only differ by their residuals after an exchange.
+      error_feedback: whether each replica keeps the rounding error of its own parameters, in their
+        dtype, and adds it to the values that it receives. In gossip (`js.sgp`) nothing is lost
+        then. For an average it gains nothing: the mean is rounded as much, and no replica knows
+        that error. Replicas then only differ by their residuals after an exchange.
 
     Returns:
       A value of `codec=` of `js.local_sgd`, `js.hierarchical_local_sgd`, `js.sgp`, `js.slowmo` and
@@ -100,8 +100,8 @@ def bfloat16(*, error_feedback: bool = False) -> Codec:
     Raises:
       ValueError: `error_feedback` that is neither True nor False.
 
-    Communication: what the transform sends, at 2 bytes per element. Leaves of 16 bits or fewer
-      travel as they are.
+    Communication: that of the transform, with 2 bytes per element. Leaves of 16 bits or fewer are
+      sent unchanged.
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """
@@ -109,15 +109,15 @@ def bfloat16(*, error_feedback: bool = False) -> Codec:
 
 
 def float16(*, error_feedback: bool = False) -> Codec:
-    """Parameters travel as float16: 11 bits of precision, down to 6e-8 times the replicas.
+    """Return the codec that sends parameters as float16: 11-bit precision, limited range.
 
-    Of numbers beyond 32768 the excess stays on the replica, with error feedback or without: a
-    finite number never becomes infinite.
+    The smallest number is 6e-8 times the number of replicas. A replica keeps the excess of numbers
+    beyond 32768, with error feedback or without, so a finite number never becomes infinite.
 
     Args:
-      error_feedback: keep what rounding leaves, like `js.codecs.bfloat16`. In gossip each mixture
-        is rounded, too, as in FairScale, so that it gains nothing there either: it is for runs that
-        must do as FairScale's float16 runs do.
+      error_feedback: whether each replica keeps its rounding error, as in `js.codecs.bfloat16`. In
+        gossip each mixture is rounded too, as in FairScale, so it gains nothing there either. It is
+        meant for runs that must reproduce FairScale's float16 runs.
 
     Returns:
       A value of `codec=`; see `js.codecs.bfloat16`.
@@ -125,7 +125,7 @@ def float16(*, error_feedback: bool = False) -> Codec:
     Raises:
       ValueError: `error_feedback` that is neither True nor False.
 
-    Communication: as `js.codecs.bfloat16`.
+    Communication: that of the transform, as with `js.codecs.bfloat16`.
 
     Source: FairScale 0.4.13, `SlowMoDistributedDataParallel` with `fp32_params` (error feedback).
     """

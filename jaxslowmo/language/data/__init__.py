@@ -1,4 +1,4 @@
-"""Host input: real text as bytes, one disjoint share per replica, in numpy."""
+"""Host input in NumPy: real text as bytes, with one disjoint share per replica."""
 
 from ._batches import TextBatches as TextBatches
 from ._batches import TextSplit as TextSplit

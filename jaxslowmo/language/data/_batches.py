@@ -1,4 +1,4 @@
-"""Who reads what: a held-out part, a share per replica, and batches of windows of them."""
+"""Division of a corpus into replica shares and a held-out part, and batches of windows."""
 
 import dataclasses
 import heapq
@@ -29,22 +29,22 @@ class TextSplit:
 
 
 def split_corpus(corpus: Corpus, num_replicas: int, *, validation_every: int = 10) -> TextSplit:
-    """Divides a corpus: no byte of it goes to two places.
+    """Divide a corpus into disjoint parts: one share per replica, and a held-out part.
 
-    Whole files are divided, every `validation_every`-th of them held out, the rest balanced by
-    bytes. A corpus that is one single file is cut: a share per replica, then the validation part
-    (one `validation_every`-th). The same corpus and numbers give the same split.
+    Files stay whole: every `validation_every`-th one is held out, and the others are balanced by
+    bytes. A corpus of one single file is cut into a share per replica, followed by the validation
+    part (one `validation_every`-th). The same corpus and numbers give the same split.
 
     Args:
-      corpus: what `read_corpus` returned.
-      num_replicas: shares to make, >= 1.
+      corpus: corpus from `read_corpus`.
+      num_replicas: number of shares, >= 1.
       validation_every: one file (or byte) in this many is held out, >= 2.
 
     Returns:
       The shares, one per replica, and the held-out part.
 
     Raises:
-      ValueError: if a number is out of range, or there are more replicas than files or bytes.
+      ValueError: a number is out of range, or there are more replicas than files or bytes.
     """
     if num_replicas < 1:
         raise ValueError(f"`replicas` must be >= 1, got {num_replicas}.")
@@ -72,7 +72,7 @@ def _cut(
             f"`replicas` must not exceed the bytes to share out, got {num_replicas} replicas for "
             f"a file of {size} bytes; use a larger file."
         )
-    # Rounded multiples, so that parts differ by at most one byte.
+    # Ends are rounded multiples, so that parts differ by at most one byte.
     ends = [(size - held_out) * i // num_replicas for i in range(num_replicas + 1)] + [size]
     parts = [
         Document(f"{document.name}[{start}:{end}]", document.text[start:end])
@@ -96,15 +96,15 @@ def _deal(
             f"{len(documents)} text files in {corpus.source}; use at most {len(documents) - 1} "
             "replicas, add files, or pass one file, which is cut into parts."
         )
-    # The middle of each group, and at least one: a folder's first file is often its longest
-    # (README, __init__), and validation should look like the rest.
+    # Hold out the middle file of each group, and at least one. A folder's first file is often
+    # unusual (README, __init__), and validation should resemble the rest.
     offset = min(validation_every, len(documents)) // 2
     held_out = list(documents[offset::validation_every])
     while len(documents) - len(held_out) < num_replicas:
         held_out.pop()
     names = {document.name for document in held_out}
-    # Largest first, each to the replica with the fewest bytes so far: never further from balance
-    # than one file.
+    # Assign the largest file first, each to the replica with the fewest bytes so far. The shares
+    # then differ by at most one file.
     shares: list[list[Document]] = [[] for _ in range(num_replicas)]
     lightest = [(0, replica) for replica in range(num_replicas)]
     rest = (document for document in documents if document.name not in names)
@@ -120,22 +120,22 @@ def _join(documents: list[Document]) -> np.ndarray:
 
 
 class TextBatches(Iterator[np.ndarray]):
-    """Endless random windows, stacked over replicas; resumable.
+    """A resumable iterator over endless random windows, stacked over replicas.
 
-    Batch i depends only on (seed, replica, i): the windows of one replica are the same whatever
-    the other replicas read and wherever a run resumed.
+    Batch i depends only on (seed, replica, i), so the windows of one replica depend neither on the
+    other replicas nor on where a run resumed.
 
     Args:
       shares: one uint8 vector per replica (`TextSplit.shares`).
       batch_size: windows per replica, >= 1.
       window: bytes per window, >= 2: the model's context length + 1.
-      seed: of the random positions, >= 0.
-      replicas: which replicas the shares are of, for a process that makes only the batches of its
-        own; default 0, 1, ...
+      seed: seed of the random positions, >= 0.
+      replicas: indices of the replicas of `shares`, for a process that makes batches only for its
+        local replicas; the default is 0, 1, ...
 
     Raises:
-      ValueError: for a number out of range, `replicas` that are not one per share, or a share
-        smaller than one batch.
+      ValueError: a number is out of range, `replicas` are not one per share, or a share is smaller
+        than one batch.
 
     Example:
         >>> batches = TextBatches([np.arange(100, dtype=np.uint8)], batch_size=2, window=5, seed=0)
@@ -177,8 +177,8 @@ class TextBatches(Iterator[np.ndarray]):
         self._next_batch = 0
 
     def batch(self, index: int) -> np.ndarray:
-        """Batch `index`, 0, 1, ...: (replicas * batch_size, window) uint8, replica-major."""
-        return np.concatenate([self._of(which, index) for which in range(len(self._shares))])
+        """Return batch `index`, 0, 1, ...: (replicas * batch_size, window) uint8, replica-major."""
+        return np.concatenate([self._windows(i, index) for i in range(len(self._shares))])
 
     def __next__(self) -> np.ndarray:
         batch = self.batch(self._next_batch)
@@ -186,7 +186,7 @@ class TextBatches(Iterator[np.ndarray]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator is, as plain JSON values."""
+        """Return the position of the iterator as plain JSON values."""
         return {
             "next_batch": self._next_batch,
             "seed": self._seed,
@@ -196,16 +196,16 @@ class TextBatches(Iterator[np.ndarray]):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues where `get_state` was called.
+        """Continue at the position of a state from `get_state`.
 
         Raises:
-          ValueError: if the state is of an iterator that would give other batches.
+          ValueError: the state is from an iterator that would give other batches.
         """
-        mine = self.get_state()
-        for name in mine.keys() - {"next_batch"}:
-            if state.get(name) != mine[name]:
+        current = self.get_state()
+        for name in current.keys() - {"next_batch"}:
+            if state.get(name) != current[name]:
                 raise ValueError(
-                    f"`state` must be of an iterator with {name}={mine[name]}, "
+                    f"`state` must be of an iterator with {name}={current[name]}, "
                     f"got {state.get(name)}."
                 )
         next_batch = state.get("next_batch")
@@ -213,9 +213,9 @@ class TextBatches(Iterator[np.ndarray]):
             raise ValueError(f"`state['next_batch']` must be an int >= 0, got {next_batch!r}.")
         self._next_batch = next_batch
 
-    def _of(self, which: int, index: int) -> np.ndarray:
-        share = self._shares[which]
-        random = np.random.default_rng([self._seed, self._replicas[which], index])
+    def _windows(self, i: int, index: int) -> np.ndarray:
+        share = self._shares[i]
+        random = np.random.default_rng([self._seed, self._replicas[i], index])
         starts = random.integers(0, share.size - self._window + 1, size=self._batch_size)
         return share[starts[:, None] + np.arange(self._window)]
 
@@ -223,20 +223,20 @@ class TextBatches(Iterator[np.ndarray]):
 def validation_batches(
     text: np.ndarray, *, num_batches: int, batch_size: int, window: int
 ) -> np.ndarray:
-    """Evenly spaced windows of the held-out text, the same at every call and for every seed.
+    """Return evenly spaced windows of the held-out text, the same in every call.
 
     Args:
       text: uint8 vector (`TextSplit.validation`).
-      num_batches: batches to make, >= 1.
+      num_batches: number of batches, >= 1.
       batch_size: windows per batch, >= 1.
       window: bytes per window, >= 2.
 
     Returns:
-      uint8 (num_batches, batch_size, window). Windows overlap only where the text is too short
-      for that many.
+      uint8 (num_batches, batch_size, window). Windows overlap only if the text is too short for
+      their number.
 
     Raises:
-      ValueError: for a number out of range, or a text shorter than one window.
+      ValueError: a number is out of range, or the text is shorter than one window.
     """
     _check_sizes(num_batches=num_batches, batch_size=batch_size, window=window)
     if text.size < window:

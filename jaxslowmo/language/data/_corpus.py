@@ -1,4 +1,4 @@
-"""Byte corpora from real files: the standard library's source, or any file or folder."""
+"""Byte corpora from files: the source of the standard library, or any file or folder."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ..._support.files import PASSING
 
-# Not source that a person wrote to be read: installed packages, caches, and test suites, which
-# would be more than half of the bytes.
+# Folders that are no typical source: installed packages, caches, and test suites, which would be
+# more than half of the bytes.
 _STDLIB_LEAVES_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _TEXT_CONTROLS = frozenset(b"\t\n\r\f\b\x1b")
 
@@ -24,7 +24,7 @@ class Document:
 
     Attributes:
       name: path relative to the corpus, with forward slashes.
-      text: its bytes, not decoded; at least one.
+      text: bytes of the file, not decoded; at least one.
     """
 
     name: str
@@ -32,18 +32,18 @@ class Document:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of its bytes, as hexadecimal digits."""
+        """The SHA-256 of the bytes, as hexadecimal digits."""
         return hashlib.sha256(self.text).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text files in a fixed order.
+    """A corpus of text files in a fixed order.
 
     Attributes:
       source: the path that was read.
-      documents: sorted by name; no two have the same bytes.
-      skipped: (name, reason) of every file that was left out, sorted by name.
+      documents: the text files, sorted by name; no two have the same bytes.
+      skipped: (name, reason) of every file that was skipped, sorted by name.
       is_single_file: whether `source` is a file, which may be cut into parts.
     """
 
@@ -54,31 +54,31 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in all documents."""
+        """The number of bytes in all documents."""
         return sum(len(document.text) for document in self.documents)
 
     @functools.cached_property
     def contents(self) -> "Contents":
-        """What there is, without the texts."""
-        found = {
+        """The names, lengths and hashes of the files, without the texts."""
+        listing = {
             "" if self.is_single_file else document.name: f"{len(document.text)} {document.sha256}"
             for document in self.documents
         }
         return Contents(
-            self.source, found | dict(self.skipped), len(self.documents), self.num_bytes
+            self.source, listing | dict(self.skipped), len(self.documents), self.num_bytes
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What tells one corpus from another.
+    """The description of a corpus that distinguishes it from others.
 
     Attributes:
       source: the path that was read.
-      listing: by name, of a document its length and SHA-256, of another file why it is none. The
-        same wherever the files lie: a single one goes by the name "", whatever it is called.
-      num_documents: of them.
-      num_bytes: in all documents.
+      listing: maps the name of a document to its length and SHA-256, and that of a skipped file to
+        the reason. It does not depend on the place of the files: a single file has the name "".
+      num_documents: number of documents.
+      num_bytes: number of bytes in all documents.
     """
 
     source: str
@@ -88,13 +88,13 @@ class Contents:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the listing: two corpora with the same one give the same batches."""
+        """The SHA-256 of the listing: corpora with equal fingerprints give equal batches."""
         lines = json.dumps(sorted(self.listing.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def default_corpus_path() -> Path:
-    """Folder of the running interpreter's standard library.
+    """Return the folder of the running interpreter's standard library.
 
     Returns:
       An absolute path.
@@ -103,21 +103,21 @@ def default_corpus_path() -> Path:
 
 
 def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """Reads a text corpus, the same one every time for the same files.
+    """Read a text corpus, which is the same every time for the same files.
 
     Args:
-      path: a text file, or a folder that is searched for them: hidden and cache folders are
-        not entered, binary, empty, unreadable and duplicate files are skipped and listed.
-        `None` is the .py source of the running interpreter's standard library without its
-        tests and installed packages (some 12 MB; it differs between Python versions).
+      path: a text file, or a folder that is searched for text files. Hidden and cache folders are
+        not entered; binary, empty, unreadable and duplicate files are skipped and listed. None is
+        the .py source of the running interpreter's standard library without its tests and installed
+        packages (about 12 MB; it differs between Python versions).
 
     Returns:
       A `Corpus` with at least one document. Everything is read into memory.
 
     Raises:
-      ValueError: if the path is empty or does not exist, or no text is found there.
-      OSError: a disk or a file server that does not answer (EIO, ESTALE, ETIMEDOUT, ENOSPC): what
-        is there would otherwise depend on the moment.
+      ValueError: the path is empty or does not exist, or holds no text.
+      OSError: a disk or a file server does not answer (EIO, ESTALE, ETIMEDOUT, ENOSPC). Skipping
+        such files would give another corpus each time.
     """
     if path is None:
         return _read_folder(default_corpus_path(), is_stdlib=True)
@@ -148,7 +148,7 @@ def _read_folder(folder: Path, *, is_stdlib: bool) -> Corpus:
         text, reason = _read_text(folder / name)
         document = Document(name, text)
         if not reason:
-            # The same text in two replicas, or in training and validation, would not be disjoint.
+            # With duplicates the shares of replicas, or the validation part, would not be disjoint.
             twin = first_with.setdefault(document.sha256, name)
             reason = "" if twin == name else f"a duplicate of {twin}"
         if reason:
@@ -165,7 +165,7 @@ def _file_names(
     folder: Path, *, is_stdlib: bool, unreadable: Callable[[OSError], None]
 ) -> Iterator[str]:
     for root, folders, files in os.walk(folder, onerror=unreadable):
-        # In place, so that os.walk does not enter them.
+        # Changed in place, so that os.walk does not enter the other folders.
         folders[:] = [
             name
             for name in folders
@@ -179,7 +179,7 @@ def _file_names(
 
 
 def _read_text(path: Path) -> tuple[bytes, str]:
-    """The file's bytes and why it is to be skipped ("" if it is not)."""
+    """Return the file's bytes, and the reason to skip it ("" to keep it)."""
     try:
         # Opening a pipe would block.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -195,19 +195,19 @@ def _read_text(path: Path) -> tuple[bytes, str]:
 
 
 def _why_unreadable(error: OSError) -> str:
-    """Why a file or a folder is left out; raises what another attempt may not meet."""
+    """Return why a file or folder is skipped; raise an error that may pass with another attempt."""
     if error.errno in PASSING:
         raise error
     return f"unreadable ({error.strerror})"
 
 
 def _is_binary(text: bytes) -> bool:
-    """NUL bytes, or no valid UTF-8 and many control characters (compressed data)."""
+    """Return whether bytes hold a NUL, or are invalid UTF-8 with many control characters."""
     if b"\0" in text:
         return True
     try:
         text.decode()
     except UnicodeDecodeError:
         controls = sum(text.count(c) for c in range(32) if c not in _TEXT_CONTROLS)
-        return controls > 0.02 * len(text)  # random bytes: about 10 %; Latin-1 text: none
+        return controls > 0.02 * len(text)  # random or compressed bytes: 10 %; Latin-1: none
     return False

@@ -1,4 +1,4 @@
-"""Models of the command line and the examples; need flax, which is in the extra `train`."""
+"""Models of the command line and the examples; they need flax, from the extra `train`."""
 
 from ._gpt import GPT as GPT
 from ._gpt import GPT_PRESETS as GPT_PRESETS

@@ -1,4 +1,4 @@
-"""A byte-level GPT in flax nnx, and the pure functions that the training layer sees of it."""
+"""A byte-level GPT in flax nnx, and pure functions of it for the training step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,25 +21,26 @@ COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a `GPT`.
+    """The shape of a `GPT`.
 
     Attributes:
-      num_layers: transformer blocks, >= 1.
-      num_heads: attention heads; divides `embed_dim`.
+      num_layers: number of transformer blocks, >= 1.
+      num_heads: number of attention heads; divides `embed_dim`.
       embed_dim: width of the residual stream.
-      context_length: bytes that the model sees; a training window has one more.
-      vocab_size: 256, one symbol per byte value.
+      context_length: number of bytes that the model sees; a training window has one more.
+      vocab_size: number of symbols; the default 256 is one symbol per byte value.
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
-        trains with `js.dynamic_loss_scale`.
-        Parameters, softmax, layer-norm statistics and the loss are always float32.
-      qkv_by_head: columns of `qkv` lie by head, of each its query, key and value, so that devices
-        which split them hold whole heads, as in Megatron; else all queries, all keys, all values.
-      tied: the embedding's table is the output layer too, as in GPT-2: there is no `head`.
-      remat: keep only the input of each block for the backward pass, which computes the rest
-        again: memory of one block's activations instead of all of them, for a third more products.
+        needs `js.dynamic_loss_scale` to train. Parameters, softmax, layer-norm statistics and the
+        loss are always float32.
+      qkv_by_head: whether the columns of `qkv` are ordered by head, each with its query, key and
+        value, so that devices which split them hold whole heads, as in Megatron. Otherwise all
+        queries come first, then all keys, then all values.
+      tied: whether the embedding's table is the output layer too, as in GPT-2, without a `head`.
+      remat: whether to keep only the input of each block for the backward pass, which computes the
+        rest again. It needs memory for one block's activations only, and a third more products.
 
     Raises:
-      ValueError: for a size below 1, heads that do not divide the width, an unknown dtype.
+      ValueError: a size below 1, heads that do not divide the width, an unknown dtype.
     """
 
     num_layers: int
@@ -66,7 +67,7 @@ class GPTConfig:
 
 
 class GPTBlock(nnx.Module):
-    """Pre-norm transformer block: causal attention, then a GELU MLP four times as wide."""
+    """A pre-norm transformer block: causal attention, then a GELU MLP four times as wide."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
@@ -79,7 +80,7 @@ class GPTBlock(nnx.Module):
         self.contract = _linear(4 * width, width, ("mlp", "embed"), dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, time, width) -> the same shape."""
+        """Return the block's output for `x`, (batch, time, width), in the same shape."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm_attention(x))
         head = self.num_heads, width // self.num_heads
@@ -89,7 +90,7 @@ class GPTBlock(nnx.Module):
             qkv = qkv.reshape(batch, time, 3, *head)
         qkv = constrained(qkv, "batch", None, None, "heads", None)
         if qkv.dtype == jnp.float16:
-            # The product that jax asks for, of float16 and summed in float32, no CPU has.
+            # XLA has no product of float16 that sums in float32 on CPUs.
             qkv = qkv.astype(jnp.float32)
         mixed = jax.nn.dot_product_attention(
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True
@@ -98,21 +99,21 @@ class GPTBlock(nnx.Module):
         mixed = self.project(mixed.reshape(batch, time, width).astype(x.dtype))
         x = x + constrained(mixed, "batch", None, None)
         hidden = constrained(self.expand(self.norm_mlp(x)), "batch", None, "mlp")
-        # The tanh form: erf has no fast vector version on the CPU backend.
+        # Use the tanh form, since erf has no fast vector version on the CPU backend.
         hidden = self.contract(jax.nn.gelu(hidden, approximate=True))
         return x + constrained(hidden, "batch", None, None)
 
 
 class GPT(nnx.Module):
-    """Decoder-only transformer over bytes: learned positions, an output layer or a tied one.
+    """A decoder-only transformer over bytes, with learned positions and an optional tied output.
 
-    Blocks are unrolled, not scanned: at these depths it compiles in seconds, and on CPU a loop
-    over layers would cost a copy of every stacked parameter and activation per layer. Made
-    directly, it has flax's initial parameters; `init_gpt` makes GPT-2's. Its variables say by their
-    `out_sharding` what their dimensions are, and activations follow `nnx.logical_axis_rules`.
+    Blocks are unrolled and not scanned. At these depths they compile in seconds, and on CPU a loop
+    over layers would copy every stacked parameter and activation once per layer. The constructor
+    uses flax's initial parameters, and `init_gpt` those of GPT-2. The `out_sharding` of its
+    variables names their dimensions, and activations follow `nnx.logical_axis_rules`.
     """
 
-    # Made whole: what its dimensions are called tells nobody's mesh yet where they lie.
+    # Variables are made unsharded: the names of their dimensions have no mesh axes yet.
     @nnx.use_eager_sharding(False)
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width, dtype = config.embed_dim, jnp.dtype(config.dtype)
@@ -128,18 +129,18 @@ class GPT(nnx.Module):
             self.head = _linear(width, vocab, ("embed", "vocab"), dtype, rngs, use_bias=False)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Bytes (batch, time), any integer dtype -> logits (batch, time, vocab_size), float32.
+        """Return float32 logits (batch, time, vocab_size) for bytes (batch, time) of any int dtype.
 
         `time` is at most `context_length`.
         """
-        # A one-hot product instead of a lookup: with 256 symbols it costs less than one of the
-        # block's products, and its gradient is a product too, not a scatter-add (slow on CPU/TPU).
+        # A one-hot product replaces the lookup: with 256 symbols it costs less than a product of a
+        # block, and its gradient is a product too, not a scatter-add (slow on CPU and TPU).
         x = jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype)
         x = self.embed(constrained(x, "batch", None, "vocab"))
         x = x + self.positions[: tokens.shape[1]].astype(x.dtype)
         x = constrained(x, "batch", None, None)
 
-        # Of this call alone: what jax keeps of a function it has seen does not know the rules.
+        # A new function per call: jax caches traces by function, and the cache ignores the rules.
         def run(block: GPTBlock, x: jax.Array) -> jax.Array:
             return block(x)
 
@@ -155,7 +156,7 @@ class GPT(nnx.Module):
 
 
 def constrained(x: jax.Array, *names: str | None) -> jax.Array:
-    """Return `x`, laid out by the rules that hold here (`flax.nnx.logical_axis_rules`), if any."""
+    """Return `x` with the layout of the active rules (`flax.nnx.logical_axis_rules`), if any."""
     rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
     return laid_out(x, names, rules, mesh) if rules and not mesh.empty else x
 
@@ -169,7 +170,7 @@ def _linear(
     *,
     use_bias: bool = True,
 ) -> nnx.Linear:
-    """A layer whose dimensions are called `names`."""
+    """Return a linear layer with names for its dimensions."""
     # Vectors as wide as the residual stream are too small to be split.
     bias = "norm" if names[1] == "embed" else names[1]
     return nnx.Linear(
@@ -189,21 +190,22 @@ def _norm(width: int, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
-    """Fresh float32 parameters as a nested dict of arrays, as GPT-2 has them at the start.
+    """Return initial float32 parameters as in GPT-2, as a nested dict of arrays.
 
-    Normal with deviation 0.02; the last layer of each branch has that over sqrt(2 * num_layers),
-    since as many branches add to the residual stream. Biases 0, norms 1. Drawn by numpy: the same
-    for a seed on every backend and with every version of jax, and nothing has to be compiled.
+    Weights are normal with deviation 0.02. The last layer of each branch has that over
+    sqrt(2 * num_layers), since that many branches add to the residual stream. Biases are 0 and
+    norms 1. NumPy draws the numbers, so a seed gives the same ones on every backend and with every
+    version of jax, and nothing is compiled.
 
     Args:
       config: shape of the model.
-      seed: of the random numbers, >= 0.
+      seed: seed of the random numbers, >= 0.
 
     Returns:
       The parameters, on the host.
 
     Raises:
-      ValueError: if `seed` is negative.
+      ValueError: `seed` is negative.
     """
     if seed < 0:
         raise ValueError(f"`seed` must be >= 0, got {seed}.")
@@ -221,20 +223,20 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
 
 
 def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) -> dict[str, Any]:
-    """How the parameters may lie inside a replica: as `param_specs` want it.
+    """Return `param_specs` for the parameters: how they are sharded inside a replica.
 
     Args:
       config: shape of the model.
-      mesh: whose axes they are split over; its replica axis is left alone.
-      rules: logical names and axes, in flax's form; see `GPT_RULES`. None: `gpt_rules(mesh)`. Names
-        without a rule are left whole.
+      mesh: mesh with the axes that parameters are split over; its replica axis is not used.
+      rules: pairs of a logical name and mesh axes, in flax's form; see `GPT_RULES`. None:
+        `gpt_rules(mesh)`. Dimensions without a rule are not split.
 
     Returns:
-      A tree like what `init_gpt` returns, of a `PartitionSpec` per leaf.
+      A tree like that of `init_gpt`, with a `PartitionSpec` per leaf.
 
     Raises:
       ValueError: a name that no dimension has, an axis that the mesh does not have, a dimension or
-        a number of heads that its axes don't divide.
+        a number of heads that its axes do not divide.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3: the default rules over "tensor".
     """
@@ -246,24 +248,24 @@ def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) ->
         name = "/".join(map(str, path))
         return spec_of(name, variable.out_sharding, variable.shape, rules, sizes)
 
-    found = nnx.map_state(spec, nnx.split(_abstract(config))[1])
-    return nnx.to_pure_dict(found)
+    specs = nnx.map_state(spec, nnx.split(_abstract(config))[1])
+    return nnx.to_pure_dict(specs)
 
 
 def gpt_logits_fn(
     config: GPTConfig, rules: Rules | None = None
 ) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
-    """`logits_fn(params, tokens) -> logits`, of every next byte.
+    """Return the model as a pure function `logits_fn(params, tokens) -> logits` for the next bytes.
 
     Args:
       config: shape of the model.
-      rules: how activations lie inside a replica, where the compiler has the axes of the mesh:
-        those of `gpt_param_specs`, such as `gpt_rules(mesh)`. None: those that hold where the
+      rules: layout of activations over automatic axes inside a replica: the rules of
+        `gpt_param_specs`, such as `gpt_rules(mesh)`. None: the rules that are active when the
         function is traced (`flax.nnx.logical_axis_rules`), usually none.
 
     Returns:
-      A pure function: of what `init_gpt` returns and bytes (batch, time) of any integer dtype, with
-      time <= `context_length`, it gives float32 logits (batch, time, vocab_size).
+      A pure function of parameters from `init_gpt` and of bytes (batch, time) of any integer dtype,
+      with time <= `context_length`. It returns float32 logits (batch, time, vocab_size).
     """
     graph, template = nnx.split(_abstract(config))
 
@@ -282,21 +284,21 @@ def gpt_logits_fn(
 def gpt_loss_fn(
     config: GPTConfig, rules: Rules | None = None
 ) -> Callable[[Mapping[str, Any], jax.Array], jax.Array]:
-    """The loss of the model as a pure function: mean cross-entropy in nats per byte.
+    """Return the loss as a pure function: mean cross-entropy in nats per byte.
 
     Args:
       config: shape of the model.
-      rules: as of `gpt_logits_fn`. Without them the compiler may split activations along their
-        width and add up products, where to gather weights costs less.
+      rules: layout of activations, as in `gpt_logits_fn`. Without rules the compiler may split
+        activations along their width and sum products, though gathering weights costs less.
 
     Returns:
-      `loss_fn(params, batch) -> loss`. `params` is what `init_gpt` returns; `batch` holds windows
-      of `context_length + 1` bytes, (local_batch, context_length + 1), uint8 or int32: all but the
-      last byte are the input, all but the first the target. The loss is a float32 scalar. It works
-      under `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
+      `loss_fn(params, batch) -> loss`. `params` are parameters from `init_gpt`. `batch` holds
+      windows of `context_length + 1` bytes, (local_batch, context_length + 1), uint8 or int32: all
+      but the last byte are the input, all but the first the target. The loss is a float32 scalar.
+      It works under `jit`, `grad`, `vmap` and `shard_map` (`check_vma` on and off).
 
     Raises:
-      ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
+      ValueError: at trace time, windows without `context_length + 1` bytes.
     """
     logits_fn = gpt_logits_fn(config, rules)
 
@@ -308,7 +310,7 @@ def gpt_loss_fn(
 
 
 def check_windows(config: GPTConfig, batch: jax.Array) -> None:
-    """Raise `ValueError` for a batch that holds no windows of `context_length + 1` bytes."""
+    """Raise `ValueError` unless a batch holds windows of `context_length + 1` bytes."""
     if batch.ndim != 2 or batch.shape[1] != config.context_length + 1:
         raise ValueError(
             "`batch` must have the shape (local_batch, context_length + 1) = "
@@ -317,33 +319,33 @@ def check_windows(config: GPTConfig, batch: jax.Array) -> None:
 
 
 def byte_loss(logits: jax.Array, batch: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats of float32 logits for all but the first byte of each window."""
+    """Return the mean cross-entropy in nats of logits for all but the first byte of windows."""
     target = jax.nn.one_hot(batch[:, 1:], logits.shape[-1], dtype=jnp.float32)
-    # A masked sum instead of take_along_axis, whose gradient is a scatter.
+    # A masked sum replaces take_along_axis, whose gradient is a scatter.
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * target, axis=-1))
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Parameters of the model, each counted once: embeddings, positions, an untied output layer.
+    """Return the number of parameters of the model; a tied table counts once.
 
     Args:
       config: shape of the model.
 
     Returns:
-      Their number; nothing is allocated.
+      The number of all parameters, with embeddings and positions; nothing is allocated.
     """
 
-    def of_blocks(count: int) -> int:
+    def size_with(count: int) -> int:
         types = gpt_types(dataclasses.replace(config, num_layers=count))
         return sum(leaf.size for leaf in jax.tree.leaves(types))
 
-    # Blocks are alike, and to make the types of all takes a second where there are many.
-    one = of_blocks(1)
-    return one + (config.num_layers - 1) * (of_blocks(2) - one)
+    # All blocks have the same size, and making the types of many blocks takes a second.
+    one = size_with(1)
+    return one + (config.num_layers - 1) * (size_with(2) - one)
 
 
 def gpt_types(config: GPTConfig) -> dict[str, Any]:
-    """Shapes and dtypes of what `init_gpt` returns.
+    """Return the shapes and dtypes of the parameters from `init_gpt`.
 
     Args:
       config: shape of the model.
@@ -355,42 +357,42 @@ def gpt_types(config: GPTConfig) -> dict[str, Any]:
 
 
 def _abstract(config: GPTConfig) -> GPT:
-    """The model with shapes instead of arrays."""
-    # In the place of those that hold here: only where arrays lie is asked by `gpt_param_specs`.
+    """Return the model with shapes instead of arrays."""
+    # These rules replace the active ones, since `gpt_param_specs` alone decides the sharding.
     with nnx.logical_axis_rules([(name, None) for name, _ in GPT_RULES]):
         return nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
 
 
-# A test holds the numbers of parameters.
+# A test checks the numbers of parameters.
 GPT_PRESETS: dict[str, GPTConfig] = {
-    # 0.01M: seconds; to try out a cluster, learns next to nothing.
+    # 0.01M: trains in seconds, to try out a cluster; it learns almost nothing.
     "tiny": GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=16),
-    # 0.45M: minutes on a laptop's CPU, four replicas included.
+    # 0.45M: trains in minutes on a laptop's CPU, even with four replicas.
     "demo": GPTConfig(num_layers=2, num_heads=4, embed_dim=128, context_length=64),
     "1m": GPTConfig(num_layers=5, num_heads=4, embed_dim=128, context_length=128),
     "10m": GPTConfig(num_layers=6, num_heads=6, embed_dim=384, context_length=256),
     # Width, heads and context of GPT-2 small. A third of its 124M parameters embed 50,257 word
-    # pieces; bytes need none of them, so 17 blocks instead of 12 bring the count back (121.5M).
+    # pieces, which bytes do not need. With 17 blocks instead of 12 the count is similar (121.5M).
     "124m": GPTConfig(num_layers=17, num_heads=12, embed_dim=768, context_length=1024),
     # Layers, heads and width of the usual 7B models (6.45B): for many devices per replica, or for
     # shapes without arrays.
     "7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=4096, context_length=2048, remat=True),
 }
-"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, `7b`, as `num_parameters` counts them."""
+"""Shapes by name: `tiny`, `demo`, `1m`, `10m`, `124m`, `7b`, with sizes from `num_parameters`."""
 
 
 def gpt_preset(name: str, *, dtype: str = "float32") -> GPTConfig:
-    """The preset called `name`, computing in `dtype`.
+    """Return the preset `name` with computations in `dtype`.
 
     Args:
       name: one of `GPT_PRESETS`.
-      dtype: what it computes in, `"float32"`, `"bfloat16"` or `"float16"`; parameters are float32.
+      dtype: dtype of computations, as in `GPTConfig`; parameters are float32.
 
     Returns:
       The shape of the model.
 
     Raises:
-      ValueError: for an unknown name or dtype.
+      ValueError: an unknown name or dtype.
     """
     if name not in GPT_PRESETS:
         raise ValueError(f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}.")

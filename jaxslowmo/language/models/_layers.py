@@ -1,4 +1,4 @@
-"""A GPT as a list of layers, between any two of which it may be cut into stages."""
+"""A GPT as a list of layers, which can be cut into stages between any two of them."""
 
 import dataclasses
 import functools
@@ -20,18 +20,17 @@ Layer = Callable[[Any, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class GPTLayers:
-    """The layers of a `GPT`: its embedding, its blocks, and its norm with the output layer.
+    """The layers of a `GPT`: the embedding, the blocks, and the norm with the output layer.
 
         parts = gpt_layers(config)
         model = js.LayeredModel(parts.layers, parts.loss, tied=parts.tied)
         loss = model(parts.split(init_gpt(config)), batch)
 
     Attributes:
-      layers: functions `layer(params, x) -> x`, `num_layers + 2` of them; the first is given
-        windows of bytes as `gpt_loss_fn` is, the last gives float32 logits. All blocks are one
-        function.
-      loss: `loss(logits, batch)`: that of `gpt_loss_fn`.
-      tied: groups of leaves that are one parameter, each as (layer, path): () where there are none.
+      layers: `num_layers + 2` functions `layer(params, x) -> x`. The first one takes windows of
+        bytes like `gpt_loss_fn`, the last one returns float32 logits. All blocks are one function.
+      loss: function `loss(logits, batch)` that computes the loss of `gpt_loss_fn`.
+      tied: groups of leaves that are one parameter, each as (layer, path); () if there are none.
       is_tied: whether the table of the embedding is the output layer.
     """
 
@@ -41,7 +40,7 @@ class GPTLayers:
     is_tied: bool
 
     def split(self, params: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One tree per layer of a tree like that of `init_gpt`; a tied table stands in two."""
+        """Return one tree per layer from a tree of `init_gpt`; a tied table is in two of them."""
         first = {"embed": params["embed"], "positions": params["positions"]}
         last = "embed" if self.is_tied else "head"
         blocks = params["blocks"]
@@ -52,25 +51,25 @@ class GPTLayers:
         ]
 
     def join(self, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The way back from `split`; of a tied table the embedding's counts."""
+        """Return the tree from the trees of `split`; a tied table is the embedding's copy."""
         first, *blocks, last = layers
-        own = {} if self.is_tied else {"head": last["head"]}
-        return {**first, "blocks": dict(enumerate(blocks)), "norm": last["norm"], **own}
+        head = {} if self.is_tied else {"head": last["head"]}
+        return {**first, "blocks": dict(enumerate(blocks)), "norm": last["norm"], **head}
 
 
 def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
-    """The model of a configuration as a list of layers.
+    """Return the model of a configuration as a list of layers.
 
     Args:
-      config: shape of the model; with `remat` each block keeps its input alone.
-      rules: how activations lie over axes that the compiler has; as of `gpt_logits_fn`.
+      config: shape of the model; with `remat` each block keeps only its input.
+      rules: layout of activations over automatic axes, as in `gpt_logits_fn`.
 
     Returns:
-      Its layers, its loss, and both ways between `init_gpt`'s tree and one tree per layer. Their
+      The layers, the loss, and conversions between `init_gpt`'s tree and one tree per layer. The
       loss is that of `gpt_loss_fn`.
 
     Raises:
-      ValueError: at trace time, if the windows do not have `context_length + 1` bytes.
+      ValueError: at trace time, windows without `context_length + 1` bytes.
     """
     dtype = jnp.dtype(config.dtype)
 
@@ -90,7 +89,7 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
         return constrained(logits, "batch", None, "vocab")
 
     ruled = functools.partial(_ruled, rules)
-    # One function for all blocks, so that stages which hold equally many are one program.
+    # One function for all blocks, so that stages with equally many blocks share one program.
     run = ruled(jax.checkpoint(block) if config.remat else block)
     last = config.num_layers + 1
     return GPTLayers(
@@ -102,7 +101,7 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
 
 
 def _ruled(rules: Rules | None, layer: Layer) -> Layer:
-    """A layer whose activations follow the rules."""
+    """Return the layer with activations that follow the rules."""
     if rules is None:
         return layer
 
@@ -114,7 +113,7 @@ def _ruled(rules: Rules | None, layer: Layer) -> Layer:
 
 
 def _pure(make: Callable[[nnx.Rngs], nnx.Module]) -> Layer:
-    """A module, of which only shapes matter, as a function of its parameters."""
+    """Return a module as a function of its parameters, without making parameter values."""
     with nnx.use_eager_sharding(False):
         graph, template = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 

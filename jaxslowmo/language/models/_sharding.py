@@ -1,7 +1,7 @@
-"""Over which axes inside a replica the leaves and activations of a `GPT` are split.
+"""Sharding of the leaves and activations of a `GPT` over axes inside a replica.
 
-Dimensions have logical names, flax's way (`out_sharding` of its variables); rules, pairs of a name
-and axes of a mesh, turn them into a `PartitionSpec`.
+Dimensions have logical names, as in flax (`out_sharding` of its variables). Rules, which are pairs
+of a name and mesh axes, turn these names into a `PartitionSpec`.
 """
 
 import math
@@ -21,32 +21,32 @@ Names = Sequence[str | None]
 AxisSizes = Mapping[str, int]
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
-"""As flax has them: the first rule of a name whose axes are free in an array counts."""
+"""Rules as in flax: the first rule of a name whose axes are free in an array applies."""
 
 GPT_RULES: Rules = (
     ("batch", "fsdp"),  # rows of activations
     ("embed", "fsdp"),  # the width of the residual stream, in matrices and in the positions
     ("qkv", "tensor"),  # columns of the product before attention,
-    ("heads", "tensor"),  # its heads, and the rows of the product behind them
+    ("heads", "tensor"),  # its heads, and the rows of the product after attention
     ("mlp", "tensor"),  # the width inside an MLP
     ("vocab", "tensor"),
     ("position", None),
     ("norm", None),  # vectors as wide as the residual stream
 )
-"""Megatron's split of a block over "tensor", and what is left of every matrix over "fsdp"."""
+"""Megatron's split of a block over "tensor", and the remainder of every matrix over "fsdp"."""
 
 
 def gpt_rules(mesh: Any) -> Rules:
-    """`GPT_RULES` for a mesh: names whose axis it does not have are left whole.
+    """Return `GPT_RULES` for a mesh; dimensions whose axis it does not have are not split.
 
     Args:
-      mesh: with axes "fsdp" and "tensor", or one of them.
+      mesh: mesh with axes "fsdp" and "tensor", or one of them.
 
     Returns:
       Rules for `gpt_param_specs` and `gpt_loss_fn`.
 
     Raises:
-      ValueError: a mesh with neither.
+      ValueError: a mesh with neither axis.
     """
     kept = tuple((name, axis if axis in mesh.shape else None) for name, axis in GPT_RULES)
     if not any(axis for _, axis in kept):
@@ -58,22 +58,22 @@ def gpt_rules(mesh: Any) -> Rules:
 
 
 def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
-    """`rules`, of names that a GPT has and axes that the mesh has.
+    """Return `rules` after checking that a GPT has their names and the mesh has their axes.
 
     Raises:
-      ValueError: others.
+      ValueError: other names or axes.
     """
-    known = {name for name, _ in GPT_RULES}
+    names = {name for name, _ in GPT_RULES}
     for rule in rules:
         if not isinstance(rule, tuple) or len(rule) != 2:
             raise ValueError(
                 f"`rules` must hold pairs of a name and axes of the mesh, got {rule!r}."
             )
         name, axes = rule
-        if name not in known:
+        if name not in names:
             raise ValueError(
                 f"`rules` names {name!r}, which no dimension of a GPT is called: those are "
-                f"{', '.join(sorted(known))}."
+                f"{', '.join(sorted(names))}."
             )
         if unknown := [axis for axis in _axes(axes) if axis not in axis_sizes]:
             raise ValueError(
@@ -86,10 +86,10 @@ def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
 def spec_of(
     what: str, names: Names, shape: Sequence[int], rules: Rules, axis_sizes: AxisSizes
 ) -> P:
-    """The spec of an array whose dimensions are called `names`.
+    """Return the spec of an array whose dimensions have these names.
 
     Raises:
-      ValueError: a dimension that its axes don't divide.
+      ValueError: a dimension that its axes do not divide.
     """
     spec = logical_to_mesh_axes(tuple(names), tuple(rules))
     assert spec is not None, "the array has names"
@@ -107,18 +107,18 @@ def spec_of(
 def laid_out(x: jax.Array, names: Names, rules: Rules, mesh: AbstractMesh) -> jax.Array:
     """Return `x`, laid out over a mesh by rules for the names of its dimensions.
 
-    Axes that are not the compiler's here are left out: along them `x` is this device's part.
+    Axes that are not automatic are ignored: along them `x` is this device's part already.
 
     Raises:
-      ValueError: rules that don't fit the mesh, or `x`.
+      ValueError: rules that do not fit the mesh, or `x`.
     """
     automatic = set(mesh.auto_axes)
-    own = [
+    automatic_rules = [
         (name, tuple(axis for axis in _axes(axes) if axis in automatic) or None)
         for name, axes in checked_rules(rules, mesh.shape)
     ]
-    spec_of(f"an activation of the shape {x.shape}", names, x.shape, own, mesh.shape)
-    return with_logical_constraint(x, names, rules=own)
+    spec_of(f"an activation of the shape {x.shape}", names, x.shape, automatic_rules, mesh.shape)
+    return with_logical_constraint(x, names, rules=automatic_rules)
 
 
 def _axes(axes: MeshAxes) -> tuple[str, ...]:

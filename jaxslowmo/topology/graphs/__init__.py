@@ -1,4 +1,4 @@
-"""The graphs that come with the library, by what they look like, and by name."""
+"""The graphs of the library, by structure and by name."""
 
 from ._circulant import bipartite_exponential as bipartite_exponential
 from ._circulant import bipartite_linear as bipartite_linear

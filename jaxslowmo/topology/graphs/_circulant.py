@@ -1,4 +1,4 @@
-"""Graphs that look the same from every node: peers at given distances around a circle."""
+"""Circulant graphs: every node has peers at the same distances around a circle."""
 
 from collections.abc import Iterable
 
@@ -16,15 +16,15 @@ def circulant(
     is_dynamic: bool = True,
     is_bipartite: bool = False,
 ) -> Graph:
-    """Node i sends to i + d for every d in `distances`, in their order.
+    """Return the graph in which node i sends to i + d for every d in `distances`, in their order.
 
     Args:
-      name: of the public function, for messages.
+      name: name of the public function, for messages.
       num_nodes: number of nodes; a single one has no peers.
-      distances: in nodes, positive or negative.
-      peers_per_step: as in `Graph`; None is all at once, without rotation.
+      distances: numbers of nodes between sender and peer, positive or negative.
+      peers_per_step: number of peers per exchange; None sends to all at once, without rotation.
       dedupe: keep only the first of equal peers.
-      is_dynamic: whether it rotates.
+      is_dynamic: whether the graph rotates through its phone book.
       is_bipartite: whether every edge must join an even and an odd node.
     """
     num_nodes = as_size("num_nodes", num_nodes)
@@ -47,30 +47,31 @@ def _bipartite(
 
 
 def both_ways(distances: Iterable[int]) -> list[int]:
-    """Each distance forwards, then backwards."""
+    """Return each distance forwards, then backwards."""
     return [sign * d for d in distances for sign in (1, -1)]
 
 
 def powers_below(base: int, limit: int) -> list[int]:
-    """1, base, base**2, ..., all < `limit`; integers throughout, so that no level is lost."""
-    found, power = [], 1
+    """Return 1, base, base**2, ..., all < `limit`."""
+    # A logarithm in floating point could lose the last power.
+    powers, power = [], 1
     while power < limit:
-        found.append(power)
+        powers.append(power)
         power *= base
-    return found
+    return powers
 
 
 def npeer_directed_exponential(
     num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
 ) -> Graph:
-    """Peers at distances j (p + 1)^i, j = 1 ... p: the default of `js.sgp`.
+    """Make the default graph of `js.sgp`, with peers at distances j (p + 1)^i, j = 1 ... p.
 
-    With p = `peers_per_step`, exchange i goes to the p peers of level i. On (p + 1)^k nodes all
-    hold the exact mean after k rounds of uniform mixing.
+    With p = `peers_per_step`, a node sends to the p peers of level i in exchange i. With (p + 1)^k
+    nodes, all nodes hold the exact mean after k rounds of uniform mixing.
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: p, peers that a node sends to per exchange.
+      peers_per_step: p, number of peers that a node sends to per exchange.
       dedupe: keep only the first of equal peers in the phone book.
 
     Returns:
@@ -100,12 +101,12 @@ def npeer_directed_exponential(
 
 
 def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
-    """Peers at distances +1, -1, +2, -2, +4, -4, ... below `num_nodes`.
+    """Make the graph with peers at distances +1, -1, +2, -2, +4, -4, ... below `num_nodes`.
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: peers that a node sends to per exchange.
-      dedupe: keep only the first of equal peers: forwards and backwards meet on a circle.
+      peers_per_step: number of peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers: both directions meet on the circle.
 
     Returns:
       A `Graph`.
@@ -122,11 +123,11 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 def bipartite_exponential(
     num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False
 ) -> Graph:
-    """Even and odd nodes at distances 1, 1 + 2, 1 + 4, 1 + 8, ..., forwards and backwards.
+    """Join even and odd nodes at distances 1, 1 + 2, 1 + 4, 1 + 8, ..., forwards and backwards.
 
     Args:
       num_nodes: number of nodes, even (or 1).
-      peers_per_step: peers that a node sends to per exchange.
+      peers_per_step: number of peers that a node sends to per exchange.
       dedupe: keep only the first of equal peers.
 
     Returns:
@@ -143,12 +144,12 @@ def bipartite_exponential(
 
 
 def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
-    """Peers at distances 1, 2, 4, ... up to half the circle, in both directions, each once.
+    """Make the graph with peers at distances 1, 2, 4, ... up to half the circle, both directions.
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: peers that a node sends to per exchange, in turn; None: all, every time. Then
-        uniform mixing is symmetric.
+      peers_per_step: number of peers that a node sends to per exchange, in turn. None: all peers in
+        every exchange, which makes uniform mixing symmetric.
 
     Returns:
       A `Graph`.
@@ -167,7 +168,7 @@ def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) 
 
 
 def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
-    """The next node on a circle, with 2 peers per step also the one before; never rotates.
+    """Make the ring: a node sends to the next one, with 2 peers per step also to the one before.
 
     Args:
       num_nodes: number of nodes.
@@ -188,12 +189,12 @@ def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Gr
 
 
 def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
-    """Peers at distances +1, -1, +3, -3, +5, -5, ... below `num_nodes`.
+    """Make the graph with peers at distances +1, -1, +3, -3, +5, -5, ... below `num_nodes`.
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: peers that a node sends to per exchange.
-      dedupe: keep only the first of equal peers: forwards and backwards meet on a circle.
+      peers_per_step: number of peers that a node sends to per exchange.
+      dedupe: keep only the first of equal peers: both directions meet on the circle.
 
     Returns:
       A `Graph`.
@@ -208,11 +209,11 @@ def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = F
 
 
 def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
-    """Even and odd nodes at distances +1, -1, +3, -3, ... below `num_nodes`.
+    """Join even and odd nodes at distances +1, -1, +3, -3, ... below `num_nodes`.
 
     Args:
       num_nodes: number of nodes, even (or 1).
-      peers_per_step: peers that a node sends to per exchange.
+      peers_per_step: number of peers that a node sends to per exchange.
       dedupe: keep only the first of equal peers.
 
     Returns:
@@ -229,11 +230,12 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
-    """Every node sends to every other: the mean in one exchange.
+    """Make the complete graph, in which every node sends to every other (the mean in one exchange).
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: peers that a node sends to per exchange, in turn; None: all, every time.
+      peers_per_step: number of peers that a node sends to per exchange, in turn. None: all peers in
+        every exchange.
 
     Returns:
       A `Graph`.

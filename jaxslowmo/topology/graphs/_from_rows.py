@@ -1,4 +1,4 @@
-"""Graphs whose phone books are written out row by row: fixed neighbours, matchings, two levels."""
+"""Graphs whose phone books are built row by row: fixed neighbours, matchings, two levels."""
 
 from collections.abc import Iterable
 
@@ -10,13 +10,15 @@ from ._circulant import powers_below
 
 
 def star(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
-    """Node 0 sends to all others, and they to it.
+    """Make the star, in which node 0 sends to all others, and they send to it.
 
-    Irregular: push-sum weights move. The centre receives `num_nodes` - 1 messages per exchange.
+    It is irregular, so push-sum weights differ from 1. The centre receives `num_nodes` - 1 messages
+    per exchange.
 
     Args:
       num_nodes: number of nodes.
-      peers_per_step: None: the centre sends to all others every time; 1: to one of them in turn.
+      peers_per_step: None: the centre sends to all others in every exchange; 1: to one of them, in
+        turn.
 
     Returns:
       A `Graph`.
@@ -30,14 +32,15 @@ def star(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
 
 
 def grid_2d(num_nodes: int, *, rows: int | None = None, peers_per_step: int | None = None) -> Graph:
-    """Neighbours to the right, left, below and above on a rectangle.
+    """Make the grid: nodes send to neighbours to the right, left, below and above on a rectangle.
 
-    Nodes at the rim have fewer neighbours, so push-sum weights move.
+    Nodes at the border have fewer neighbours, so push-sum weights differ from 1.
 
     Args:
       num_nodes: number of nodes, numbered row by row.
-      rows: rows of the rectangle, a divisor of `num_nodes`; None: the one nearest to a square.
-      peers_per_step: neighbours that a node sends to per exchange, in turn; None: all, every time.
+      rows: number of rows, a divisor of `num_nodes`; None: the rectangle nearest to a square.
+      peers_per_step: number of neighbours that a node sends to per exchange, in turn. None: all in
+        every exchange.
 
     Returns:
       A `Graph`.
@@ -64,14 +67,14 @@ def grid_2d(num_nodes: int, *, rows: int | None = None, peers_per_step: int | No
 
 
 def hypercube(num_nodes: int, *, peers_per_step: int = 1) -> Graph:
-    """Partners whose numbers differ in one bit swap: the lowest bit first, then the next.
+    """Make the hypercube: nodes whose numbers differ in one bit swap, the lowest bit first.
 
-    All hold the exact mean after log2(`num_nodes`) exchanges of uniform mixing. On a torus of TPU
-    chips the partners lie along one dimension, and compilers make each exchange asynchronous.
+    All nodes hold the exact mean after log2(`num_nodes`) exchanges of uniform mixing. On a torus of
+    TPU chips partners differ in one dimension only, and compilers make each exchange asynchronous.
 
     Args:
       num_nodes: number of nodes, a power of 2.
-      peers_per_step: peers that a node sends to per exchange.
+      peers_per_step: number of peers that a node sends to per exchange.
 
     Returns:
       A `Graph`.
@@ -92,12 +95,15 @@ def hypercube(num_nodes: int, *, peers_per_step: int = 1) -> Graph:
 def torus_2d(
     num_nodes: int, *, rows: int | None = None, peers_per_step: int | None = None
 ) -> Graph:
-    """A grid whose rims are joined: 4 neighbours everywhere (fewer on 1 or 2 rows or columns).
+    """Make the grid whose opposite borders are joined, so that every node has 4 neighbours.
+
+    With 1 or 2 rows or columns nodes have fewer.
 
     Args:
       num_nodes: number of nodes, numbered row by row.
-      rows: rows of the rectangle, a divisor of `num_nodes`; None: the one nearest to a square.
-      peers_per_step: neighbours that a node sends to per exchange, in turn; None: all, every time.
+      rows: number of rows, a divisor of `num_nodes`; None: the rectangle nearest to a square.
+      peers_per_step: number of neighbours that a node sends to per exchange, in turn. None: all in
+        every exchange.
 
     Returns:
       A `Graph`.
@@ -110,8 +116,8 @@ def torus_2d(
     def peers(node: int) -> tuple[int, ...]:
         row, column = divmod(node, columns)
         steps = ((0, 1), (0, -1), (1, 0), (-1, 0))
-        found = [(row + r) % rows * columns + (column + c) % columns for r, c in steps]
-        return unique([peer for peer in found if peer != node])
+        neighbours = [(row + r) % rows * columns + (column + c) % columns for r, c in steps]
+        return unique([peer for peer in neighbours if peer != node])
 
     return from_phone_book([peers(n) for n in range(num_nodes)], peers_per_step, name="torus_2d")
 
@@ -125,7 +131,7 @@ def _rectangle(num_nodes: int, rows: int | None) -> tuple[int, int]:
 
 
 def largest_divisor_to_root(number: int) -> int:
-    """The largest divisor whose square is at most `number`."""
+    """Return the largest divisor whose square is at most `number`."""
     return max(d for d in range(1, int(number**0.5) + 2) if number % d == 0 and d * d <= number)
 
 
@@ -135,14 +141,14 @@ _DRAWS = 1000
 def random_matching(
     num_nodes: int, *, seed: int = 0, num_rounds: int | None = None, peers_per_step: int = 1
 ) -> Graph:
-    """In every exchange all nodes swap with a partner, drawn at random and known to all.
+    """Make a graph of random matchings: in every exchange all nodes swap with a random partner.
 
     Args:
       num_nodes: number of nodes, even (or 1).
-      seed: of the drawing; the same graph everywhere.
-      num_rounds: matchings drawn before the rotation repeats, at least 2 for more than 2 nodes;
+      seed: seed of the random numbers; the same seed gives the same graph everywhere.
+      num_rounds: number of matchings until the rotation repeats, at least 2 for more than 2 nodes;
         None: 2 per level of a binary tree over the nodes.
-      peers_per_step: matchings used per exchange.
+      peers_per_step: number of matchings per exchange.
 
     Returns:
       A `Graph`.
@@ -179,7 +185,7 @@ def random_matching(
 
 
 def _matching(num_nodes: int, rng: np.random.Generator) -> list[int]:
-    """Partner of every node."""
+    """Return the partner of every node in one random matching."""
     order = rng.permutation(num_nodes).tolist()
     partner = [0] * num_nodes
     for a, b in zip(order[::2], order[1::2], strict=True):
@@ -188,17 +194,17 @@ def _matching(num_nodes: int, rng: np.random.Generator) -> list[int]:
 
 
 def inner_outer(num_nodes: int, *, group_size: int | None = None, peers_per_step: int = 1) -> Graph:
-    """Two levels: an exponential sweep inside every group, one exchange between groups, and again.
+    """Make a graph of two levels, in which few exchanges cross the network between groups.
 
-    Nodes are numbered group by group. Before each exchange with a group at distance 1, 2, 4, ...
-    the members of a group mix among themselves at distances 1, 2, 4, ..., so few of the exchanges
-    cross the network between groups.
+    Nodes are numbered group by group. The members of a group first exchange with each other at
+    distances 1, 2, 4, ..., then once with the group at distance 1. The same follows for the groups
+    at distances 2, 4, ...
 
     Args:
       num_nodes: number of nodes.
-      group_size: nodes per group, a divisor of `num_nodes`; None: the largest one whose square is
-        at most `num_nodes`.
-      peers_per_step: entries of the phone book per exchange.
+      group_size: number of nodes per group, a divisor of `num_nodes`; None: the largest divisor
+        whose square is at most `num_nodes`.
+      peers_per_step: number of entries of the phone book that an exchange uses.
 
     Returns:
       A `Graph`.

@@ -1,4 +1,4 @@
-"""Graphs by name, as command lines and configurations give them."""
+"""Graphs by name, for command lines and configurations."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -39,25 +39,26 @@ GRAPHS: Mapping[str, Callable[..., Graph]] = MappingProxyType(
         )
     }
 )
-"""Constructors of graphs by their names, as `make_graph` takes them."""
+"""The constructors of graphs by name, for `make_graph`."""
 
 
 def make_graph(
     name: str, num_nodes: int, *, peers_per_step: int | None = None, **options: Any
 ) -> Graph:
-    """A graph by its constructor's name.
+    """Make a graph by the name of its constructor.
 
     Args:
       name: a key of `GRAPHS`, such as "ring".
       num_nodes: number of nodes.
-      peers_per_step: peers that a node sends to per exchange; None: the constructor's default.
-      **options: further arguments of the constructor, such as `dedupe`; None is its default, too.
+      peers_per_step: number of peers that a node sends to per exchange; None: the constructor's
+        default.
+      **options: more arguments of the constructor, such as `dedupe`; None means its default.
 
     Returns:
       `GRAPHS[name](num_nodes, ...)`.
 
     Raises:
-      ValueError: an unknown name, an option that the constructor lacks, or what it refuses itself.
+      ValueError: an unknown name, an option that the constructor lacks, or an invalid value.
 
     Example:
       >>> make_graph("ring", 8, peers_per_step=2).phone_book[0]
@@ -66,12 +67,12 @@ def make_graph(
     if name not in GRAPHS:
         raise ValueError(f"unknown graph {name!r}; the graphs are {', '.join(GRAPHS)}.")
     options = {"peers_per_step": peers_per_step, **options}
-    given = {option: value for option, value in options.items() if value is not None}
-    known = list(inspect.signature(GRAPHS[name]).parameters)[1:]
-    unknown = [option for option in given if option not in known]
+    options = {option: value for option, value in options.items() if value is not None}
+    allowed = list(inspect.signature(GRAPHS[name]).parameters)[1:]
+    unknown = [option for option in options if option not in allowed]
     if unknown:
-        raise ValueError(f"{name} has no option {_listed(unknown)}; it has {_listed(known)}.")
-    return GRAPHS[name](num_nodes, **given)
+        raise ValueError(f"{name} has no option {_listed(unknown)}; it has {_listed(allowed)}.")
+    return GRAPHS[name](num_nodes, **options)
 
 
 def _listed(names: Iterable[str]) -> str:
