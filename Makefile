@@ -23,10 +23,10 @@ TEST_ARGS ?=
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
-demo: $(VENV)/.stamp-train ## Train replicas that rarely talk beside replicas that talk every step.
+demo: $(VENV)/.stamp-train ## Compare training with rare communication to training that communicates every step.
 	$(PY) -m jaxslowmo $(DEMO)
 
-dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, beside boosted trees; DLRM="--mode exact" passes options on.
+dlrm: $(VENV)/.stamp-examples ## Train sharded embeddings on flights, and compare to boosted trees; DLRM="--mode exact" passes options on.
 	$(PY) examples/dlrm/train.py $(DLRM)
 
 test: test-jax ## Run both suites; the second needs Linux on x86-64 and 6 GB for torch.

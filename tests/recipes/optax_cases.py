@@ -113,12 +113,12 @@ DISTANCE = (
     "measures how far the parameters are from the first ones, what exchanges moved included; the "
     "rate that it finds is each replica's own"
 )
-VALUE = "is told the replica's own loss, and each has a rate of its own"
+VALUE = "receives the replica's own loss, and each replica has its own rate"
 SEARCH = "searches on the replica's own batch; with averaged gradients or inner axes it is refused"
 NOISE = "the key in its state is the same on all replicas, so all draw the same noise"
-PER_EXAMPLE = "wants a gradient per example, and a step computes that of a batch"
+PER_EXAMPLE = "needs a gradient per example, and a step computes that of a batch"
 OBJECTIVE = (
-    "wants the loss as `obj_fn`: wrap it so that it is handed `value_fn`; its random key is the "
+    "reads the loss as `obj_fn`: wrap it so that it receives `value_fn`; its random key is the "
     "same on all replicas"
 )
 AROUND = "around the optimizer, never around an exchange"

@@ -30,7 +30,7 @@ def test_recipes_do_what_they_say():
         run("recipes", SETTING, LOOP, MAPPED, title)
         for title in ("Learning rate finder", "Lower the rate on a plateau")
     )
-    losses = [loss for _, loss in finder["found"]]
+    losses = [loss for _, loss in finder["sweep"]]
     assert min(losses) < losses[0] / 10
     assert 0.05 < finder["best"] < 5
     assert plateau["rate"] < 0.1
